@@ -1,0 +1,1 @@
+"""Small models trained from scratch that differ in nothing but the norm."""
