@@ -1,0 +1,125 @@
+"""The four norms of the laboratory: LayerNorm with its projection, its scaling, both or neither.
+
+    layernorm        r * Px / sqrt(|Px|²  + d·eps)      P = I - 11ᵀ/d, r = radius (√d by default)
+    scaling_only     r *  x / sqrt(|x|²   + d·eps)      an RMSNorm: divides by the norm of x itself, not of Px
+    projection_only      Px / c                          c = a constant divisor, the same for every token
+    none                  x / c
+
+With r = √d the first is torch's LayerNorm, `Px / sqrt(mean((Px)²) + eps)`. The divisor c of the norms that do not
+scale is measured once, at initialization (`calibrate`), so that their outputs start at the size of the others'
+(radius²/d mean square). After Brody, Alon & Yahav 2023, section 3, where the norms differ in size as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+NormKind = Literal["layernorm", "projection_only", "scaling_only", "none"]
+NORM_KINDS: tuple[str, ...] = get_args(NormKind)
+
+PROJECTS = frozenset({"layernorm", "projection_only"})
+SCALES = frozenset({"layernorm", "scaling_only"})
+
+
+class Norm(nn.Module):
+    """One norm of the laboratory, with TransformerLens's hook points (`hook_scale` is the divisor it used).
+
+    Args:
+        kind: one of NORM_KINDS.
+        d_model: length of the vectors.
+        eps: added to the mean square before the root (the norms that scale).
+        radius: length of the normalized vectors; None means √d_model. The norms that do not scale aim at it
+            when they are calibrated.
+        affine: with a learned gain `w` and bias `b`, [d_model] each.
+
+    Raises:
+        ValueError: unknown kind, radius or d_model not positive, eps negative.
+    """
+
+    divisor: Float[Tensor, ""]
+
+    def __init__(
+        self, kind: str, d_model: int, *, eps: float = 1e-5, radius: float | None = None, affine: bool = True
+    ) -> None:
+        super().__init__()
+        if kind not in NORM_KINDS:
+            raise ValueError(f"unknown norm {kind!r}: known norms are {', '.join(NORM_KINDS)}")
+        if d_model < 1:
+            raise ValueError(f"d_model must be at least 1, got {d_model}")
+        if radius is not None and not radius > 0:
+            raise ValueError(f"radius must be positive, got {radius}")
+        if eps < 0:
+            raise ValueError(f"eps must not be negative, got {eps}")
+        self.kind = kind
+        self.eps = eps
+        self.d_model = d_model
+        self.radius = math.sqrt(d_model) if radius is None else float(radius)
+        self.w = nn.Parameter(torch.ones(d_model)) if affine else None
+        self.b = nn.Parameter(torch.zeros(d_model)) if affine else None
+        # NaN until calibrated: a norm that does not scale must not run with an unstated constant.
+        self.register_buffer("divisor", torch.tensor(float("nan")))
+        self.calibrating = False
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+
+    @property
+    def projects(self) -> bool:
+        return self.kind in PROJECTS
+
+    @property
+    def scales(self) -> bool:
+        return self.kind in SCALES
+
+    def _hooked(self) -> bool:
+        return bool(self.hook_scale._forward_hooks or self.hook_normalized._forward_hooks)
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        shrink = self.radius / math.sqrt(self.d_model)
+        if self.kind == "layernorm" and shrink == 1.0 and not self._hooked():
+            return F.layer_norm(x, (self.d_model,), self.w, self.b, self.eps)  # the same, fused
+        if self.projects:
+            x = x - x.mean(-1, keepdim=True)
+        if self.scales:
+            divisor = (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() / shrink
+        else:
+            if self.calibrating:
+                self.divisor.copy_(x.detach().pow(2).mean(-1).sqrt().mean() / shrink)
+            elif not torch.isfinite(self.divisor):
+                raise ValueError(
+                    f"a {self.kind!r} norm has no divisor yet: run `with calibrate(model): model(tokens)` once, "
+                    "or load a trained checkpoint"
+                )
+            divisor = self.divisor.to(x.dtype).expand(*x.shape[:-1], 1)
+        normalized: Tensor = self.hook_normalized(x / self.hook_scale(divisor))
+        if self.w is None or self.b is None:
+            return normalized
+        return normalized * self.w + self.b
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, d_model={self.d_model}, radius={self.radius:g}, eps={self.eps:g}"
+
+
+@contextmanager
+def calibrate(model: nn.Module) -> Iterator[None]:
+    """Within it, a forward pass sets the divisor of every norm that does not scale to its mean input sigma.
+
+    Sites are set in the order in which they run, so each is measured behind already calibrated ones.
+    """
+    norms = [m for m in model.modules() if isinstance(m, Norm) and not m.scales]
+    for norm in norms:
+        norm.calibrating = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for norm in norms:
+            norm.calibrating = False

@@ -1,0 +1,287 @@
+"""One trainer for every experiment of the laboratory: deterministic, resumable, streamed to disk.
+
+A batch depends on the seed and the step alone, and everything else that moves (weights, Adam's moments, the step) is
+in one checkpoint, so an interrupted run continues bit for bit. A run is a folder:
+
+    lab.json                what was trained, on what, with which seed (the run's identity)
+    metrics.jsonl           one line per evaluation
+    checkpoints/*.safetensors   the model at chosen steps
+    state.safetensors       the last resumable state (removed when the run ends)
+    model.safetensors       the final model
+    tokenizer.json          where the task has text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.norms import calibrate
+
+LAB_FILE = "lab.json"
+FORMAT = 1
+TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Schedule and sizes of a run. `lr` warms up linearly, then decays as a cosine to `lr_end`."""
+
+    steps: int
+    batch: int
+    lr: float = 2e-3
+    lr_end: float = 1e-4
+    warmup: int = 100
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0  # gradient norm; 0 means none
+    seed: int = 0
+    evaluate_every: int = 200
+    save_at: tuple[int, ...] = ()  # steps whose model is kept; the last always is
+    state_every: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every", "state_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def lr_at(self, step: int) -> float:
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        part = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * part)) / 2
+
+
+class Task(Protocol):
+    """What a run trains on. `identity` is everything that decides its batches, as plain JSON."""
+
+    name: str
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+    def batch(self, step: int, size: int, seed: int) -> Tensor: ...
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor: ...
+    def evaluate(self, model: nn.Module) -> dict[str, float]: ...
+    def write_files(self, out: Path) -> None: ...
+
+
+class DivergedError(RuntimeError):
+    """The loss of a run is no longer a number."""
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """The random stream of one step: the same whatever came before it."""
+    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    aside = path.with_name(path.name + ".partial")
+    write(aside)
+    os.replace(aside, path)
+
+
+def _identity(task: Task, model: LabConfig, training: TrainConfig) -> dict[str, Any]:
+    return json.loads(
+        json.dumps(
+            {
+                "format": FORMAT,
+                "task": task.name,
+                "model": model.to_dict(),
+                "training": asdict(training),
+                "data": task.identity,
+            }
+        )
+    )
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    """Make `out` this run's folder, or raise if it holds something else."""
+    path = out / LAB_FILE
+    if path.exists():
+        held = json.loads(path.read_text())
+        wrong = sorted(k for k in {*identity, *held} if held.get(k) != identity.get(k))
+        if wrong:
+            raise FileExistsError(
+                f"{out} holds another run (its {', '.join(wrong)} differ): choose another folder or delete it"
+            )
+        return
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda p: p.write_text(json.dumps(identity, indent=1) + "\n"))
+
+
+def _pack(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> dict[str, Tensor]:
+    packed = {f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        packed |= {f"adam.{k}.{name}": v.contiguous() for k, v in optimizer.state[parameter].items()}
+    packed |= {f"counter.{k}": torch.tensor(v, dtype=torch.float64) for k, v in counters.items()}
+    return packed
+
+
+def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str, Tensor]) -> dict[str, float]:
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "adam": {}, "counter": {}}
+    for key, value in packed.items():
+        kind, name = key.split(".", 1)
+        parts[kind][name] = value
+    model.load_state_dict(parts["model"])
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")
+        }
+    return {k: float(v) for k, v in parts["counter"].items()}
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is truncated or corrupt; delete it") from error
+
+
+def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    tensors = {
+        k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()
+    }
+    write_atomically(path, lambda p: save_file(tensors, p))
+
+
+def train(
+    task: Task, model_config: LabConfig, training: TrainConfig, out: Path, *, progress: bool = True
+) -> LabTransformer:
+    """Train one model into the folder `out`, going on where an earlier call stopped.
+
+    Raises:
+        FileExistsError: `out` holds something that is not this run.
+        DivergedError: the loss became NaN or infinite (what was saved before stays).
+    """
+    out = Path(out)
+    _claim(out, _identity(task, model_config, training))
+    torch.manual_seed(training.seed)
+    model = LabTransformer(model_config)
+    with calibrate(model):
+        model(task.batch(0, training.batch, training.seed))
+    optimizer = torch.optim.AdamW(
+        [  # decay is for matrices alone
+            {
+                "params": [p for p in model.parameters() if p.ndim > 1],
+                "weight_decay": training.weight_decay,
+            },
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        betas=training.betas,
+    )
+    if (out / "model.safetensors").exists():
+        return load_run(out)
+    state = out / "state.safetensors"
+    counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
+    if state.exists():
+        counters = _unpack(model, optimizer, _load(state))
+    start = int(counters["step"])
+    task.write_files(out)
+    (out / "checkpoints").mkdir(exist_ok=True)
+    metrics = out / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = [row for row in rows if row["step"] <= start]  # what came after the state is done again
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    began = time.perf_counter() - counters["seconds"]
+    bar = tqdm(
+        range(start, training.steps), initial=start, total=training.steps, disable=not progress, desc=out.name
+    )
+    for step in bar:
+        if step in training.save_at:
+            save_model(model, checkpoint_path(out, step))
+        for group in optimizer.param_groups:
+            group["lr"] = training.lr_at(step)
+        loss = task.loss(model, task.batch(step, training.batch, training.seed))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"{out}: the loss is {value} at step {step} (seed {training.seed}); the last state before it is "
+                f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
+            )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if training.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        done = step + 1
+        counters["loss"], counters["counted"] = counters["loss"] + value, counters["counted"] + 1
+        if done % training.evaluate_every == 0 or done == training.steps:
+            row = {"step": done, "train_loss": counters["loss"] / counters["counted"], **task.evaluate(model)}
+            with metrics.open("a") as file:
+                file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
+            counters["loss"], counters["counted"] = 0.0, 0.0
+            bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
+        if done % training.state_every == 0 and done < training.steps:
+            counters |= {"step": done, "seconds": time.perf_counter() - began}
+            packed = _pack(model, optimizer, counters)
+            write_atomically(state, lambda p, packed=packed: save_file(packed, p))  # type: ignore[misc]
+    save_model(model, checkpoint_path(out, training.steps))
+    save_model(model, out / "model.safetensors")
+    state.unlink(missing_ok=True)
+    return model
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:07d}.safetensors"
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps whose model a run's folder holds, ascending."""
+    return sorted(int(p.stem.split("-")[1]) for p in (run / "checkpoints").glob("step-*.safetensors"))
+
+
+def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
+    """The model of a lab run's folder: the final one, or the one kept at `step`.
+
+    Weights are float32 in memory, whatever they are on disk. The tokenizer is attached where the folder has one.
+
+    Raises:
+        FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
+        ValueError: a file is truncated or does not fit the configuration beside it.
+    """
+    path = Path(path)
+    if not (path / LAB_FILE).exists():
+        raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
+    try:
+        config = LabConfig(**json.loads((path / LAB_FILE).read_text())["model"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / LAB_FILE} does not describe a lab model ({error!r})") from error
+    weights = path / "model.safetensors" if step is None else checkpoint_path(path, step)
+    if not weights.exists():
+        steps = ", ".join(map(str, checkpoint_steps(path))) or "none"
+        what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"{path} holds {what}; steps it has: {steps}")
+    model = LabTransformer(config, tokenizer=_tokenizer(path))
+    tensors = {k: v.float() for k, v in _load(weights).items()}
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{weights} does not fit {path / LAB_FILE}: {error}") from error
+    return model.eval()
+
+
+def _tokenizer(path: Path) -> Any:
+    if not (path / "tokenizer.json").exists():
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path / "tokenizer.json"), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY
+    )
