@@ -1,0 +1,94 @@
+"""What ln_probe asks of a model: little enough that every TransformerLens world gives it.
+
+`HookedTransformer` (TransformerLens 3.9), `TransformerBridge` (3.9 and 4.x) and the laboratory's own models are all
+served through these few names; nothing here imports a model class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """A TransformerLens model: hook points by name, a config, blocks in a row."""
+
+    cfg: Any
+
+    @property
+    def hook_dict(self) -> dict[str, Any]: ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def check_model(model: object) -> HookedModel:
+    """`model` itself, if it is one that hooks can be put on.
+
+    Raises:
+        TypeError: it is something else (says what, and what to pass).
+    """
+    if isinstance(model, str):
+        raise TypeError(
+            f"got the string {model!r} where a model is needed: load it first, ln_probe.load_model({model!r})"
+        )
+    if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
+        raise TypeError(
+            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or a "
+            "lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
+        )
+    return cast(HookedModel, model)
+
+
+def world(model: object) -> str:
+    """`HookedTransformer`, `TransformerBridge`, or the class name of another hooked model."""
+    names = [c.__name__ for c in type(model).__mro__]
+    return next((n for n in names if n in ("HookedTransformer", "TransformerBridge")), names[0])
+
+
+def blocks(model: HookedModel) -> Sequence[nn.Module]:
+    return list(getattr(model, "blocks", ()))
+
+
+def n_layers(model: HookedModel) -> int:
+    return len(blocks(model))
+
+
+def device_of(model: HookedModel) -> torch.device:
+    return next((p.device for _, p in model.named_parameters()), torch.device("cpu"))
+
+
+def dtype_of(model: HookedModel) -> torch.dtype:
+    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+
+
+def context_length(model: HookedModel) -> int:
+    return int(model.cfg.n_ctx)
+
+
+def vocabulary_size(model: HookedModel) -> int:
+    return int(model.cfg.d_vocab)
+
+
+def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str | None = None) -> Any:
+    """One forward pass without gradients; logits unless `return_type` says otherwise."""
+    with torch.no_grad():
+        return model(tokens.to(device_of(model)), return_type=return_type)
+
+
+@contextmanager
+def evaluating(model: HookedModel) -> Iterator[None]:
+    """Dropout off while it lasts; the model's own mode afterwards."""
+    module = cast(nn.Module, model)
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

@@ -1,0 +1,351 @@
+"""Where a model normalizes: every norm, what it computes, who reads it, in what state it is.
+
+A *site* is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
+("blocks.0.ln1" in every TransformerLens world). What it computes is not taken from its class, which a bridge hides,
+but from its answers to a few vectors: does adding a multiple of the ones-vector change the output (projection)? does
+the divisor grow with the input (scaling)? What it reads into is found the same way: one short forward pass, and whose
+input equals the site's output.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
+
+KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
+READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
+STATES = ("raw", "folded", "centred", "folded+centred")
+
+# Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
+# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
+SAME_OUTPUT = 5e-2
+# max |mean| / RMS of the stream below which its centring is a no-op: rounding of a float32 mean of d ≤ 4096 numbers
+# stays under 1e-6, a trained uncentred stream is above 1e-3 (MGM, SmolLM2, GPT-2).
+CENTRED = {torch.float64: 1e-10, torch.float32: 1e-5}
+CENTRED_HALF = 5e-3
+PROBE_TOKENS = 3
+
+
+class SiteError(ValueError):
+    """A norm does not behave as a norm (NaN weights, or a formula that ln_probe does not know)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One norm of a model.
+
+    Attributes:
+        name: hook-point name without its last part.
+        layer: block index; the final norm has the number of layers.
+        kind: one of KINDS (what it does to a vector; lab norms keep their own names).
+        reads: one of READERS (who takes its output).
+        state: one of STATES.
+        evidence: why `state` and `reads` say so.
+        module: the module to put torch hooks on.
+        gain, bias: the affine part as it acts (Gemma's offset included); None where there is none.
+        eps: as found in its answer to a zero vector.
+        radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
+        constant_scale: the divisor of a norm that does not scale; NaN for the others.
+    """
+
+    name: str
+    layer: int
+    kind: str
+    reads: str
+    state: str
+    evidence: str
+    module: nn.Module
+    d: int
+    gain: Float[Tensor, "d"] | None
+    bias: Float[Tensor, "d"] | None
+    eps: float
+    radius: float
+    constant_scale: float
+
+    @property
+    def projects(self) -> bool:
+        return self.kind in ("layernorm", "projection_only")
+
+    @property
+    def scales(self) -> bool:
+        return self.kind in ("layernorm", "rmsnorm", "scaling_only")
+
+    def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """The divisor this norm uses on x (in x's own precision)."""
+        if not self.scales:
+            return torch.full_like(x[..., :1], self.constant_scale)
+        kept = x - x.mean(-1, keepdim=True) if self.projects else x
+        return (kept.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
+
+    def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Gain and bias applied."""
+        out = normalized
+        if self.gain is not None:
+            out = out * self.gain.to(out)
+        if self.bias is not None:
+            out = out + self.bias.to(out)
+        return out
+
+
+@dataclass(frozen=True)
+class _Answers:
+    normalized: Tensor
+    scale: Tensor
+    out: Tensor
+
+
+def site_modules(model: HookedModel) -> dict[str, nn.Module]:
+    """Modules that normalize, by hook name, in the order of `named_modules`."""
+    found: dict[str, nn.Module] = {}
+    for _, module in model.named_modules():
+        children = dict(module.named_children())
+        if "hook_scale" in children and "hook_normalized" in children:
+            name = getattr(children["hook_scale"], "name", None)
+            if name:
+                found.setdefault(str(name).rsplit(".", 1)[0], module)
+    return found
+
+
+def _length(module: nn.Module, model: HookedModel) -> int:
+    for name in ("w", "weight"):
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor):
+            return value.shape[-1]
+    return int(getattr(module, "length", None) or getattr(module, "d_model", None) or model.cfg.d_model)
+
+
+def _ask(module: nn.Module, x: Tensor) -> _Answers:
+    """Run the norm alone on x [batch d], seeing what passes its hook points."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            seen.setdefault(name, output.detach().reshape(x.shape[0], -1).double())
+
+        return hook
+
+    children = dict(module.named_children())
+    with ExitStack() as stack, torch.no_grad():
+        for name in ("hook_scale", "hook_normalized"):
+            handle = children[name].register_forward_hook(keep(name))
+            stack.callback(handle.remove)
+        out = module(x[None])
+    return _Answers(seen["hook_normalized"], seen["hook_scale"], out.detach().reshape(x.shape[0], -1).double())
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
+
+
+def _parameters(module: nn.Module, d: int) -> tuple[Tensor | None, Tensor | None]:
+    values = []
+    for names in (("w", "weight"), ("b", "bias")):
+        tensors = (getattr(module, n, None) for n in names)
+        values.append(next((t.detach() for t in tensors if isinstance(t, Tensor) and t.numel() == d), None))
+    return values[0], values[1]
+
+
+def _describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]:
+    """kind, gain, bias, eps, radius, constant_scale of one norm, from its answers."""
+    d = _length(module, model)
+    gain, bias = _parameters(module, d)
+    for label, tensor in (("gain", gain), ("bias", bias)):
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
+    dtype = gain.dtype if gain is not None else next((p.dtype for _, p in model.named_parameters()), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, d, generator=generator, dtype=torch.float64)
+    zero = torch.zeros_like(x[:1])
+    rows = torch.cat([x, x + 2.0, 3.0 * x, zero]).to(device_of(model), dtype)
+    answers = _ask(module, rows)
+    base, shifted, tripled = (
+        _Answers(answers.normalized[i : i + 4], answers.scale[i : i + 4], answers.out[i : i + 4]) for i in (0, 4, 8)
+    )
+    projects = d > 1 and _close(shifted.normalized, base.normalized)
+    scales = _close(tripled.normalized, base.normalized)
+    if not scales and not _close(tripled.normalized, 3 * base.normalized):
+        raise SiteError(f"{name} ({type(module).__name__}) neither keeps nor triples 3x: not a norm ln_probe knows")
+    kept = rows[:4].double()
+    kept = kept - kept.mean(-1, keepdim=True) if projects else kept
+    kind = {
+        (True, True): "layernorm",
+        (False, True): "rmsnorm",
+        (True, False): "projection_only",
+        (False, False): "none",
+    }[projects, scales]
+    if kind == "rmsnorm" and getattr(module, "kind", None) == "scaling_only":
+        kind = "scaling_only"  # the laboratory's name for it
+    radius, eps, constant = math.nan, 0.0, math.nan
+    if scales:
+        # scale² = (mean(kept²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
+        at_zero = float(answers.scale[-1, 0]) ** 2
+        stretch = float(((base.scale[:, 0] ** 2 - at_zero) / kept.pow(2).mean(-1)).mean())
+        declared = getattr(module, "radius", None)
+        radius = float(declared) if declared is not None else math.sqrt(d)
+        if abs(math.sqrt(d / stretch) / radius - 1) > SAME_OUTPUT:
+            raise SiteError(
+                f"{name} ({type(module).__name__}) normalizes to length {math.sqrt(d / stretch):.4g}, not {radius:.4g}"
+            )
+        eps = float(at_zero / stretch)
+        declared_eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), None)
+        eps = declared_eps if declared_eps is not None else eps
+    else:
+        constant = float(base.scale[0, 0])
+    # Gemma stores its gain as an offset from 1: told by the output, not by the class.
+    if gain is not None and not _affine_holds(base, gain, bias):
+        if not _affine_holds(base, 1 + gain, bias):
+            raise SiteError(
+                f"{name} ({type(module).__name__}): output is not gain·normalized + bias for its parameters; "
+                "ln_probe does not know this norm"
+            )
+        gain = 1 + gain
+    if not all(torch.isfinite(t).all() for t in (answers.out, answers.scale)):
+        raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
+    return {
+        "d": d, "kind": kind, "gain": gain, "bias": bias,
+        "eps": eps, "radius": radius, "constant_scale": constant,
+    }  # fmt: skip
+
+
+def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
+    predicted = answers.normalized * gain.double()
+    if bias is not None:
+        predicted = predicted + bias.double()
+    return _close(predicted, answers.out)
+
+
+def _declared_eps(module: nn.Module, model: HookedModel) -> Iterator[float]:
+    inner = getattr(module, "original_component", None)
+    for owner in (module, inner, model.cfg):
+        for name in ("eps", "variance_epsilon", "layer_norm_epsilon"):
+            value = getattr(owner, name, None)
+            if isinstance(value, float):
+                yield value
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+@contextmanager
+def _readers_watched(model: HookedModel, skip: set[int]) -> Iterator[dict[str, list[Tensor]]]:
+    """Inputs of everything inside attention, MLPs and the unembedding, by which of the three it belongs to."""
+    seen: dict[str, list[Tensor]] = {"attention": [], "mlp": [], "unembed": []}
+    with ExitStack() as stack:
+        roots: list[tuple[str, Any]] = []
+        for block in blocks(model):
+            roots += [("attention", getattr(block, "attn", None)), ("mlp", getattr(block, "mlp", None))]
+        roots.append(("unembed", getattr(model, "unembed", None)))
+        taken = set(skip)  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
+        for what, root in sorted(roots, key=lambda item: item[0] != "attention"):
+            for module in root.modules() if isinstance(root, nn.Module) else ():
+                if id(module) in taken or type(module).__name__ == "HookPoint":
+                    continue
+                taken.add(id(module))
+
+                def watch(_m: nn.Module, args: Any, kwargs: Any, what: str = what) -> None:
+                    seen[what] += [t.detach() for t in _first_tensor(args, kwargs)]
+
+                handle = module.register_forward_pre_hook(watch, with_kwargs=True)
+                stack.callback(handle.remove)
+        yield seen
+
+
+def _layer(name: str, model: HookedModel) -> int:
+    match = re.match(r"blocks\.(\d+)\.", name)
+    return int(match[1]) if match else n_layers(model)
+
+
+def _short_run(
+    model: HookedModel, modules: dict[str, nn.Module]
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """Inputs and outputs of every site, and inputs of every reader, in one pass over a few tokens."""
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, list[Tensor]] = {}  # HookedTransformer calls `ln1` once each for q, k and v
+    with ExitStack() as stack:
+        for name, module in modules.items():
+
+            def keep(_m: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+                inputs.setdefault(name, args[0].detach())
+                outputs.setdefault(name, []).append(output.detach())
+
+            stack.callback(module.register_forward_hook(keep).remove)
+        skip = {id(m) for m in modules.values()}
+        with _readers_watched(model, skip) as seen:
+            tokens = torch.linspace(1, vocabulary_size(model) - 1, PROBE_TOKENS).long()[None]
+            run(model, tokens)
+    return inputs, outputs, seen
+
+
+def _reads(name: str, outputs: list[Tensor], seen: dict[str, list[Tensor]]) -> str:
+    leaf = name.rsplit(".", 1)[-1]
+    if ".attn." in name:  # QK-norm: inside attention, so its output never enters it from outside
+        return "query" if leaf.startswith("q") else "key" if leaf.startswith("k") else "other"
+    # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
+    places = {t.data_ptr() for t in outputs}
+    readers = [w for w, inputs in seen.items() if any(t.data_ptr() in places for t in inputs)]
+    if not readers and outputs:
+        flat = outputs[0].flatten()
+        readers = [w for w, inputs in seen.items() if any(torch.equal(t.flatten(), flat) for t in inputs)]
+    return "+".join(readers) if "+".join(readers) in READERS else "other"
+
+
+def _state(gain: Tensor | None, bias: Tensor | None, x: Tensor | None) -> tuple[str, str]:
+    reasons = []
+    unit = gain is None or bool((gain == 1).all())
+    flat = bias is None or bool((bias == 0).all())
+    folded = unit and flat
+    if folded:
+        reasons.append("no gain or bias" if gain is None else "gain is exactly 1" + (" and bias 0" if bias is not None else ""))
+    centred = False
+    if x is not None:
+        stream = x.double()
+        share = float(stream.mean(-1).abs().max() / stream.pow(2).mean().sqrt().clamp_min(1e-300))
+        centred = share <= CENTRED.get(x.dtype, CENTRED_HALF)
+        reasons.append(f"|mean| of its input is at most {share:.1e} of its RMS")
+    state = {(False, False): "raw", (True, False): "folded", (False, True): "centred", (True, True): "folded+centred"}
+    return state[folded, centred], "; ".join(reasons)
+
+
+def find_sites(model: object) -> list[Site]:
+    """Every norm of `model`, in the order of the forward pass.
+
+    Costs one forward pass over three tokens and one call of each norm. An empty list means that the model has none.
+
+    Raises:
+        TypeError: not a TransformerLens model.
+        SiteError: a norm with NaN parameters, or one whose output is none of the known formulas.
+    """
+    hooked = check_model(model)
+    modules = site_modules(hooked)
+    if not modules:
+        return []
+    inputs, outputs, seen = _short_run(hooked, modules)
+    order = {name: place for place, name in enumerate(outputs)}
+    sites = []
+    for name, module in sorted(modules.items(), key=lambda item: order.get(item[0], len(order))):
+        facts = _describe(name, module, hooked)
+        state, evidence = _state(facts["gain"], facts["bias"], inputs.get(name))
+        sites.append(
+            Site(
+                name=name, layer=_layer(name, hooked), reads=_reads(name, outputs.get(name, []), seen), state=state,
+                evidence=evidence, module=module, **facts,
+            )
+        )  # fmt: skip
+    return sites
+
+
+def select_sites(sites: Sequence[Site], reads: str) -> list[Site]:
+    """Sites that `reads` ("attention", "mlp", "unembed", …) takes its input from, shared ones included."""
+    return [s for s in sites if reads in s.reads.split("+")]
+
