@@ -283,7 +283,7 @@ def _short_run(
         skip = {id(m) for m in modules.values()}
         with _readers_watched(model, skip) as seen:
             tokens = torch.linspace(1, vocabulary_size(model) - 1, PROBE_TOKENS).long()[None]
-            run(model, tokens)
+            run(model, tokens, return_type="logits")
     return inputs, outputs, seen
 
 

@@ -174,10 +174,18 @@ class Embed(nn.Module):
 
 
 class Unembed(nn.Module):
-    def __init__(self, cfg: LabConfig) -> None:
+    def __init__(self, cfg: LabConfig, embed: Embed) -> None:
         super().__init__()
-        self.W_U = None if cfg.tied else nn.Parameter(torch.empty(cfg.d_model, cfg.d_vocab))
+        self.untied = None if cfg.tied else nn.Parameter(torch.empty(cfg.d_model, cfg.d_vocab))
         self.b_U = nn.Parameter(torch.zeros(cfg.d_vocab))
+        self._embed = [embed]  # in a list: not a second owner of the weights
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
+        return self._embed[0].W_E.T if self.untied is None else self.untied
+
+    def forward(self, resid: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
+        return F.linear(resid, self.W_U.T, self.b_U)
 
 
 class LabTransformer(HookedRootModule):
@@ -195,11 +203,11 @@ class LabTransformer(HookedRootModule):
         self.pos_embed = Embed(cfg.n_ctx, cfg.d_model, "W_pos") if cfg.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.ln_final = Norm(cfg.norm_final, cfg.d_model, eps=cfg.eps)
-        self.unembed = Unembed(cfg)
+        self.unembed = Unembed(cfg, self.embed)
         self.hook_embed, self.hook_pos_embed = HookPoint(), HookPoint()
         for name, parameter in self.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
-            if leaf.startswith("W_"):
+            if leaf.startswith("W_") or leaf == "untied":
                 std = (
                     INIT_STD / math.sqrt(2 * cfg.n_layers) if leaf in {"W_O", "W_out"} else INIT_STD
                 )
@@ -208,7 +216,7 @@ class LabTransformer(HookedRootModule):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
-        return self.embed.W_E.T if self.unembed.W_U is None else self.unembed.W_U
+        return self.unembed.W_U
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2:
@@ -243,9 +251,9 @@ class LabTransformer(HookedRootModule):
             resid = resid + self.hook_pos_embed(self.pos_embed.W_pos[: tokens.shape[1]].expand_as(resid))
         for block in self.blocks:
             resid = block(resid)
+        logits: Tensor = self.unembed(self.ln_final(resid))
         if return_type is None:
             return None
-        logits = F.linear(self.ln_final(resid), self.W_U.T, self.unembed.b_U)
         if return_type == "logits":
             return logits
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")

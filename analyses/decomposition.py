@@ -1,0 +1,153 @@
+"""Every norm, term by term: what projection removes, what scaling divides by, what the affine part adds.
+
+    LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  mu = mean(x),  sigma = sqrt(mean((Px)²) + eps)
+
+(Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) Statistics are
+running sums in float64, so that a corpus costs no more memory than a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ln_probe.hooks.sites import Site
+
+COLUMNS = (
+    "site", "layer", "kind", "reads", "state", "tokens", "mean_share", "angle_to_ones_deg", "norm_before_mean",
+    "norm_before_cv", "norm_after_mean", "scale_mean", "scale_cv", "gain_mean", "gain_cv", "bias_norm",
+    "reconstruction_error",
+    # with `_tail`: without position 0, where attention sinks dominate
+    "mean_share_tail", "angle_to_ones_deg_tail", "norm_before_mean_tail", "norm_before_cv_tail",
+    "norm_after_mean_tail", "scale_mean_tail", "scale_cv_tail",
+    # the divisor itself: its mean without position 0 is the constant c of the variants without scaling
+    "sigma_mean", "sigma_mean_tail", "eps", "evidence",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """The named terms of one norm on some vectors; `affine(normalized)` is its output.
+
+    Shapes [pos d] unless said: mean_component (mu·1), projected (Px), scale (1/sigma, [pos 1]), normalized (Px·scale),
+    gain and bias [d] (None where the norm has none). A norm without projection has `projected` = x and a
+    mean_component of what *would* be removed.
+    """
+
+    mean_component: Float[Tensor, "pos d"]
+    projected: Float[Tensor, "pos d"]
+    scale: Float[Tensor, "pos 1"]
+    normalized: Float[Tensor, "pos d"]
+    gain: Float[Tensor, "d"] | None
+    bias: Float[Tensor, "d"] | None
+
+    def total(self) -> Float[Tensor, "pos d"]:
+        """The sum the terms stand for: gain * normalized + bias."""
+        out = self.normalized if self.gain is None else self.normalized * self.gain
+        return out if self.bias is None else out + self.bias
+
+
+def decompose(site: Site, x: Float[Tensor, "pos d"]) -> Terms:
+    """The terms of `site` on its inputs x, in float64 (science: LN(x) = gain * (Px)/sigma + bias).
+
+    Raises:
+        ValueError: x does not have the site's length.
+    """
+    if x.shape[-1] != site.d:
+        raise ValueError(f"{site.name} normalizes vectors of length {site.d}, got {x.shape[-1]}")
+    x = x.double()
+    mean = x.mean(-1, keepdim=True).expand_as(x)
+    projected = x - mean if site.projects else x
+    scale = 1.0 / site.sigma(x)
+    double = [None if t is None else t.double() for t in (site.gain, site.bias)]
+    return Terms(mean, projected, scale, projected * scale, double[0], double[1])
+
+
+@dataclass
+class _Sums:
+    """Count, sum and sum of squares of a few per-token numbers."""
+
+    count: int = 0
+    first: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
+    second: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
+
+    def add(self, values: Float[Tensor, "pos 6"]) -> None:
+        self.count += len(values)
+        self.first = self.first + values.sum(0).cpu()
+        self.second = self.second + values.pow(2).sum(0).cpu()
+
+    def mean(self, i: int) -> float:
+        return float(self.first[i]) / self.count if self.count else math.nan
+
+    def cv(self, i: int) -> float:
+        """Standard deviation over mean."""
+        if not self.count or self.mean(i) == 0:
+            return math.nan
+        variance = float(self.second[i]) / self.count - self.mean(i) ** 2
+        return math.sqrt(max(variance, 0.0)) / abs(self.mean(i))
+
+
+class SiteStatistics:
+    """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.everywhere, self.tail = _Sums(), _Sums()
+        self.error = 0.0
+        self.out_square, self.out_count = 0.0, 0
+
+    def add(self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1) -> None:
+        """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention."""
+        terms = decompose(self.site, x)
+        output = y.double()
+        length = x.double().norm(dim=-1)
+        share = self.site.d * terms.mean_component[:, 0].pow(2) / length.pow(2).clamp_min(1e-300)
+        angle = torch.rad2deg(torch.acos(share.clamp(0, 1).sqrt()))
+        scale = terms.scale[:, 0]
+        values = torch.stack([share, angle, length, output.norm(dim=-1), scale, 1.0 / scale], dim=1)
+        self.everywhere.add(values)
+        self.tail.add(values[heads:])
+        self.error = max(self.error, float((output - terms.total()).abs().max()))
+        self.out_square += float(output.pow(2).sum())
+        self.out_count += output.numel()
+
+    @property
+    def constant(self) -> float:
+        """c: the mean divisor over tokens other than position 0 (over all, if there are no others)."""
+        return self.tail.mean(5) if self.tail.count else self.everywhere.mean(5)
+
+    def row(self) -> dict[str, object]:
+        site = self.site
+        gain = None if site.gain is None else site.gain.double()
+        if gain is None and site.kind == "layernorm":
+            gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
+        bias_norm = math.nan if site.kind == "rmsnorm" else 0.0 if site.kind == "layernorm" else math.nan
+        if site.bias is not None:
+            bias_norm = float(site.bias.double().norm())
+        row: dict[str, object] = {
+            "site": site.name, "layer": site.layer, "kind": site.kind, "reads": site.reads, "state": site.state,
+            "tokens": self.everywhere.count, "gain_mean": math.nan if gain is None else float(gain.mean()),
+            "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
+            "bias_norm": bias_norm, "eps": site.eps if site.scales else math.nan, "evidence": site.evidence,
+            "reconstruction_error": self.error / math.sqrt(self.out_square / max(1, self.out_count))
+            if self.out_square else math.nan,
+            "sigma_mean": self.everywhere.mean(5), "sigma_mean_tail": self.tail.mean(5),
+        }  # fmt: skip
+        for sums, ending in ((self.everywhere, ""), (self.tail, "_tail")):
+            row |= {
+                f"mean_share{ending}": sums.mean(0), f"angle_to_ones_deg{ending}": sums.mean(1),
+                f"norm_before_mean{ending}": sums.mean(2), f"norm_before_cv{ending}": sums.cv(2),
+                f"norm_after_mean{ending}": sums.mean(3), f"scale_mean{ending}": sums.mean(4),
+                f"scale_cv{ending}": sums.cv(4),
+            }  # fmt: skip
+        return row
+
+
+def table(statistics: list[SiteStatistics]) -> pd.DataFrame:
+    """The `layernorms` table: a row per site, columns as in the README."""
+    return pd.DataFrame([s.row() for s in statistics], columns=list(COLUMNS))

@@ -1,0 +1,146 @@
+"""How near a head's queries come to attending uniformly, and what each term of the norm contributes.
+
+A query attends uniformly iff q·k is the same for all visible keys. With projection, norm outputs are orthogonal to 1
+before gain and bias, so any query with gain * (W_K q) ∝ 1 does (Brody, Alon & Yahav 2023, section 3.1). Measured here:
+the angle of gain * (W_K q) to 1, the entropy of attention over log(visible keys), and the spread of scores in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ln_probe.hooks.attention import Heads, attention_pattern
+from ln_probe.hooks.sites import Site
+
+_ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
+
+
+@dataclass(frozen=True, eq=False)
+class Uniformity:
+    """Per head, means over queries 1 … T-1 (a query that sees one key has no choice).
+
+    Shapes [head]: entropy_ratio (0–1), uniform_angle_deg (0–90; NaN without projection), score_spread (nats),
+    score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best; NaN if unbounded).
+    """
+
+    entropy_ratio: Float[Tensor, "head"]
+    uniform_angle_deg: Float[Tensor, "head"]
+    score_spread: Float[Tensor, "head"]
+    score_spread_floor: Float[Tensor, "head"]
+
+
+def scores(
+    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float
+) -> Float[Tensor, "head query key"]:
+    """q·k / divisor, in nats."""
+    return torch.einsum("qhd,khd->hqk", q, k) / divisor
+
+
+def entropy_ratio(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head query"]:
+    """Entropy of each row of a causal pattern over the log of the keys it sees; NaN for the first row (one key)."""
+    entropy = torch.special.entr(pattern).sum(-1)
+    visible = torch.arange(1, pattern.shape[-2] + 1, device=pattern.device, dtype=pattern.dtype)
+    visible = visible + (pattern.shape[-1] - pattern.shape[-2])
+    return torch.where(visible > 1, entropy / visible.log(), math.nan)
+
+
+def score_spread(s: Float[Tensor, "head query key"]) -> Float[Tensor, "head query"]:
+    """Standard deviation, in nats, of each query's scores over the keys it sees."""
+    queries, keys = s.shape[-2:]
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=s.device).tril(keys - queries)
+    count = visible.sum(-1)
+    mean = s.where(visible, 0.0).sum(-1) / count
+    return ((s - mean[..., None]).where(visible, 0.0).pow(2).sum(-1) / count).sqrt()
+
+
+def angle_to_uniform(
+    heads: Heads, gain: Float[Tensor, "d_model"] | None, q: Float[Tensor, "query head d_head"]
+) -> Float[Tensor, "query head"]:
+    """Angle in degrees (0–90) of gain * (W_K q) to the ones-vector; q before rotary positions.
+
+    With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot; their mean over visible keys is given.
+    """
+    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
+    along = weights.sum(1)  # [head d_head]: 1·(gain * W_K w) = along·w
+    gram = torch.einsum("hdi,hdj->hij", weights, weights)
+    root_d = math.sqrt(weights.shape[1])
+
+    def angle(w: Tensor) -> Tensor:  # [… head d_head]
+        length = torch.einsum("...hi,hij,...hj->...h", w, gram, w).clamp_min(0.0).sqrt() * root_d
+        cosine = (torch.einsum("...hi,hi->...h", w, along).abs() / length.clamp_min(1e-300)).clamp(0.0, 1.0)
+        return torch.rad2deg(torch.acos(cosine)).where(length > 0, math.nan)
+
+    if heads.rotary is None:
+        return angle(q)
+    positions = torch.arange(len(q), device=q.device)
+    turned = heads.rotary(q, positions)
+    found = []
+    for rows in positions.split(_ROWS):
+        pairs = turned[rows][:, None].expand(-1, len(q), -1, -1).reshape(-1, *q.shape[1:])
+        back = heads.rotary.inverse(pairs, positions.repeat(len(rows)))
+        per_key = angle(back).view(len(rows), len(q), -1)
+        seen = (positions[None] <= rows[:, None])[..., None]
+        found.append(per_key.where(seen, 0.0).sum(1) / seen.sum(1))
+    return torch.cat(found)
+
+
+def spread_floor(
+    k: Float[Tensor, "key head d_head"], axes: Float[Tensor, "head d_head axis"] | None
+) -> Float[Tensor, "head"]:
+    """Least standard deviation of scores, in nats, that a query A u with |u| = 1 can have over the keys.
+
+    The smallest singular value of the centred keys·A over √keys; 0 where A has fewer directions than d_head.
+    """
+    if axes is None:
+        return torch.full((k.shape[1],), math.nan, dtype=torch.float64)
+    centred = (k - k.mean(0)).transpose(0, 1).cpu() @ axes
+    values = torch.linalg.svdvals(centred)
+    if centred.shape[1] < centred.shape[2]:  # fewer keys than directions: some direction sees no difference
+        return torch.zeros(k.shape[1], dtype=torch.float64)
+    return values[..., -1] / math.sqrt(k.shape[0])
+
+
+def measure(
+    heads: Heads,
+    site: Site,
+    q: Float[Tensor, "query head d_head"],
+    k: Float[Tensor, "key head d_head"],
+    axes: Float[Tensor, "head d_head axis"] | None,
+    q_plain: Float[Tensor, "query head d_head"],
+) -> tuple[Uniformity, Float[Tensor, "head query key"]]:
+    """Uniformity of one layer on one prompt, and the attention pattern it was computed from.
+
+    Args:
+        heads: the layer's maps.
+        site: the norm before it.
+        q: queries as attention sees them; q_plain: before rotary positions.
+        k: keys as attention sees them (of any variant).
+        axes: of the reachable ellipsoid, or None.
+    """
+    s = scores(q, k, heads.divisor)
+    pattern = attention_pattern(q, k, heads.divisor)
+    nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
+    if len(q) < 2:
+        return Uniformity(nothing, nothing, nothing, nothing), pattern
+    angle = angle_to_uniform(heads, site.gain, q_plain)[1:].nanmean(0).cpu() if site.projects else nothing
+    return (
+        Uniformity(
+            entropy_ratio=entropy_ratio(pattern)[:, 1:].mean(-1).cpu(),
+            uniform_angle_deg=angle,
+            score_spread=score_spread(s)[:, 1:].mean(-1).cpu(),
+            score_spread_floor=spread_floor(k, axes),
+        ),
+        pattern,
+    )
+
+
+def random_angle(d: int, *, seed: int = 0, draws: int = 2000) -> float:
+    """Mean angle in degrees (0–90) of random directions of R^d to the ones-vector: what an unrelated query shows."""
+    v = torch.randn(draws, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
+    return float(torch.rad2deg(torch.acos(cosine)).mean())

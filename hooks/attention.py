@@ -1,0 +1,241 @@
+"""How an attention layer turns a norm's output into keys and queries, and which queries it can make at all.
+
+    k_j = R_j (W_Kᵀ y_j + b_K)        q_t = R_t (W_Qᵀ y_t + b_Q)        score = q·k / divisor
+
+with y the norm's output and R the rotary map of a position (the identity without rotary positions). Everything is read
+from the model and checked against what the model did: if `softmax(q·k / divisor)` is not its own pattern, the layer is
+reported as unsupported, by name and with the difference, instead of being measured wrongly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ln_probe.hooks.sites import Site
+
+# Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
+# 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2.
+PATTERN_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}  # float64: rotary tables stay float32 in some models
+PATTERN_TOLERANCE_HALF = 5e-2
+
+
+class UnsupportedAttentionError(ValueError):
+    """This layer's scores are not a scaled dot product of the keys and queries that ln_probe rebuilds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary positions as a table: x -> x·cos + turn(x)·sin on the first `rotary_dim` coordinates."""
+
+    cos: Float[Tensor, "pos rotary_dim"]
+    sin: Float[Tensor, "pos rotary_dim"]
+    adjacent: bool  # pairs (0,1),(2,3),… as in GPT-J; otherwise (i, i + rotary_dim/2) as in NeoX and Llama
+
+    def __call__(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
+        """Rotate row p of x by the position positions[p]."""
+        size = self.cos.shape[-1]
+        turning, rest = x[..., :size], x[..., size:]
+        turned = torch.empty_like(turning)
+        if self.adjacent:
+            turned[..., ::2], turned[..., 1::2] = -turning[..., 1::2], turning[..., ::2]
+        else:
+            half = size // 2
+            turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
+        cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
+        return torch.cat([turning * cos + turned * sin, rest], dim=-1)
+
+    def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
+        """The transpose of the rotation: R_pᵀ applied to row p."""
+        return Rotary(self.cos, -self.sin, self.adjacent)(x, positions)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """One attention layer as linear maps; keys of grouped-query layers are repeated for each of their heads.
+
+    Attributes:
+        layer: block index.
+        W_Q, W_K: [head d_model d_head], float64.
+        b_Q, b_K: [head d_head], float64 (zeros where the model has none).
+        divisor: what q·k is divided by.
+        rotary: None without rotary positions.
+        q_norm, k_norm: norms of queries and keys inside attention, where there are any (per head).
+        kv_heads: number of distinct key heads.
+    """
+
+    layer: int
+    W_Q: Float[Tensor, "head d_model d_head"]
+    b_Q: Float[Tensor, "head d_head"]
+    W_K: Float[Tensor, "head d_model d_head"]
+    b_K: Float[Tensor, "head d_head"]
+    divisor: float
+    rotary: Rotary | None
+    q_norm: Site | None
+    k_norm: Site | None
+    kv_heads: int
+
+    @property
+    def n_heads(self) -> int:
+        return int(self.W_Q.shape[0])
+
+    def _make(self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor) -> Tensor:
+        made = torch.einsum("pd,hdk->phk", y.double(), W) + b
+        if norm is not None:
+            kept = made - made.mean(-1, keepdim=True) if norm.projects else made
+            made = norm.affine(kept / norm.sigma(made))
+        return self.rotary(made, positions) if self.rotary is not None else made
+
+    def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
+        """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
+        return self._make(y, self.W_K, self.b_K, self.k_norm, torch.arange(len(y), device=y.device))
+
+    def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
+        """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
+        plain = Heads(**{**vars(self), "rotary": self.rotary if rotate else None})
+        return plain._make(y, self.W_Q, self.b_Q, self.q_norm, torch.arange(len(y), device=y.device))
+
+    def query_ellipsoid(
+        self, site: Site, position: int
+    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None:
+        """Center c and axes A of the scaled queries {c + A u, |u| ≤ 1} a head can make at `position`.
+
+        LN(x) = gain·x̂ + bias with x̂ in a ball of radius `site.radius` (and orthogonal to 1 if the norm projects), so
+        A = radius·W_Qᵀ diag(gain) P / divisor and c = (W_Qᵀ bias + b_Q) / divisor, rotated to the position. With a
+        QK-norm the ball it sets (an upper bound). None for a norm that does not scale: its queries are unbounded.
+        """
+        if self.q_norm is not None:
+            d_head = self.W_Q.shape[-1]
+            norm = self.q_norm
+            if not norm.scales:
+                return None
+            gain = torch.ones(d_head, dtype=torch.float64) if norm.gain is None else norm.gain.double().cpu()
+            plane = torch.eye(d_head, dtype=torch.float64)
+            plane = plane - plane.mean(0, keepdim=True) if norm.projects else plane
+            axes = (norm.radius * gain[:, None] * plane).expand(self.n_heads, -1, -1)
+            bias = torch.zeros(d_head, dtype=torch.float64) if norm.bias is None else norm.bias.double().cpu()
+            center = bias.expand(self.n_heads, -1)
+        else:
+            if not site.scales:
+                return None
+            W = self.W_Q.cpu()
+            gain = torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double().cpu()
+            bias = torch.zeros(site.d, dtype=torch.float64) if site.bias is None else site.bias.double().cpu()
+            axes = site.radius * (W * gain[:, None]).transpose(1, 2)
+            if site.projects:
+                axes = axes - axes.mean(-1, keepdim=True)
+            center = torch.einsum("d,hdk->hk", bias, W) + self.b_Q.cpu()
+        if self.rotary is not None:
+            here = torch.full((axes.shape[-1],), position)
+            table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
+            axes = table(axes.permute(2, 0, 1), here).permute(1, 2, 0)
+            center = table(center[None], here[:1])[0]
+        return center / self.divisor, _compact(axes / self.divisor)
+
+
+def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:
+    """The same ellipsoids with at most d_head axes: A = U S Vᵀ, and V only turns the ball."""
+    if axes.shape[-1] <= axes.shape[-2]:
+        return axes
+    left, values, _ = torch.linalg.svd(axes, full_matrices=False)
+    return left * values[..., None, :]
+
+
+def _weight(attn: Any, name: str, n_heads: int) -> Tensor:
+    value = getattr(attn, name).detach().double()
+    if value.shape[0] != n_heads:  # grouped queries on the bridge: one key head for several queries
+        value = value.repeat_interleave(n_heads // value.shape[0], dim=0)
+    return cast(Tensor, value)
+
+
+def _bias(attn: Any, name: str, like: Tensor) -> Tensor:
+    try:
+        value = getattr(attn, name, None)
+    except AttributeError:  # the bridge raises where the projection has no bias
+        value = None
+    if value is None:
+        return torch.zeros(like.shape[0], like.shape[-1], dtype=torch.float64, device=like.device)
+    value = value.detach().double()
+    if value.shape[0] != like.shape[0]:
+        value = value.repeat_interleave(like.shape[0] // value.shape[0], dim=0)
+    return cast(Tensor, value)
+
+
+def _divisors(attn: Any, d_head: int) -> Iterator[float]:
+    own = getattr(attn, "attn_scale", None)
+    if isinstance(own, int | float) and own > 0:
+        yield float(own)
+    scaling = getattr(getattr(attn, "original_component", None), "scaling", None)
+    if isinstance(scaling, int | float) and scaling > 0:
+        yield 1.0 / float(scaling)
+    yield math.sqrt(d_head)
+    yield 1.0
+
+
+def read_heads(
+    layer: int,
+    attn: nn.Module,
+    qk_norms: dict[str, Site],
+    norm_output: Float[Tensor, "pos d_model"],
+    pattern: Float[Tensor, "head query key"],
+    cos_sin: tuple[Tensor, Tensor] | None,
+) -> Heads:
+    """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
+
+    Args:
+        layer: block index.
+        attn: the attention module (W_Q, W_K [head d_model d_head]).
+        qk_norms: the layer's norms inside attention, by what they read ("query", "key").
+        norm_output: what attention read for the prompt.
+        pattern: its attention pattern for the prompt.
+        cos_sin: rotary tables seen in the pass (bridge), or None.
+
+    Raises:
+        UnsupportedAttentionError: no known form of the scores gives that pattern (ALiBi, soft caps, several streams).
+    """
+    module = cast(Any, attn)
+    try:
+        n_heads = int(module.W_Q.shape[0])
+        W_Q, W_K = _weight(module, "W_Q", n_heads), _weight(module, "W_K", n_heads)
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedAttentionError(f"layer {layer}: {type(attn).__name__} shows no W_Q and W_K") from error
+    d_head = int(W_Q.shape[-1])
+    adjacent = bool(getattr(getattr(module, "cfg", None), "rotary_adjacent_pairs", False))
+    rotary = None
+    if cos_sin is not None:
+        rotary = Rotary(cos_sin[0], cos_sin[1], adjacent)
+    elif isinstance(getattr(module, "rotary_cos", None), Tensor):
+        rotary = Rotary(module.rotary_cos.detach(), module.rotary_sin.detach(), adjacent)
+    kv_heads = int(getattr(module, "_W_K", module.W_K).shape[0])
+    worst = math.inf
+    for divisor in dict.fromkeys(_divisors(module, d_head)):
+        heads = Heads(
+            layer, W_Q, _bias(module, "b_Q", W_Q), W_K, _bias(module, "b_K", W_K), divisor, rotary,
+            qk_norms.get("query"), qk_norms.get("key"), kv_heads,
+        )  # fmt: skip
+        ours = attention_pattern(heads.queries(norm_output), heads.keys(norm_output), divisor)
+        visible = pattern > 0  # a local window hides far keys; where both see, both must agree
+        ours = torch.where(visible, ours, 0.0)
+        ours = ours / ours.sum(-1, keepdim=True).clamp_min(1e-300)
+        worst = min(worst, difference := float((ours - pattern.double()).abs().max()))
+        if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
+            return heads
+    raise UnsupportedAttentionError(
+        f"layer {layer}: the model's attention pattern differs by {worst:.2g} from softmax(q·k / divisor): its scores "
+        "have another form (ALiBi, soft cap, a mask of its own?), which head-space measures do not support"
+    )
+
+
+def attention_pattern(
+    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float
+) -> Float[Tensor, "head query key"]:
+    """Causal attention: softmax over the keys at or before each query (the last queries, where there are fewer)."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) / divisor
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + len(k) - len(q))
+    return scores.masked_fill(hidden, -math.inf).softmax(-1)

@@ -1,0 +1,147 @@
+"""What flows through a forward pass, a layer at a time: nothing is kept once it has been looked at.
+
+`stream` runs one prompt and hands every norm's input and every attention layer's input, keys, queries and pattern to
+callbacks while the pass is under way. At most one layer is in memory at once, so peak memory stays near that of a bare
+forward pass (a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ln_probe.hooks.model import HookedModel, blocks, run
+from ln_probe.hooks.sites import Site
+
+
+class ActivationError(ValueError):
+    """NaN or infinite values in a forward pass (names the site)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInput:
+    """One attention layer during one prompt.
+
+    Attributes:
+        layer: block index.
+        x: input of the norm that attention reads, [pos d_model].
+        y: that norm's output, [pos d_model].
+        pattern: attention paid, [head query key].
+        cos_sin: rotary tables [pos rotary_dim] each where the pass showed them (bridge), else None.
+        attn: the attention module.
+        site: the norm before it.
+    """
+
+    layer: int
+    x: Float[Tensor, "pos d_model"]
+    y: Float[Tensor, "pos d_model"]
+    pattern: Float[Tensor, "head query key"]
+    cos_sin: tuple[Tensor, Tensor] | None
+    attn: nn.Module
+    site: Site
+
+
+@dataclass
+class _Layer:
+    """What has been seen of the layer that is running."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+OnNorm = Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
+OnAttention = Callable[[AttentionInput], None]
+
+
+def _finite(site: Site, value: Tensor, what: str) -> None:
+    if not torch.isfinite(value).all():
+        at = (~torch.isfinite(value)).any(-1).nonzero()[0].tolist()
+        raise ActivationError(
+            f"{site.name}: its {what} holds NaN or infinite values (first at position {at[-1]}); the model's weights or "
+            "precision are the likely cause: try dtype='float32', or check the checkpoint"
+        )
+
+
+def stream(
+    model: HookedModel,
+    tokens: Int[Tensor, "pos"],
+    sites: Sequence[Site],
+    *,
+    on_norm: OnNorm | None = None,
+    on_attention: OnAttention | None = None,
+    layers: Collection[int] | None = None,
+) -> None:
+    """Run one prompt; call `on_norm(site, x, y)` at every norm and `on_attention(…)` at every attention layer.
+
+    Args:
+        model: any hooked model.
+        tokens: one prompt.
+        sites: the model's norms (`find_sites`).
+        on_norm: gets a norm's input and output, once a pass, whatever their number of calls. Norms inside attention
+            come flattened over heads, [pos·head d_head].
+        on_attention: gets an `AttentionInput` when a layer's attention has run.
+        layers: attention layers wanted; None means all.
+
+    Raises:
+        ActivationError: a norm's input or output is not finite.
+    """
+    wanted = range(len(blocks(model))) if layers is None else layers
+    before = {s.layer: s for s in sites if "attention" in s.reads.split("+")}
+    running: dict[int, _Layer] = {}
+    done: set[str] = set()
+
+    def norm_hook(site: Site) -> Any:
+        def hook(_m: nn.Module, args: Any, output: Tensor) -> None:
+            if site.name in done:
+                return
+            done.add(site.name)
+            x, y = args[0].detach(), output.detach()
+            _finite(site, x, "input")
+            _finite(site, y, "output")
+            if on_norm is not None:
+                on_norm(site, x.reshape(-1, site.d), y.reshape(-1, site.d))
+            if on_attention is not None and before.get(site.layer) is site and site.layer in wanted:
+                running[site.layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+
+        return hook
+
+    def keep(layer: int, name: str) -> Any:
+        def hook(_m: nn.Module, _args: Any, output: Tensor) -> None:
+            if layer in running:
+                running[layer].tensors[name] = output.detach()[0]
+
+        return hook
+
+    def attention_hook(layer: int, attn: nn.Module) -> Any:
+        def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
+            seen = running.pop(layer, None)
+            if seen is None or on_attention is None or "hook_pattern" not in seen.tensors:
+                return
+            t = seen.tensors
+            cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
+            on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, before[layer]))
+
+        return hook
+
+    with ExitStack() as stack:
+
+        def put(module: nn.Module, hook: Any) -> None:
+            stack.callback(module.register_forward_hook(hook).remove)
+
+        for site in sites:
+            put(site.module, norm_hook(site))
+        if on_attention is not None:
+            for layer, block in enumerate(blocks(model)):
+                attn = getattr(block, "attn", None)
+                if layer not in wanted or not isinstance(attn, nn.Module):
+                    continue
+                for name, child in attn.named_children():
+                    if name in ("hook_pattern", "hook_cos", "hook_sin"):
+                        put(child, keep(layer, name))
+                put(attn, attention_hook(layer, attn))
+        run(model, tokens[None])
