@@ -1,0 +1,209 @@
+"""What a model is run on: the bundled prompts, the user's text or token ids, or sequences sampled from the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, run, vocabulary_size
+
+SAMPLED_PROMPTS = 4
+SAMPLED_TOKENS = 128  # per sequence: without a key-value cache their cost grows with the square
+BUNDLED = "bundled"
+SAMPLED = "sampled"
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts as token ids, with how to show them and where they came from.
+
+    Attributes:
+        tokens: one tensor [pos] per prompt.
+        strings: token strings by prompt and position (the ids themselves where there is no tokenizer).
+        source: "bundled", "sampled", "tokens", "texts" or a file's name.
+        notes: what was done to them (cut, sampled), in plain sentences.
+    """
+
+    tokens: tuple[Int[Tensor, "pos"], ...]
+    strings: tuple[tuple[str, ...], ...]
+    source: str
+    notes: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of the token ids, prompt by prompt."""
+        digest = hashlib.sha256()
+        for row in self.tokens:
+            digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
+        return digest.hexdigest()
+
+
+def bundled_texts() -> list[str]:
+    """The prompts that come with the package, one a paragraph."""
+    text = resources.files("ln_probe").joinpath("data/prompts.txt").read_text(encoding="utf-8")
+    return [" ".join(p.split()) for p in text.split("\n\n") if p.strip()]
+
+
+def make_prompts(
+    model: HookedModel,
+    prompts: Sequence[str] | str | Path | Tensor | None = None,
+    *,
+    max_tokens: int = 512,
+    seed: int = 0,
+) -> Prompts:
+    """Prompts for `model` from whatever the user gave.
+
+    Args:
+        prompts: None (bundled texts; sampled sequences if the model has no tokenizer), texts, token ids [batch pos],
+            "sampled", or a file: `.txt` (a prompt a paragraph), `.jsonl` (`{"text": …}` or `{"tokens": […]}` a line),
+            `.npy` (ids [batch pos] or [pos]).
+        max_tokens: longer prompts are cut to this, and to the model's context.
+        seed: of sampled sequences.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: no prompts, an empty prompt, ids outside the vocabulary, text without a tokenizer, an unknown format.
+        TypeError: something that is none of the above.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    limit = min(max_tokens, context_length(model))
+    if prompts is None:
+        if _tokenizer(model) is None:
+            return _sampled(
+                model, limit, seed, "the model has no tokenizer, so prompts were sampled from the model itself"
+            )
+        return _finish(model, [_encode(model, t) for t in bundled_texts()], BUNDLED, limit)
+    if isinstance(prompts, str | Path):
+        if str(prompts) == SAMPLED:
+            return _sampled(model, limit, seed, "prompts were sampled from the model itself")
+        path = Path(prompts)
+        if not path.exists():
+            hint = (
+                ' (a text to analyze goes in a list: prompts=["…"])'
+                if isinstance(prompts, str) and not path.suffix
+                else ""
+            )
+            raise FileNotFoundError(f"no prompts file {str(prompts)!r}{hint}")
+        return _finish(model, _read(model, path), path.name, limit)
+    if isinstance(prompts, Tensor):
+        return _finish(model, _rows(prompts, "prompts"), "tokens", limit)
+    if isinstance(prompts, Sequence) and all(isinstance(t, str) for t in prompts):
+        return _finish(model, [_encode(model, t) for t in prompts], "texts", limit)
+    raise TypeError(
+        f"prompts must be texts, token ids [batch pos], a file or 'sampled', got {type(prompts).__name__}"
+    )
+
+
+def _tokenizer(model: HookedModel) -> Any:
+    return getattr(model, "tokenizer", None)
+
+
+def _encode(model: HookedModel, text: str) -> Tensor:
+    tokenizer = _tokenizer(model)
+    if tokenizer is None:
+        raise ValueError(
+            "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor [batch pos], "
+            "a .npy or .jsonl file), or prompts='sampled'"
+        )
+    if not text.strip():
+        raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")
+    ids = [int(i) for i in tokenizer(text)["input_ids"]]
+    first = getattr(tokenizer, "bos_token_id", None)
+    if first is not None and ids[:1] != [first] and bool(getattr(model.cfg, "default_prepend_bos", True)):
+        ids = [int(first), *ids]
+    return torch.tensor(ids)
+
+
+def _rows(ids: Tensor, where: str) -> list[Tensor]:
+    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{where}: token ids must be whole numbers [batch pos], got {ids.dtype} {list(ids.shape)}")
+    return list(ids.long().cpu())
+
+
+def _read(model: HookedModel, path: Path) -> list[Tensor]:
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
+        return _rows(torch.from_numpy(np.atleast_2d(ids)), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is not a readable UTF-8 text file: {error}") from error
+    if path.suffix in (".jsonl", ".json"):
+        found = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+            if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+                found.append(_encode(model, entry["text"]))
+            elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
+                found += _rows(torch.tensor([entry["tokens"]]), f"{path}, line {number}")
+            else:
+                raise ValueError(f'{path}, line {number}: needs a "text" or a "tokens" field')
+        return found
+    return [_encode(model, " ".join(p.split())) for p in text.split("\n\n") if p.strip()]
+
+
+def _finish(
+    model: HookedModel, rows: Sequence[Tensor], source: str, limit: int, notes: tuple[str, ...] = ()
+) -> Prompts:
+    if not rows:
+        raise ValueError(f"no prompts ({source} is empty): give at least one")
+    size = vocabulary_size(model)
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompt {number} has no tokens")
+        wrong = row[(row < 0) | (row >= size)]
+        if len(wrong):
+            raise ValueError(
+                f"prompt {number}: token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})"
+            )
+    long = [i for i, r in enumerate(rows) if len(r) > limit]
+    if long:
+        notes = (
+            *notes,
+            f"{len(long)} of {len(rows)} prompts were cut to {limit} tokens (the longest had "
+            f"{max(len(rows[i]) for i in long)}; context {context_length(model)})",
+        )
+    cut = tuple(row[:limit] for row in rows)
+    return Prompts(cut, tuple(_strings(model, row) for row in cut), source, notes)
+
+
+def _strings(model: HookedModel, row: Tensor) -> tuple[str, ...]:
+    tokenizer = _tokenizer(model)
+    if tokenizer is None:
+        return tuple(str(i) for i in row.tolist())
+    return tuple(str(tokenizer.decode([i])) for i in row.tolist())
+
+
+def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:
+    """Sequences of the model's own, at temperature 1, each from a first token drawn evenly from the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    size = vocabulary_size(model)
+    rows = torch.randint(size, (SAMPLED_PROMPTS, 1), generator=generator)
+    length = min(limit, SAMPLED_TOKENS)
+    with evaluating(model):
+        while rows.shape[1] < length:
+            logits = run(model, rows.to(device_of(model)), return_type="logits")[:, -1, :size].float().cpu()
+            if not torch.isfinite(logits).all():
+                raise ValueError("the model's logits are NaN or infinite: its weights or its precision are damaged")
+            rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+    note = f"{why}: {SAMPLED_PROMPTS} sequences of {length} tokens, temperature 1, seed {seed}"
+    return _finish(model, list(rows), SAMPLED, limit, (note,))
