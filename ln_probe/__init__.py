@@ -1,5 +1,8 @@
 """ln_probe: what does LayerNorm do for this model's attention?
 
+    model = ln_probe.load_model("gpt2")
+    report = ln_probe.analyze(model)
+
 Names resolve on first use (PEP 562), so that ``import ln_probe`` stays cheap; ``dir(ln_probe)`` lists them.
 """
 
@@ -11,22 +14,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.hull import key_geometry
+    from ln_probe.analyze import analyze
+    from ln_probe.models import bundled_models, load_model
+    from ln_probe.report import Report, load_report
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Report": "ln_probe.report",
+    "analyze": "ln_probe.analyze",
+    "bundled_models": "ln_probe.models",
     "key_geometry": "ln_probe.analyses.hull",
+    "load_model": "ln_probe.models",
+    "load_report": "ln_probe.report",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
-__all__ = ["__version__", "analyses", "hooks", "key_geometry"]
+__all__ = [
+    "Report",
+    "__version__",
+    "analyses",
+    "analyze",
+    "bundled_models",
+    "hooks",
+    "key_geometry",
+    "load_model",
+    "load_report",
+]
 
 
 def __getattr__(name: str) -> object:
     if name in _SUBPACKAGES:
         return import_module(f"ln_probe.{name}")
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value  # also undoes the submodule of the same name (`ln_probe.analyze`)
+        return value
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
 

@@ -1,0 +1,276 @@
+"""From a model and prompts to a `Report`: the two passes over the prompts and what each is for.
+
+The first pass takes statistics of every norm (and with them the constants that replace sigma) and of the queries that
+occur; the second, which needs them, asks of every layer what its queries can select.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import ln_probe
+from ln_probe.analyses import decomposition, selectability, uniformity
+from ln_probe.analyses.selectability import Selectability
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.model import HookedModel, check_model, dtype_of, evaluating, n_layers, world
+from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.models import source_of
+from ln_probe.prompts import Prompts, make_prompts
+from ln_probe.report import Report
+
+PROBES = ("decomposition", "selectability", "uniformity")
+KEYS = ("hardest", "all")
+
+
+def analyze(
+    model: object,
+    prompts: Sequence[str] | str | Path | Tensor | None = None,
+    *,
+    probes: Sequence[str] = PROBES,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    keys: str = "hardest",
+    max_tokens: int = 512,
+    seed: int = 0,
+    progress: bool = True,
+) -> Report:
+    """What LayerNorm does in `model`: every norm term by term, which keys its attention can select, how uniformly it attends.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
+        prompts: texts, token ids [batch pos], a file, "sampled", or None for the bundled prompts.
+        probes: any of "decomposition", "selectability", "uniformity".
+        layers, heads: indices to look at; None means all.
+        keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
+        max_tokens: longer prompts are cut, and the report says so.
+        seed: of sampled prompts and sampled keys.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: not a TransformerLens model.
+        ValueError: an unknown probe, a layer or head that does not exist, unusable prompts, NaN activations (names
+            the site).
+    """
+    hooked = check_model(model)
+    _check_arguments(hooked, probes, layers, heads, keys)
+    clock = _Clock()
+    with evaluating(hooked):
+        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
+        sites = find_sites(hooked)
+        clock.lap("preparation")
+        run = _Run(hooked, ready, sites, probes, layers, heads, progress)
+        run.first_pass()
+        clock.lap("first pass")
+        run.second_pass()
+        clock.lap("second pass")
+    provenance = {
+        "ln_probe": ln_probe.__version__,
+        "model": source_of(model).to_dict() | {"world": world(model), "dtype": str(dtype_of(hooked)).removeprefix("torch.")},
+        "prompts": {
+            "source": ready.source, "count": len(ready.tokens), "tokens": sum(map(len, ready.tokens)),
+            "longest": max(map(len, ready.tokens)), "sha256": ready.sha256,
+        },
+        "arguments": {
+            "probes": list(probes), "layers": None if layers is None else list(layers),
+            "heads": None if heads is None else list(heads), "keys": keys, "max_tokens": max_tokens, "seed": seed,
+        },
+        "constants": run.constants(),
+        "thresholds": _thresholds(),
+        "random_angle_deg": uniformity.random_angle(int(hooked.cfg.d_model), seed=seed),
+        "versions": _versions(),
+        "started": clock.started,
+        "seconds": clock.laps,
+    }  # fmt: skip
+    tables = run.tables(every=keys == "all", seed=seed)
+    return Report(**tables, provenance=provenance, notes=(*ready.notes, *run.notes()))
+
+
+def _check_arguments(
+    model: HookedModel,
+    probes: Sequence[str],
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    keys: str,
+) -> None:
+    unknown = [p for p in probes if p not in PROBES]
+    if isinstance(probes, str) or unknown or not probes:
+        raise ValueError(f"unknown probes {unknown or probes!r}: choose from {', '.join(PROBES)}")
+    if keys not in KEYS:
+        raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {keys!r}")
+    for what, wanted, count in (
+        ("layer", layers, n_layers(model)),
+        ("head", heads, int(getattr(model.cfg, "n_heads", 0))),
+    ):
+        wrong = [i for i in wanted or () if not 0 <= i < count]
+        if wrong:
+            raise ValueError(f"no {what} {wrong[0]}: the model has {what}s 0 … {count - 1}")
+        if wanted is not None and not len(wanted):
+            raise ValueError(f"an empty list of {what}s leaves nothing to analyze: None means all")
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = round(now - self.last, 3), now
+
+
+class _Run:
+    """One call of `analyze`: the state that its two passes share."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        prompts: Prompts,
+        sites: list[Site],
+        probes: Sequence[str],
+        layers: Sequence[int] | None,
+        heads: Sequence[int] | None,
+        progress: bool,
+    ) -> None:
+        self.model, self.prompts, self.sites, self.probes = model, prompts, sites, probes
+        self.layers = sorted(set(range(n_layers(model)) if layers is None else layers))
+        self.heads = None if heads is None else sorted(set(heads))
+        self.progress = progress
+        self.statistics = [decomposition.SiteStatistics(s) for s in sites if layers is None or s.layer in layers]
+        self.unsupported: dict[int, str] = {}
+        self.observed: dict[int, list[Tensor]] = defaultdict(list)
+        self.attends = any("attention" in s.reads.split("+") for s in sites)
+        self.wants_heads = self.attends and bool({"selectability", "uniformity"} & set(probes))
+        self.result: Selectability | None = None
+
+    def _bar(self, text: str) -> Any:
+        return tqdm(
+            list(enumerate(self.prompts.tokens)), desc=text, unit="prompt", disable=not self.progress, leave=False
+        )
+
+    def _heads_of(self, seen: AttentionInput) -> Heads | None:
+        if seen.layer in self.unsupported:
+            return None
+        norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
+        try:
+            return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+        except UnsupportedAttentionError as error:
+            self.unsupported[seen.layer] = str(error)
+            return None
+
+    def first_pass(self) -> None:
+        by_name = {s.site.name: s for s in self.statistics}
+
+        def on_norm(site: Site, x: Tensor, y: Tensor) -> None:
+            if site.name in by_name:
+                rows = len(x) // length if length else 1
+                by_name[site.name].add(x, y, heads=max(1, rows))
+
+        def on_attention(seen: AttentionInput) -> None:
+            if (heads := self._heads_of(seen)) is not None:
+                radius = selectability.observed_radius(heads, seen.site, seen.y)
+                if radius is not None:
+                    self.observed[seen.layer].append(radius)
+
+        for _, row in self._bar("norms"):
+            length = len(row)
+            stream(
+                self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
+                on_attention=on_attention if self.wants_heads else None,
+            )  # fmt: skip
+
+    def second_pass(self) -> None:
+        if not self.wants_heads:
+            return
+        radii = {
+            layer: torch.cat(found).quantile(selectability.QUERY_RADIUS_QUANTILE, dim=0)
+            for layer, found in self.observed.items()
+        }
+        self.result = Selectability(
+            self.constants(), radii, select="selectability" in self.probes, uniform="uniformity" in self.probes,
+            heads=self.heads,
+        )  # fmt: skip
+        bar = self._bar("keys")
+        for number, row in bar:
+
+            def on_attention(seen: AttentionInput, number: int = number) -> None:
+                assert self.result is not None
+                bar.set_postfix(layer=seen.layer)
+                self.result.add(number, seen.site, seen.x, self._heads_of(seen))
+
+            stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
+
+    def constants(self) -> dict[str, float]:
+        return {s.site.name: s.constant for s in self.statistics}
+
+    def tables(self, *, every: bool, seed: int) -> dict[str, pd.DataFrame]:
+        statistics = self.statistics if "decomposition" in self.probes else []
+        empty_heads = pd.DataFrame(columns=list(selectability.HEAD_COLUMNS))
+        empty_keys = pd.DataFrame(columns=list(selectability.KEY_COLUMNS))
+        return {
+            "layernorms": decomposition.table(statistics),
+            "heads": self.result.heads_table() if self.result else empty_heads,
+            "keys": self.result.keys_table(self.prompts.strings, every=every, seed=seed) if self.result else empty_keys,
+        }
+
+    def notes(self) -> list[str]:
+        notes = []
+        if not self.sites:
+            notes.append("the model has no normalization: there is no site to decompose, and no norm before attention")
+        elif not self.attends:
+            notes.append("no norm of this model is read by attention: selectability and uniformity were not measured")
+        notes += [f"head space was not measured. {text}" for text in self.unsupported.values()]
+        states = {s.state for s in self.sites}
+        if any("centred" in s for s in states):
+            count = sum("centred" in s.state for s in self.sites)
+            notes.append(
+                f"{count} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op there "
+                "by construction: its zeros are not findings"
+            )
+        if any(s.kind in ("rmsnorm", "scaling_only") for s in self.sites):
+            notes.append("RMSNorm has no projection: columns about the ones-direction describe its input, not what it does")
+        shares = [s for s in self.statistics if s.site.projects and s.everywhere.mean(0) > 0]
+        if shares and not math.isnan(shares[0].everywhere.mean(0)):
+            notes.append("no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)")
+        return notes
+
+
+def _thresholds() -> dict[str, float]:
+    from ln_probe.analyses.key_coordinates import RANK_TOLERANCE, TAU
+    from ln_probe.hooks.attention import PATTERN_TOLERANCE
+    from ln_probe.hooks.sites import CENTRED, SAME_OUTPUT
+
+    return {
+        "tau": TAU,
+        "rank_tolerance": RANK_TOLERANCE,
+        "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
+        "centred_float32": CENTRED[torch.float32],
+        "same_output": SAME_OUTPUT,
+        "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
+        "keys_hardest_per_variant": selectability.HARDEST_PER_VARIANT,
+        "keys_sampled": selectability.SAMPLED,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # pragma: no cover - a vendored install
+            found[name] = "unknown"
+    return found

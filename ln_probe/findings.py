@@ -1,0 +1,126 @@
+"""What the tables of a report say, in plain sentences; every number is computed from a table."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from ln_probe.report import Report
+
+
+def findings(report: Report) -> list[str]:
+    """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
+    said = [
+        *_margins(report.heads),
+        *_selectable(report.heads),
+        *_projection(report.layernorms),
+        *_scaling(report.layernorms),
+        *_uniform(report.heads, float(report.provenance.get("random_angle_deg", math.nan))),
+    ]
+    if not said and not len(report.layernorms):
+        return ["The model has no normalization: there is nothing to take apart."]
+    return said
+
+
+def _variant(heads: pd.DataFrame, variant: str, space: str = "head") -> pd.DataFrame:
+    return heads[(heads["space"] == space) & (heads["variant"] == variant)]
+
+
+def _margins(heads: pd.DataFrame) -> list[str]:
+    if not len(heads):
+        return []
+    intact, frozen = _variant(heads, "intact"), _variant(heads, "no_scaling")
+    one, two = intact["margin_median"].median(), frozen["margin_median"].median()
+    if math.isnan(one) or math.isnan(two):
+        return []
+    low_one, low_two = intact["margin_p05"].median(), frozen["margin_p05"].median()
+    text = (
+        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can make; "
+        f"with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of keys: {_number(low_one)} "
+        f"against {_number(low_two)} nats."
+    )
+    if (frozen["no_op"] != "").all():
+        text = (
+            f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can "
+            "make. (Removing scaling changes nothing here by construction.)"
+        )
+    return [text]
+
+
+def _selectable(heads: pd.DataFrame) -> list[str]:
+    said = []
+    if not len(heads) or heads["keys"].isna().all():
+        return said
+    for space, where in (("head", "As attention sees them, per head"), ("normalized", "At the norm's output")):
+        parts = []
+        for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
+            rows = _variant(heads, variant, space)
+            if len(rows) and rows["keys"].sum():
+                share = rows["unselectable"].sum() / rows["keys"].sum()
+                parts.append(f"{100 * share:.1f} % {name}")
+        if parts:
+            theorem = _variant(heads, "intact", space)["by_theorem"]
+            known = " The intact figure is so by theorem." if len(theorem) and (theorem != "").all() else ""
+            said.append(f"{where}, keys that no query can select: {', '.join(parts)}.{known}")
+    return said
+
+
+def _projection(norms: pd.DataFrame) -> list[str]:
+    rows = norms[norms["kind"].isin(["layernorm", "projection_only"])] if len(norms) else norms
+    if not len(rows):
+        return []
+    if rows["state"].str.contains("centred").all():
+        return ["Projection removes nothing: the residual stream is already centred at every norm, by construction."]
+    worst = rows.loc[rows["mean_share_tail"].fillna(rows["mean_share"]).idxmax()]
+    share = worst["mean_share_tail"] if not math.isnan(worst["mean_share_tail"]) else worst["mean_share"]
+    middle = rows["mean_share_tail"].fillna(rows["mean_share"]).median()
+    return [
+        f"Projection removes {_percent(middle)} of a vector's squared length at the median norm and at most "
+        f"{_percent(share)} ({worst['site']}); the streams stand at {rows['angle_to_ones_deg_tail'].median():.1f}° to the "
+        "ones-vector (90° would leave projection nothing to do)."
+    ]
+
+
+def _scaling(norms: pd.DataFrame) -> list[str]:
+    rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
+    if not len(rows):
+        return []
+    first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
+    spread = rows.loc[rows["norm_before_cv_tail"].fillna(0).idxmax()]
+    text = (
+        f"What scaling evens out is largest at {spread['site']}: input lengths there vary by "
+        f"{_percent(spread['norm_before_cv_tail'])} of their mean"
+    )
+    if not math.isnan(first) and first > 1.5:
+        at = rows.loc[(rows["sigma_mean"] / rows["sigma_mean_tail"]).idxmax()]
+        text += f"; position 0 alone raises the mean divisor {first:.1f}-fold at {at['site']}, so it is kept apart"
+    return [text + "."]
+
+
+def _uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:
+    rows = _variant(heads, "intact") if len(heads) else heads
+    if not len(rows) or rows["entropy_ratio"].isna().all():
+        return []
+    top = rows.loc[rows["entropy_ratio"].idxmax()]
+    text = (
+        f"The most uniform head is {int(top['layer'])}.{int(top['head'])} (layer.head): its attention has "
+        f"{_percent(top['entropy_ratio'])} of the greatest possible entropy"
+    )
+    if not rows["uniform_angle_deg"].isna().all():
+        near = rows.loc[rows["uniform_angle_deg"].idxmin()]
+        text += (
+            f"; the queries nearest the uniform direction are those of {int(near['layer'])}.{int(near['head'])}, at "
+            f"{near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"
+        )
+    return [text + "."]
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

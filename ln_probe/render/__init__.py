@@ -1,0 +1,1 @@
+"""Reports as people see them: pages and figures."""

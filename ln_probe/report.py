@@ -1,0 +1,129 @@
+"""The result of `analyze`: tables, where they came from, and what they say in a few sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+REPORT_FILE = "report.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Report:
+    """What LayerNorm does in one model on some prompts.
+
+    Attributes:
+        layernorms: a row per norm; heads: a row per (layer, head, space, variant); keys: a row per chosen key and
+            variant; causal: a row per (sites, variant); unembedding: a row per token that is hard to predict. A table
+            whose probe did not run is empty. Columns: README, "What is measured".
+        provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
+        notes: what a reader has to know before believing the tables.
+    """
+
+    layernorms: pd.DataFrame
+    heads: pd.DataFrame
+    keys: pd.DataFrame
+    causal: pd.DataFrame = field(default_factory=pd.DataFrame)
+    unembedding: pd.DataFrame = field(default_factory=pd.DataFrame)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.provenance.get("model", {}).get("name", "model"))
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{t} {len(getattr(self, t))}" for t in TABLES if len(getattr(self, t)))
+        return f"Report({self.name!r}: {sizes or 'empty'})"
+
+    def _repr_html_(self) -> str:
+        from ln_probe.render.page import notebook_cell
+
+        return notebook_cell(self)
+
+    def findings(self) -> list[str]:
+        """What the tables say, in plain sentences computed from them."""
+        from ln_probe.findings import findings
+
+        return findings(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page that opens offline; the path written."""
+        from ln_probe.render.page import report_page
+
+        path = Path(path)
+        _write(path, report_page(self).encode())
+        return path
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.json, a parquet file per table and report.html into `folder` (made if missing).
+
+        Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPORT_FILE).unlink(missing_ok=True)
+        for name in TABLES:
+            table: pd.DataFrame = getattr(self, name)
+            aside = folder / f".{name}.parquet.partial"
+            table.to_parquet(aside, index=False)
+            os.replace(aside, folder / f"{name}.parquet")
+        self.to_html(folder / "report.html")
+        content = {"format": FORMAT, "provenance": dict(self.provenance), "notes": list(self.notes)}
+        _write(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        return folder
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_bytes(content)
+    os.replace(aside, path)
+
+
+def load_report(folder: str | Path) -> Report:
+    """A report that `Report.save` wrote.
+
+    Raises:
+        FileNotFoundError: no such folder, no report.json (unfinished, or not a report), or a table is missing.
+        ValueError: a file is truncated or of another format.
+    """
+    folder = Path(folder)
+    path = folder / REPORT_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
+    try:
+        content = json.loads(path.read_text())
+        provenance, notes, version = content["provenance"], tuple(content["notes"]), content["format"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): make the report again") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version}, this ln_probe reads {FORMAT}: make the report again")
+    tables = {}
+    for name in TABLES:
+        file = folder / f"{name}.parquet"
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing: make the report again")
+        try:
+            tables[name] = pd.read_parquet(file)
+        except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
+            raise ValueError(f"{file} is damaged ({error}): make the report again") from error
+    return Report(**tables, provenance=provenance, notes=notes)
+
+
+def slug(name: str) -> str:
+    """A folder name for a model name or path: letters, digits, '.', '_' and '-'."""
+    last = Path(name).name if os.sep in name and Path(name).exists() else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "model"
