@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.hull import key_geometry
-    from ln_probe.analyze import analyze
-    from ln_probe.models import bundled_models, load_model
+        from ln_probe.models import bundled_models, load_model
+    from ln_probe.probing import analyze
     from ln_probe.report import Report, load_report
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Report": "ln_probe.report",
-    "analyze": "ln_probe.analyze",
+    "analyze": "ln_probe.probing",
     "bundled_models": "ln_probe.models",
     "key_geometry": "ln_probe.analyses.hull",
     "load_model": "ln_probe.models",
@@ -47,9 +47,7 @@ def __getattr__(name: str) -> object:
     if name in _SUBPACKAGES:
         return import_module(f"ln_probe.{name}")
     if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value  # also undoes the submodule of the same name (`ln_probe.analyze`)
-        return value
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +84,7 @@ def report(
 ) -> None:
     """One folder per model (OUT/<name>/) and OUT/index.html. Finished models are skipped when the command is run again."""
     import ln_probe
-    from ln_probe.analyze import KEYS, PROBES
+    from ln_probe.probing import KEYS, PROBES
 
     names = list(model or ln_probe.bundled_models())
     wanted = list(PROBES) if probes is None else [p.strip() for p in probes.split(",") if p.strip()]
@@ -148,7 +150,7 @@ def _one(
         loaded, request["prompts"], probes=request["probes"], layers=request["layers"], keys=request["keys"],
         max_tokens=request["max_tokens"], seed=request["seed"], progress=progress and sys.stderr.isatty(),
     )  # fmt: skip
-    made.provenance["request"] = asked  # type: ignore[index]
+    made = replace(made, provenance={**made.provenance, "request": asked, "command": shlex.join(["ln-probe", *sys.argv[1:]])})
     made.save(folder)
     return made, False
 
