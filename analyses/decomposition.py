@@ -43,8 +43,8 @@ class Terms:
     projected: Float[Tensor, "pos d"]
     scale: Float[Tensor, "pos 1"]
     normalized: Float[Tensor, "pos d"]
-    gain: Float[Tensor, "d"] | None
-    bias: Float[Tensor, "d"] | None
+    gain: Float[Tensor, d] | None
+    bias: Float[Tensor, d] | None
 
     def total(self) -> Float[Tensor, "pos d"]:
         """The sum the terms stand for: gain * normalized + bias."""

@@ -76,7 +76,7 @@ class Selectability:
     def __init__(
         self,
         constants: dict[str, float],
-        radii: dict[int, Float[Tensor, "head"]],
+        radii: dict[int, Float[Tensor, head]],
         *,
         select: bool = True,
         uniform: bool = True,
@@ -233,16 +233,14 @@ class Selectability:
 
 
 def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """The largest weight each key really got, from queries at t ≥ max(position, 1); NaN where there is no such query."""
+    """The largest weight each key really got, from queries at t ≥ max(position, 1); NaN if there is no such query."""
     rows = pattern.shape[-2]
     if rows < 2:
         return torch.full_like(pattern[:, 0], math.nan)
     return pattern[:, 1:].amax(1)  # causal: rows before a key hold zeros
 
 
-def observed_radius(
-    heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]
-) -> Float[Tensor, "pos head"] | None:
+def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
     """|A⁺(q - c)| of the queries of one prompt, before rotary positions: 1 on the edge of the reachable ellipsoid.
 
     None if the norm does not scale (the reachable set is unbounded).
@@ -265,12 +263,14 @@ def _order(item: tuple[tuple[int, str, str], _Group]) -> tuple[bool, int, int]:
 def _summary(values: dict[str, np.ndarray | None]) -> dict[str, float]:
     verdict = values["verdict"]
     if verdict is None:
-        numbers = dict.fromkeys(
-            ("keys", "unselectable", "duplicate", "undecided", "unselectable_fraction"), math.nan
-        )
+        numbers = dict.fromkeys(("keys", "unselectable", "duplicate", "undecided", "unselectable_fraction"), math.nan)
     else:
         counts = {v: int((verdict == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
-        numbers = {"keys": len(verdict), **counts, "unselectable_fraction": counts["unselectable"] / len(verdict)}
+        numbers = {
+            "keys": len(verdict),
+            **counts,
+            "unselectable_fraction": counts["unselectable"] / len(verdict),
+        }
     middle: np.ndarray | None = None
     if values["margin_lower"] is not None and values["margin_upper"] is not None:
         middle = (values["margin_lower"] + values["margin_upper"]) / 2

@@ -19,9 +19,7 @@ from ln_probe.hooks.sites import Site
 VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
 
 
-def variant_outputs(
-    site: Site, x: Float[Tensor, "pos d"], constant: float
-) -> dict[str, Float[Tensor, "pos d"]]:
+def variant_outputs(site: Site, x: Float[Tensor, "pos d"], constant: float) -> dict[str, Float[Tensor, "pos d"]]:
     """The norm's output before gain and bias under each variant, float64.
 
     Args:

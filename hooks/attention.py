@@ -22,7 +22,10 @@ from ln_probe.hooks.sites import Site
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2.
-PATTERN_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}  # float64: rotary tables stay float32 in some models
+PATTERN_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 2e-4,
+}  # float64: rotary tables stay float32 in some models
 PATTERN_TOLERANCE_HALF = 5e-2
 
 

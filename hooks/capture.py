@@ -62,14 +62,14 @@ def _finite(site: Site, value: Tensor, what: str) -> None:
     if not torch.isfinite(value).all():
         at = (~torch.isfinite(value)).any(-1).nonzero()[0].tolist()
         raise ActivationError(
-            f"{site.name}: its {what} holds NaN or infinite values (first at position {at[-1]}); the model's weights or "
-            "precision are the likely cause: try dtype='float32', or check the checkpoint"
+            f"{site.name}: its {what} holds NaN or infinite values (first at position {at[-1]}); the model's weights "
+            "or precision are the likely cause: try dtype='float32', or check the checkpoint"
         )
 
 
 def stream(
     model: HookedModel,
-    tokens: Int[Tensor, "pos"],
+    tokens: Int[Tensor, pos],
     sites: Sequence[Site],
     *,
     on_norm: OnNorm | None = None,

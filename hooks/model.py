@@ -40,8 +40,8 @@ def check_model(model: object) -> HookedModel:
         )
     if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
         raise TypeError(
-            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or a "
-            "lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
+            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
+            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
         )
     return cast(HookedModel, model)
 

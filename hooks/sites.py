@@ -66,8 +66,8 @@ class Site:
     evidence: str
     module: nn.Module
     d: int
-    gain: Float[Tensor, "d"] | None
-    bias: Float[Tensor, "d"] | None
+    gain: Float[Tensor, d] | None
+    bias: Float[Tensor, d] | None
     eps: float
     radius: float
     constant_scale: float
@@ -306,14 +306,21 @@ def _state(gain: Tensor | None, bias: Tensor | None, x: Tensor | None) -> tuple[
     flat = bias is None or bool((bias == 0).all())
     folded = unit and flat
     if folded:
-        reasons.append("no gain or bias" if gain is None else "gain is exactly 1" + (" and bias 0" if bias is not None else ""))
+        reasons.append(
+            "no gain or bias" if gain is None else "gain is exactly 1" + (" and bias 0" if bias is not None else "")
+        )
     centred = False
     if x is not None:
         stream = x.double()
         share = float(stream.mean(-1).abs().max() / stream.pow(2).mean().sqrt().clamp_min(1e-300))
         centred = share <= CENTRED.get(x.dtype, CENTRED_HALF)
         reasons.append(f"|mean| of its input is at most {share:.1e} of its RMS")
-    state = {(False, False): "raw", (True, False): "folded", (False, True): "centred", (True, True): "folded+centred"}
+    state = {
+        (False, False): "raw",
+        (True, False): "folded",
+        (False, True): "centred",
+        (True, True): "folded+centred",
+    }
     return state[folded, centred], "; ".join(reasons)
 
 
@@ -348,4 +355,3 @@ def find_sites(model: object) -> list[Site]:
 def select_sites(sites: Sequence[Site], reads: str) -> list[Site]:
     """Sites that `reads` ("attention", "mlp", "unembed", …) takes its input from, shared ones included."""
     return [s for s in sites if reads in s.reads.split("+")]
-

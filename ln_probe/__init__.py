@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.hull import key_geometry
-        from ln_probe.models import bundled_models, load_model
+    from ln_probe.models import bundled_models, load_model
     from ln_probe.probing import analyze
     from ln_probe.report import Report, load_report
 

@@ -36,7 +36,9 @@ def _refuse(message: str) -> typer.Exit:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
     if version:
         import ln_probe
 
@@ -45,7 +47,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
-def models(bundled: Annotated[bool, typer.Option("--bundled", help="Only the bundled ones, one a line.")] = False) -> None:
+def models(
+    bundled: Annotated[bool, typer.Option("--bundled", help="Only the bundled ones, one a line.")] = False,
+) -> None:
     """Names that load: the bundled checkpoints, and what else `report` takes."""
     import ln_probe
 
@@ -65,7 +69,8 @@ def models(bundled: Annotated[bool, typer.Option("--bundled", help="Only the bun
 @app.command()
 def report(
     model: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]…", help="Names or paths; none means the bundled checkpoints.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]…", help="Names or paths; none means the bundled checkpoints."),
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl or .npy file, or 'sampled'.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("reports"),
@@ -82,7 +87,7 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
-    """One folder per model (OUT/<name>/) and OUT/index.html. Finished models are skipped when the command is run again."""
+    """One folder per model (OUT/<name>/) and OUT/index.html. Finished models are skipped when it is run again."""
     import ln_probe
     from ln_probe.probing import KEYS, PROBES
 
@@ -120,7 +125,9 @@ def report(
         _write(out / "index.html", index_page(entries).encode())
     failed = [e for e in entries if e.error]
     if as_json:
-        done = [{"model": e.name, "page": str(out / e.href) if e.href else None, "error": e.error or None} for e in entries]
+        done = [
+            {"model": e.name, "page": str(out / e.href) if e.href else None, "error": e.error or None} for e in entries
+        ]
         typer.echo(json.dumps({"index": str(out / "index.html"), "models": done}, indent=1))
     else:
         typer.echo(f"{out / 'index.html'}: {len(entries) - len(failed)} of {len(entries)} models", err=True)
@@ -128,7 +135,13 @@ def report(
 
 
 def _one(
-    name: str, folder: Path, request: dict[str, Any], device: str | None, allow_pickle: bool, fresh: bool, progress: bool
+    name: str,
+    folder: Path,
+    request: dict[str, Any],
+    device: str | None,
+    allow_pickle: bool,
+    fresh: bool,
+    progress: bool,
 ) -> tuple[Report, bool]:
     """The report of one model, made or found; whether it was found."""
     import ln_probe
@@ -150,7 +163,10 @@ def _one(
         loaded, request["prompts"], probes=request["probes"], layers=request["layers"], keys=request["keys"],
         max_tokens=request["max_tokens"], seed=request["seed"], progress=progress and sys.stderr.isatty(),
     )  # fmt: skip
-    made = replace(made, provenance={**made.provenance, "request": asked, "command": shlex.join(["ln-probe", *sys.argv[1:]])})
+    made = replace(
+        made,
+        provenance={**made.provenance, "request": asked, "command": shlex.join(["ln-probe", *sys.argv[1:]])},
+    )
     made.save(folder)
     return made, False
 

@@ -38,14 +38,14 @@ def _margins(heads: pd.DataFrame) -> list[str]:
         return []
     low_one, low_two = intact["margin_p05"].median(), frozen["margin_p05"].median()
     text = (
-        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can make; "
-        f"with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of keys: {_number(low_one)} "
+        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can "
+        f"make; with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of keys: {_number(low_one)} "
         f"against {_number(low_two)} nats."
     )
     if (frozen["no_op"] != "").all():
         text = (
-            f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can "
-            "make. (Removing scaling changes nothing here by construction.)"
+            f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head "
+            "can make. (Removing scaling changes nothing here by construction.)"
         )
     return [text]
 
@@ -54,9 +54,16 @@ def _selectable(heads: pd.DataFrame) -> list[str]:
     said = []
     if not len(heads) or heads["keys"].isna().all():
         return said
-    for space, where in (("head", "As attention sees them, per head"), ("normalized", "At the norm's output")):
+    for space, where in (
+        ("head", "As attention sees them, per head"),
+        ("normalized", "At the norm's output"),
+    ):
         parts = []
-        for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
+        for variant, name in (
+            ("intact", "intact"),
+            ("no_scaling", "without scaling"),
+            ("neither", "without both"),
+        ):
             rows = _variant(heads, variant, space)
             if len(rows) and rows["keys"].sum():
                 share = rows["unselectable"].sum() / rows["keys"].sum()
@@ -79,8 +86,8 @@ def _projection(norms: pd.DataFrame) -> list[str]:
     middle = rows["mean_share_tail"].fillna(rows["mean_share"]).median()
     return [
         f"Projection removes {_percent(middle)} of a vector's squared length at the median norm and at most "
-        f"{_percent(share)} ({worst['site']}); the streams stand at {rows['angle_to_ones_deg_tail'].median():.1f}° to the "
-        "ones-vector (90° would leave projection nothing to do)."
+        f"{_percent(share)} ({worst['site']}); the streams stand at {rows['angle_to_ones_deg_tail'].median():.1f}° to "
+        "the ones-vector (90° would leave projection nothing to do)."
     ]
 
 

@@ -48,7 +48,7 @@ def analyze(
     seed: int = 0,
     progress: bool = True,
 ) -> Report:
-    """What LayerNorm does in `model`: every norm term by term, which keys its attention can select, how uniformly it attends.
+    """What LayerNorm does in `model`: norms term by term, keys that attention can select, how uniformly it attends.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
@@ -79,7 +79,7 @@ def analyze(
         clock.lap("second pass")
     provenance = {
         "ln_probe": ln_probe.__version__,
-        "model": source_of(model).to_dict() | {"world": world(model), "dtype": str(dtype_of(hooked)).removeprefix("torch.")},
+        "model": source_of(model).to_dict(),
         "prompts": {
             "source": ready.source, "count": len(ready.tokens), "tokens": sum(map(len, ready.tokens)),
             "longest": max(map(len, ready.tokens)), "sha256": ready.sha256,
@@ -159,7 +159,11 @@ class _Run:
 
     def _bar(self, text: str) -> Any:
         return tqdm(
-            list(enumerate(self.prompts.tokens)), desc=text, unit="prompt", disable=not self.progress, leave=False
+            list(enumerate(self.prompts.tokens)),
+            desc=text,
+            unit="prompt",
+            disable=not self.progress,
+            leave=False,
         )
 
     def _heads_of(self, seen: AttentionInput) -> Heads | None:
@@ -238,11 +242,13 @@ class _Run:
         if any("centred" in s for s in states):
             count = sum("centred" in s.state for s in self.sites)
             notes.append(
-                f"{count} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op there "
-                "by construction: its zeros are not findings"
+                f"{count} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op "
+                "there by construction: its zeros are not findings"
             )
         if any(s.kind in ("rmsnorm", "scaling_only") for s in self.sites):
-            notes.append("RMSNorm has no projection: columns about the ones-direction describe its input, not what it does")
+            notes.append(
+                "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
+            )
         shares = [s for s in self.statistics if s.site.projects and s.everywhere.mean(0) > 0]
         if shares and not math.isnan(shares[0].everywhere.mean(0)):
             notes.append("no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)")

@@ -34,7 +34,7 @@ class Prompts:
         notes: what was done to them (cut, sampled), in plain sentences.
     """
 
-    tokens: tuple[Int[Tensor, "pos"], ...]
+    tokens: tuple[Int[Tensor, pos], ...]
     strings: tuple[tuple[str, ...], ...]
     source: str
     notes: tuple[str, ...]
@@ -72,7 +72,7 @@ def make_prompts(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: no prompts, an empty prompt, ids outside the vocabulary, text without a tokenizer, an unknown format.
+        ValueError: no prompts, an empty prompt, ids outside the vocabulary, text without a tokenizer, unknown format.
         TypeError: something that is none of the above.
     """
     if max_tokens < 1:
@@ -81,7 +81,10 @@ def make_prompts(
     if prompts is None:
         if _tokenizer(model) is None:
             return _sampled(
-                model, limit, seed, "the model has no tokenizer, so prompts were sampled from the model itself"
+                model,
+                limit,
+                seed,
+                "the model has no tokenizer, so prompts were sampled from the model itself",
             )
         return _finish(model, [_encode(model, t) for t in bundled_texts()], BUNDLED, limit)
     if isinstance(prompts, str | Path):
@@ -100,9 +103,7 @@ def make_prompts(
         return _finish(model, _rows(prompts, "prompts"), "tokens", limit)
     if isinstance(prompts, Sequence) and all(isinstance(t, str) for t in prompts):
         return _finish(model, [_encode(model, t) for t in prompts], "texts", limit)
-    raise TypeError(
-        f"prompts must be texts, token ids [batch pos], a file or 'sampled', got {type(prompts).__name__}"
-    )
+    raise TypeError(f"prompts must be texts, token ids [batch pos], a file or 'sampled', got {type(prompts).__name__}")
 
 
 def _tokenizer(model: HookedModel) -> Any:
@@ -113,8 +114,8 @@ def _encode(model: HookedModel, text: str) -> Tensor:
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         raise ValueError(
-            "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor [batch pos], "
-            "a .npy or .jsonl file), or prompts='sampled'"
+            "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor "
+            "[batch pos], a .npy or .jsonl file), or prompts='sampled'"
         )
     if not text.strip():
         raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")

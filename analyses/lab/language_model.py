@@ -61,9 +61,7 @@ class TextTask:
                 raise FileNotFoundError(f"no text file {file}")
             raw = file.read_bytes()
             texts.append(raw.decode("utf-8", errors="replace"))
-            self._files.append(
-                {"name": file.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
-            )
+            self._files.append({"name": file.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
         cuts = [int(len(t) * (1 - VALID_SHARE)) for t in texts]
         self.tokenizer = train_tokenizer([t[:c] for t, c in zip(texts, cuts, strict=True)], d_vocab)
         self.train_tokens = self._encode([t[:c] for t, c in zip(texts, cuts, strict=True)])
@@ -75,7 +73,7 @@ class TextTask:
             )
         self.boundary = int(self.tokenizer.token_to_id(TEXT_BOUNDARY))
 
-    def _encode(self, texts: Sequence[str]) -> Int[Tensor, "tokens"]:
+    def _encode(self, texts: Sequence[str]) -> Int[Tensor, tokens]:
         ids = [np.asarray(self.tokenizer.encode(t).ids, dtype=np.int64) for t in texts]
         return torch.from_numpy(np.concatenate(ids))
 
@@ -96,9 +94,7 @@ class TextTask:
 
     def batch(self, step: int, size: int, seed: int) -> Int[Tensor, "batch pos"]:
         last = len(self.train_tokens) - self.n_ctx + 1
-        return self._windows(
-            self.train_tokens, torch.randint(last, (size,), generator=step_generator(seed, step))
-        )
+        return self._windows(self.train_tokens, torch.randint(last, (size,), generator=step_generator(seed, step)))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
         loss: Tensor = model(batch, return_type="loss")

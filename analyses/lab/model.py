@@ -54,21 +54,17 @@ class LabConfig:
         if self.d_head is None:
             if self.d_model % self.n_heads:
                 raise ValueError(
-                    f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head, or sizes that divide"
+                    f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head as well"
                 )
             object.__setattr__(self, "d_head", self.d_model // self.n_heads)
         if self.d_mlp is None:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
         for name in ("norm", "norm_mlp", "norm_final"):
             if getattr(self, name) not in NORM_KINDS:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: known norms are {', '.join(NORM_KINDS)}"
-                )
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known norms are {', '.join(NORM_KINDS)}")
         for name, known in (("positions", ("learned", "none")), ("act_fn", ("gelu", "relu"))):
             if getattr(self, name) not in known:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}"
-                )
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}")
 
     # What code written for TransformerLens configs asks for.
     @property
@@ -82,7 +78,7 @@ class LabConfig:
 
 
 class Attention(nn.Module):
-    """Multi-head attention; W_Q, W_K, W_V [head d_model d_head], W_O [head d_head d_model], biases as in TransformerLens."""
+    """Multi-head attention; W_Q, W_K, W_V [head d_model d_head], W_O [head d_head d_model], as in TransformerLens."""
 
     mask: Tensor
 
@@ -208,9 +204,7 @@ class LabTransformer(HookedRootModule):
         for name, parameter in self.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
             if leaf.startswith("W_") or leaf == "untied":
-                std = (
-                    INIT_STD / math.sqrt(2 * cfg.n_layers) if leaf in {"W_O", "W_out"} else INIT_STD
-                )
+                std = INIT_STD / math.sqrt(2 * cfg.n_layers) if leaf in {"W_O", "W_out"} else INIT_STD
                 nn.init.normal_(parameter, std=std)
         self.setup()
 
@@ -222,9 +216,7 @@ class LabTransformer(HookedRootModule):
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch pos], got shape {tuple(tokens.shape)}")
         if tokens.shape[1] > self.cfg.n_ctx:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens are more than the context of {self.cfg.n_ctx}: cut the prompt"
-            )
+            raise ValueError(f"{tokens.shape[1]} tokens are more than the context of {self.cfg.n_ctx}: cut the prompt")
 
     @overload
     def forward(

@@ -141,9 +141,7 @@ def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str
         parts[kind][name] = value
     model.load_state_dict(parts["model"])
     for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {
-            k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")
-        }
+        optimizer.state[parameter] = {k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
     return {k: float(v) for k, v in parts["counter"].items()}
 
 
@@ -155,9 +153,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
-    tensors = {
-        k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()
-    }
+    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()}
     write_atomically(path, lambda p: save_file(tensors, p))
 
 
@@ -200,9 +196,7 @@ def train(
     rows = [row for row in rows if row["step"] <= start]  # what came after the state is done again
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     began = time.perf_counter() - counters["seconds"]
-    bar = tqdm(
-        range(start, training.steps), initial=start, total=training.steps, disable=not progress, desc=out.name
-    )
+    bar = tqdm(range(start, training.steps), initial=start, total=training.steps, disable=not progress, desc=out.name)
     for step in bar:
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))

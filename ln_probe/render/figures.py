@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 COLOURS = {"intact": "#0072B2", "no_scaling": "#D55E00", "no_projection": "#009E73", "neither": "#CC79A7"}
 LABELS = {
-    "intact": "intact", "no_scaling": "without scaling", "no_projection": "without projection", "neither": "without both",
-}  # fmt: skip
+    "intact": "intact",
+    "no_scaling": "without scaling",
+    "no_projection": "without projection",
+    "neither": "without both",
+}
 SIZE = (6.4, 3.4)
 
 
@@ -35,7 +38,13 @@ def norms_over_depth(report: Report) -> Figure:
     low = np.maximum(mean * (1 - cv), mean * 0.05)  # the axis is logarithmic
     axes.fill_between(place, low, mean * (1 + cv), color=COLOURS["intact"], alpha=0.15, label="± one deviation")
     axes.plot(place, mean, "o-", color=COLOURS["intact"], label="before the norm")
-    axes.plot(place, rows["norm_after_mean_tail"].fillna(rows["norm_after_mean"]), "s-", color=COLOURS["no_scaling"], label="after it")
+    axes.plot(
+        place,
+        rows["norm_after_mean_tail"].fillna(rows["norm_after_mean"]),
+        "s-",
+        color=COLOURS["no_scaling"],
+        label="after it",
+    )
     _sites(axes, rows)
     return figure
 
@@ -60,7 +69,13 @@ def margins_over_depth(report: Report) -> Figure:
         if grouped["margin_median"].isna().all():
             continue
         axes.plot(grouped.index, grouped["margin_median"], "o-", color=COLOURS[variant], label=LABELS[variant])
-        axes.plot(grouped.index, grouped["margin_p05"].where(grouped["margin_p05"] > 0), "v--", color=COLOURS[variant], alpha=0.6)
+        axes.plot(
+            grouped.index,
+            grouped["margin_p05"].where(grouped["margin_p05"] > 0),
+            "v--",
+            color=COLOURS[variant],
+            alpha=0.6,
+        )
     axes.plot([], [], "v--", color="0.4", label="hardest twentieth")
     _layers(axes, report)
     return figure
@@ -79,7 +94,9 @@ def unselectable_by_head(report: Report) -> Figure:
         if not len(rows):
             continue
         grid = rows.pivot(index="layer", columns="head", values="unselectable_fraction")
-        image = axes.imshow(grid.to_numpy(float), aspect="auto", vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis")
+        image = axes.imshow(
+            grid.to_numpy(float), aspect="auto", vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis"
+        )
         axes.set_yticks(range(len(grid.index)), [str(i) for i in grid.index])
         axes.set_xticks(range(len(grid.columns)), [str(i) for i in grid.columns], fontsize=7)
     panels[0].set_ylabel("layer")
@@ -103,7 +120,15 @@ def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant."""
     figure, axes = _figure("entropy / log(visible keys)")
     for place, (variant, rows) in enumerate(_by_variant(report)):
-        axes.plot(rows["layer"] + 0.12 * (place - 1.5), rows["entropy_ratio"], "o", ms=4, alpha=0.6, color=COLOURS[variant], label=LABELS[variant])
+        axes.plot(
+            rows["layer"] + 0.12 * (place - 1.5),
+            rows["entropy_ratio"],
+            "o",
+            ms=4,
+            alpha=0.6,
+            color=COLOURS[variant],
+            label=LABELS[variant],
+        )
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
     return figure

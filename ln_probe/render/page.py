@@ -1,4 +1,4 @@
-"""HTML: a report as one page, as a notebook cell, and the index of several. Nothing is fetched, everything is escaped."""
+"""HTML: a report as a page, as a notebook cell, and the index of several. Nothing is fetched, everything is escaped."""
 
 from __future__ import annotations
 
@@ -23,10 +23,28 @@ CELL_FINDINGS = 6
 
 _PICTURES = (
     ("margins", "Margins of keys", figures.margins_over_depth, "heads", "margin_median"),
-    ("unselectable", "Keys no query can select", figures.unselectable_by_head, "heads", "unselectable_fraction"),
-    ("norms", "Lengths before and after each norm", figures.norms_over_depth, "layernorms", "norm_before_mean"),
+    (
+        "unselectable",
+        "Keys no query can select",
+        figures.unselectable_by_head,
+        "heads",
+        "unselectable_fraction",
+    ),
+    (
+        "norms",
+        "Lengths before and after each norm",
+        figures.norms_over_depth,
+        "layernorms",
+        "norm_before_mean",
+    ),
     ("share", "What projection removes", figures.mean_share_over_depth, "layernorms", "mean_share"),
-    ("angle", "Queries and the uniform direction", figures.uniform_angle_by_layer, "heads", "uniform_angle_deg"),
+    (
+        "angle",
+        "Queries and the uniform direction",
+        figures.uniform_angle_by_layer,
+        "heads",
+        "uniform_angle_deg",
+    ),
     ("entropy", "How uniform attention is", figures.entropy_by_layer, "heads", "entropy_ratio"),
 )
 
@@ -91,9 +109,7 @@ def _pictures(report: Report) -> list[dict[str, Any]]:
         if column in frame and not frame[column].isna().all():
             figure: Figure = draw(report)
             caption = (draw.__doc__ or "").strip().splitlines()[0]
-            found.append(
-                {"id": name, "title": title, "caption": caption, "svg": Markup(figures.svg(figure, name))}
-            )
+            found.append({"id": name, "title": title, "caption": caption, "svg": Markup(figures.svg(figure, name))})
     return found
 
 
@@ -182,9 +198,7 @@ def _overview(report: Report) -> dict[str, Any]:
     for variant, ending in (("intact", ""), ("no_scaling", "_frozen")):
         rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads
         found[f"unselectable{ending}"] = (
-            rows["unselectable"].sum() / rows["keys"].sum()
-            if len(rows) and rows["keys"].sum()
-            else math.nan
+            rows["unselectable"].sum() / rows["keys"].sum() if len(rows) and rows["keys"].sum() else math.nan
         )
         found[f"margin{ending}"] = float(rows["margin_median"].median()) if len(rows) else math.nan
         found[f"entropy{ending}"] = float(rows["entropy_ratio"].median()) if len(rows) else math.nan
