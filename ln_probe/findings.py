@@ -38,9 +38,9 @@ def _margins(heads: pd.DataFrame) -> list[str]:
         return []
     low_one, low_two = intact["margin_p05"].median(), frozen["margin_p05"].median()
     text = (
-        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can "
-        f"make; with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of keys: {_number(low_one)} "
-        f"against {_number(low_two)} nats."
+        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head "
+        f"can make; with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of "
+        f"keys: {_number(low_one)} against {_number(low_two)} nats."
     )
     if (frozen["no_op"] != "").all():
         text = (

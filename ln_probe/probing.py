@@ -26,7 +26,7 @@ from ln_probe.analyses import decomposition, selectability, uniformity
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.model import HookedModel, check_model, dtype_of, evaluating, n_layers, world
+from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.models import source_of
 from ln_probe.prompts import Prompts, make_prompts

@@ -20,6 +20,9 @@ from transformer_lens.HookedRootModule import HookedRootModule
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 
 INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), as there
+# Embeddings start ten times larger than GPT-2's: what a norm without scaling divides by is measured at initialization,
+# and from 0.02 the stream grows so far past it that such a model's loss was NaN within 751 steps (lr 2e-3).
+EMBED_STD = 0.2
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Unembed(nn.Module):
 class LabTransformer(HookedRootModule):
     """A pre-norm transformer whose norms are `Norm`s; weights in TransformerLens's layout and names.
 
-    Initialized as GPT-2 (normal, std 0.02) from torch's global generator: seed it first. Norms that do not scale
+    Initialized as GPT-2 (normal, std 0.02; embeddings 0.2) from torch's global generator: seed it first. Norms that do not scale
     must be calibrated before the first use (`norms.calibrate`).
     """
 
@@ -205,6 +208,7 @@ class LabTransformer(HookedRootModule):
             leaf = name.rsplit(".", 1)[-1]
             if leaf.startswith("W_") or leaf == "untied":
                 std = INIT_STD / math.sqrt(2 * cfg.n_layers) if leaf in {"W_O", "W_out"} else INIT_STD
+                std = EMBED_STD if leaf == "W_E" else std
                 nn.init.normal_(parameter, std=std)
         self.setup()
 

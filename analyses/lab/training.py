@@ -43,12 +43,12 @@ class TrainConfig:
 
     steps: int
     batch: int
-    lr: float = 2e-3
+    lr: float = 1e-3
     lr_end: float = 1e-4
-    warmup: int = 100
+    warmup: int = 200
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0  # gradient norm; 0 means none
+    clip: float = 0.5  # gradient norm; 0 means none
     seed: int = 0
     evaluate_every: int = 200
     save_at: tuple[int, ...] = ()  # steps whose model is kept; the last always is
