@@ -1,0 +1,1 @@
+"""How a model gets into memory: found, checked, converted, and compared with the original."""

@@ -1,0 +1,134 @@
+"""A Hugging Face model brought into one of TransformerLens's worlds, with proof that it is still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from ln_probe.loading import equivalence
+from ln_probe.loading.provenance import ModelSource, remember
+from ln_probe.loading.worlds import CLASS_OF_WORLD, hooked_obstacle, process, to_bridge, to_hooked
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ln_probe.loading.pretrained import Pretrained
+    from ln_probe.loading.worlds import Processing, World
+
+
+def into_world(
+    pretrained: Pretrained,
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    world: World | None,
+    processing: Processing,
+    *,
+    hub_name: str | None = None,
+) -> nn.Module:
+    """Convert or wrap, compare with the original, process if asked, compare again, and record the source.
+
+    Args:
+        pretrained: the Hugging Face model; the bridge takes it over.
+        source: what is known so far; world, processing, difference and notes are added here.
+        device: where the model is.
+        dtype: format of its weights.
+        world: the one asked for, or None to take the first that reproduces the original.
+        processing: changes of basis to apply.
+        hub_name: the repository's name if the model came from the hub.
+
+    Raises:
+        ValueError: the world asked for cannot hold the model; no world reproduces its logits; or processing
+            changed its log-probabilities.
+    """
+    hugging_face = cast(Any, pretrained.model)
+    tokens = equivalence.probe_tokens(pretrained.config, device)
+    # Before any wrapping: the bridge changes the very model it wraps.
+    reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    bound = equivalence.CONVERSION_BOUND[source.dtype]
+
+    obstacle = hooked_obstacle(pretrained)
+    if world == "hooked" and obstacle is not None:
+        raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
+    notes = list(source.notes)
+    if world is not None:
+        candidates: tuple[World, ...] = (world,)
+    elif obstacle is not None:
+        candidates = ("bridge",)
+        notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
+    else:
+        candidates = ("hooked", "bridge")
+
+    for chosen in candidates:
+        last = chosen == candidates[-1]
+        class_name = CLASS_OF_WORLD[chosen]
+        try:
+            if chosen == "hooked":
+                model = to_hooked(
+                    pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision
+                )
+            else:
+                model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
+            logits = equivalence.logits_of(cast(Any, model), tokens)
+            difference = equivalence.relative_difference(logits, reference)
+            failure = f"its logits differ from the original's by {difference:.1e} of the largest (bound {bound:.0e})"
+            cause = None
+        except Exception as error:  # whatever TransformerLens stumbles over, another world may do
+            difference = float("inf")
+            failure, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
+        if difference <= bound:
+            break
+        if last:
+            raise ValueError(
+                f"{source.name} ({source.architecture}) could not be loaded faithfully as {class_name} of "
+                f"TransformerLens {source.transformer_lens_version}: {failure}. No results are "
+                "better than results about another model."
+            ) from cause
+        notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
+
+    if processing.names():
+        raw = equivalence.logits_of(cast(Any, model), tokens)
+        with _explained(source, processing):
+            process(model, chosen, processing)
+            processed = equivalence.logits_of(cast(Any, model), tokens)
+        change = equivalence.relative_difference(equivalence.centred(processed), equivalence.centred(raw))
+        allowed = equivalence.PROCESSING_BOUND[source.dtype]
+        if not change <= allowed:
+            raise ValueError(
+                f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "
+                "its logits "
+                f"(less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) in "
+                "TransformerLens "
+                f"{source.transformer_lens_version}. Load it without (known causes: an MLP as wide as the "
+                "residual stream, whose square matrix is folded the wrong way round; centring with RMSNorm)."
+            )
+        if change == 0:
+            notes.append(f"{', '.join(processing.names())} changed nothing: not done for this architecture")
+        notes.append(
+            f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}"
+        )
+    remember(
+        model,
+        replace(
+            source,
+            world=class_name,
+            processing=processing.names(),
+            logits_max_difference=difference,
+            notes=tuple(notes),
+        ),
+    )
+    return model
+
+
+@contextmanager
+def _explained(source: ModelSource, processing: Processing) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{source.name}: TransformerLens {source.transformer_lens_version} cannot do "
+            f"{', '.join(processing.names())} on a {source.architecture}: {type(error).__name__}: {error}"
+        ) from error

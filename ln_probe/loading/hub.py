@@ -1,0 +1,181 @@
+"""Names on the model hub: which are known, whether the hub can be reached, and the files of one revision."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
+
+HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own
+
+# Repositories in TransformerLens's own older format: pickled state dicts, no Hugging Face model beside them.
+LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+
+_SMALL_FILES = re.compile(r"(.*\.json|.*\.txt|.*\.model|.*\.tiktoken|.*\.jinja)")
+
+
+@dataclass(frozen=True)
+class HubSnapshot:
+    """One revision of a repository, on this disk.
+
+    Attributes:
+        repository: the official name.
+        folder: the local copy.
+        revision: the revision asked for, in the hub's own spelling, or None for the main branch.
+        commit: the commit it stands for.
+        notes: what the reader of the results should know.
+    """
+
+    repository: str
+    folder: Path
+    revision: str | None
+    commit: str | None
+    notes: tuple[str, ...]
+
+
+def known_hub_names() -> dict[str, str]:
+    """Every short name and official name that TransformerLens knows (lower case), and its official name."""
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+    names: dict[str, str] = {}
+    for official in OFFICIAL_MODEL_NAMES:
+        names[official.lower()] = official
+        for alias in MODEL_ALIASES.get(official, ()):
+            names[alias.lower()] = official
+    return names
+
+
+def official_name(name: str, *, also: tuple[str, ...] = ()) -> str:
+    """The repository that `name` stands for: a name or alias of TransformerLens, or any ``owner/model``.
+
+    Args:
+        name: as the user gave it.
+        also: other names (bundled models) to suggest from.
+
+    Raises:
+        ValueError: a bare name that nobody knows; the nearest known names are suggested.
+    """
+    known = known_hub_names()
+    official = known.get(name.lower())
+    if official is not None:
+        return official
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    raise ValueError(_unknown(name, also=also))
+
+
+def hub_revision(repository: str, revision: str | None) -> str | None:
+    """The hub's spelling of a revision: a bare step number of Pythia or of Stanford CRFM becomes a branch."""
+    if revision is not None and revision.isdigit():
+        if repository.startswith("EleutherAI/pythia"):
+            return f"step{revision}"
+        if repository.startswith("stanford-crfm/"):
+            return f"checkpoint-{revision}"
+    return revision
+
+
+def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSnapshot:
+    """Download one revision of a repository (or find it in the local cache) and return its folder.
+
+    Args:
+        repository: the official name.
+        revision: branch, tag or commit, or None for the main branch.
+        allow_pickle: whether weights may come as a pickle.
+
+    Raises:
+        ValueError: no such repository or revision, no access to it, or weights only as a pickle.
+        ConnectionError: the hub cannot be reached and there is no local copy.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    revision = hub_revision(repository, revision)
+    try:
+        info = HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, "
+            "log in (hf auth login, or set HF_TOKEN), and try again."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{repository} has no revision {revision!r}.{_revision_hint(repository)}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(_unknown(repository)) from error
+    except Exception as error:
+        if not _is_network_failure(error):
+            raise
+        return _cached(repository, revision, error)
+    files = _wanted(repository, [file.rfilename for file in info.siblings or ()], allow_pickle=allow_pickle)
+    folder = snapshot_download(repository, revision=revision, allow_patterns=files)
+    return HubSnapshot(repository, Path(folder), revision, info.sha, ())
+
+
+def _wanted(repository: str, files: list[str], *, allow_pickle: bool) -> list[str]:
+    """Of a repository's files, the config, the tokenizer and one form of the weights."""
+    top = [file for file in files if "/" not in file]
+    small = [file for file in top if _SMALL_FILES.fullmatch(file) and ".index." not in file]
+    tensors = [file for file in top if re.fullmatch(r"model.*\.safetensors(\.index\.json)?", file)]
+    pickles = [file for file in top if re.fullmatch(r"pytorch_model.*\.bin(\.index\.json)?", file)]
+    if any(name in tensors for name in SAFETENSORS):
+        return small + tensors
+    if any(name in pickles for name in PICKLES):
+        if not allow_pickle:
+            raise ValueError(f"{repository} holds its weights only as a pickle. {PICKLE_WARNING}")
+        return small + pickles
+    raise ValueError(
+        f"{repository} has no weights that can be read here: looked for "
+        f"{', '.join((*SAFETENSORS, *PICKLES))}, "
+        f"found {', '.join(top[:12]) or 'no files'}."
+    )
+
+
+def _cached(repository: str, revision: str | None, error: Exception) -> HubSnapshot:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    at = "" if revision is None else f" at revision {revision!r}"
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
+        raise ConnectionError(
+            f"{repository}{at} is not on this machine, and the model hub ({constants.ENDPOINT}) cannot "
+            "be reached "
+            f"({reason}). Give the path of a local folder that holds its config.json and model.safetensors "
+            "instead, or run this where there is a network; bundled models (ln-probe models --bundled) "
+            "need none."
+        ) from error
+    note = "the model hub could not be reached: the local copy was used"
+    return HubSnapshot(repository, folder, revision, folder.name, (note,))
+
+
+def _is_network_failure(error: Exception) -> bool:
+    """Whether the request failed on the way (no route, timeout, offline mode, a failing server)."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, HfHubHTTPError):
+        status: Any = getattr(getattr(error, "response", None), "status_code", None)
+        return status is None or status >= 500
+    return isinstance(error, (httpx.TransportError, OfflineModeIsEnabled, OSError))
+
+
+def _revision_hint(repository: str) -> str:
+    if repository.startswith("EleutherAI/pythia"):
+        return " Pythia's training checkpoints are step0, step1, step2, …, step512, step1000, …, step143000."
+    return " Give a branch, a tag or a commit of that repository."
+
+
+def _unknown(name: str, *, also: tuple[str, ...] = ()) -> str:
+    known = known_hub_names()
+    near = get_close_matches(name.lower(), [*known, *(other.lower() for other in also)], n=4, cutoff=0.5)
+    suggestion = f" Nearest known names: {', '.join(near)}." if near else ""
+    return (
+        f"No model is called {name!r}.{suggestion} A model is a name on the model hub (gpt2, pythia-70m, "
+        "owner/model), a local Hugging Face folder, a .gguf file, a lab run's folder, or a bundled name "
+        "(ln-probe models)."
+    )

@@ -1,0 +1,341 @@
+"""The Hugging Face model itself, from a checked folder or a .gguf file: no network, no remote code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Loaded and compared with Hugging Face in the tests, in every world that takes them.
+TESTED_ARCHITECTURES = (
+    "BertForMaskedLM",
+    "GPT2LMHeadModel",
+    "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "GemmaForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Hugging Face model, ready to be wrapped or converted.
+
+    Attributes:
+        model: the model, in eval mode, with eager attention, on its device and in its dtype.
+        architecture: its class name.
+        tokenizer: its tokenizer, or None.
+        notes: what the reader of the results should know.
+    """
+
+    model: nn.Module
+    architecture: str
+    tokenizer: Any
+    notes: tuple[str, ...]
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config."""
+        return self.model.config
+
+
+def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
+    """Build the Hugging Face model of a checked folder.
+
+    Args:
+        checkpoint: what `inspect_folder` found.
+        dtype: format of the weights in memory.
+        device: where the model goes.
+
+    Raises:
+        ValueError: an architecture that is unknown, needs code of its own or is not a language model; a
+            config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
+            that holds more than tensors.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    folder = checkpoint.folder
+    model_class, notes = _model_class(checkpoint)
+    # Missing weights (a headless model's head) are drawn at random: from a seed, leaving the caller's own.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _complete_token_ids(config)
+            options: dict[str, Any] = {
+                "config": config,
+                "dtype": dtype,
+                "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
+                "output_loading_info": True,
+                "local_files_only": True,
+            }
+            if checkpoint.pickled:
+                options["state_dict"] = _read_pickles(checkpoint.weights)
+                model, info = model_class.from_pretrained(None, **options)
+            else:
+                model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
+        except _PickleRefusedError:
+            raise
+        except Exception as error:  # whatever the config and the file provoke, the answer is the same
+            raise ValueError(
+                f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
+                f"{type(error).__name__}: {_first_lines(error)}"
+            ) from error
+    notes += _check_loading_info(folder, checkpoint, model_class.__name__, info)
+    notes += _complete_biases(model)
+    model = model.to(device).eval()
+    _check_finite(model, folder)
+    tokenizer, more = _folder_tokenizer(checkpoint)
+    return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more))
+
+
+def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
+    """Unpack a .gguf file into a Hugging Face model (quantized weights become floats of `dtype`).
+
+    Args:
+        file: an existing .gguf file.
+        dtype: format of the weights in memory.
+        device: where the model goes.
+
+    Raises:
+        ImportError: the package `gguf` is not installed.
+        ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with file.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        raise ValueError(
+            f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again."
+        )
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'."
+        ) from error
+    where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
+            )
+            model, info = loaded  # the stubs do not know of output_loading_info
+        except Exception as error:
+            raise ValueError(
+                f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}"
+            ) from error
+    if info["missing_keys"]:
+        raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
+    # The weights are plain floats from here on; left in place, this would mark the model as quantized.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    architecture = type(model).__name__
+    model.config.architectures = [architecture]
+    _complete_token_ids(model.config)
+    model = model.to(device).eval()
+    _check_finite(model, file)
+    notes = ["weights unpacked from GGUF: as exact as the file's own quantization"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+    except Exception as error:
+        tokenizer = None
+        notes.append(_no_tokenizer(f"the one in {file.name} could not be read ({_first_lines(error)})"))
+    return Pretrained(model, architecture, tokenizer, tuple(notes))
+
+
+def supported_architectures() -> list[str]:
+    """Class names of the language models that TransformerLens can hold and transformers can build."""
+    import transformers
+    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
+    return sorted(
+        name
+        for name in SUPPORTED_ARCHITECTURES
+        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) and hasattr(transformers, name)
+    )
+
+
+def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+    """The transformers class to build, and a note if the folder names a model without a language head."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    config, folder = checkpoint.config, checkpoint.folder
+    model_type = config.get("model_type")
+    named = config.get("architectures") or [None]
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        if config.get("auto_map"):
+            raise ValueError(
+                f"{folder} needs Python code of its own to run (auto_map in config.json, model_type "
+                f"{model_type!r}), and ln_probe does not run code that comes with a model. Load it yourself "
+                "with TransformerLens and pass the model object."
+            )
+        raise _unsupported(folder, f"model_type {model_type!r}")
+    supported = supported_architectures()
+    if architecture in supported:
+        return getattr(transformers, architecture), ()
+    heads = (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type),
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
+    )
+    with_head = next((head for head in heads if head in supported), None)
+    if with_head is None:
+        raise _unsupported(folder, f"architecture {architecture or model_type!r}")
+    note = f"config.json names {architecture or 'no architecture'}; loaded as {with_head}"
+    return getattr(transformers, with_head), (note,)
+
+
+def _unsupported(folder: Path, what: str) -> ValueError:
+    others = [name for name in supported_architectures() if name not in TESTED_ARCHITECTURES]
+    return ValueError(
+        f"{folder}: {what} is not supported. Tested: {', '.join(TESTED_ARCHITECTURES)}. "
+        f"TransformerLens holds {len(others)} more: {', '.join(others)}."
+    )
+
+
+class _PickleRefusedError(ValueError):
+    """A pickle that weights_only=True does not admit, or that is not a state dict."""
+
+
+def _read_pickles(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
+    import torch
+
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            part = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise _PickleRefusedError(
+                f"{file} was not read: it is corrupt, or holds more than tensors "
+                f"({type(error).__name__}: {_first_lines(error)}). {PICKLE_WARNING}"
+            ) from error
+        if isinstance(part, dict) and isinstance(part.get("state_dict"), dict):
+            part = part["state_dict"]
+        if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
+            raise _PickleRefusedError(
+                f"{file} holds a {type(part).__name__}, expected a state dict (tensor names to tensors). "
+                "Save model.state_dict(), or better save_pretrained."
+            )
+        state.update(part)
+    return state
+
+
+def _check_loading_info(
+    folder: Path, checkpoint: Checkpoint, architecture: str, info: dict[str, Any]
+) -> tuple[str, ...]:
+    """Raise if weights of the body are missing (transformers would draw them at random); note the rest."""
+    missing = sorted(info["missing_keys"])
+    head = [name for name in missing if name.startswith(("lm_head", "cls.", "embed_out", "head."))]
+    named = checkpoint.config.get("architectures") or []
+    if missing and (len(head) < len(missing) or architecture in named):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of a {architecture}: {_some(missing)} "
+            f"(files: {', '.join(file.name for file in checkpoint.weights)}). The config and the weights do "
+            "not belong together, or a file is missing."
+        )
+    notes = []
+    if head:
+        notes.append(
+            f"the folder holds no language-model head: {_some(head)} drawn at random (seed 0), so logits and "
+            "losses of this model are meaningless; what happens inside its blocks is not affected"
+        )
+    if info["unexpected_keys"]:
+        unused = _some(info["unexpected_keys"])
+        notes.append(f"weights in the file that a {architecture} has no place for: {unused}")
+    return tuple(notes)
+
+
+def _complete_biases(model: nn.Module) -> tuple[str, ...]:
+    """Give a GPT-NeoX without attention biases zero ones: TransformerLens stumbles over none."""
+    import torch
+    from torch import nn
+
+    config: Any = model.config
+    if config.model_type != "gpt_neox" or config.attention_bias:
+        return ()
+    for name, module in model.named_modules():
+        if name.endswith((".query_key_value", ".attention.dense")) and isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=module.weight.dtype))
+    config.attention_bias = True
+    return ("the model has no attention biases: zeros were put in their place",)
+
+
+def _check_finite(model: nn.Module, where: Path) -> None:
+    for name, parameter in model.named_parameters():
+        finite = parameter.isfinite()
+        if not bool(finite.all()):
+            count = int((~finite).sum())
+            kind = "NaN" if bool(parameter.isnan().any()) else "infinite"
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
+            raise ValueError(
+                f"{where}: weight {name} of shape {tuple(parameter.shape)} holds {count} {kind} "
+                f"{'entry' if count == 1 else 'entries'} in {dtype}{hint}. The file is damaged or the "
+                "training "
+                "diverged; nothing can be measured on it."
+            )
+
+
+def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+    from transformers import AutoTokenizer
+
+    if not checkpoint.has_tokenizer:
+        return None, (_no_tokenizer("the folder holds no tokenizer files"),)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+        if len(tokenizer) == 0:
+            raise ValueError("it has no entries")
+    except Exception as error:
+        return None, (_no_tokenizer(f"the folder's could not be read ({_first_lines(error)})"),)
+    vocabulary = checkpoint.config.get("vocab_size")
+    if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
+        return tokenizer, (
+            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids "
+            "out of range",
+        )
+    return tokenizer, ()
+
+
+def _no_tokenizer(why: str) -> str:
+    return f"no tokenizer: {why}; prompts must be token ids"
+
+
+def _complete_token_ids(config: Any) -> None:
+    # TransformerLens and some of transformers' own models read these without a default.
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if not hasattr(config, name):
+            setattr(config, name, None)
+
+
+def _some(names: Any) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
+
+
+def _first_lines(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else text[:400] + " …"

@@ -1,0 +1,127 @@
+"""Where a model came from: the record kept of every model that was loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_READ_BYTES = 1 << 22  # 4 MiB at a time: a checkpoint of any size is hashed in constant memory
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What is known about where a model came from and how it was loaded.
+
+    Attributes:
+        name: the name or path as it was given.
+        kind: ``hub``, ``folder``, ``gguf``, ``lab``, ``bundled``, or ``object`` (not loaded by us).
+        revision: the revision asked for (hub models and lab runs).
+        commit: the hub's commit the revision stood for.
+        weights_sha256: SHA-256 of the weight file; of several files, the SHA-256 of the lines that
+            ``sha256sum`` prints for them in order of name; of a model not loaded by us, over its state dict.
+        architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
+        world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
+        dtype: the format of the weights in memory, ``float32`` and so on.
+        transformer_lens_version: the installed one.
+        processing: what was done to the weights on request (``fold_ln``, …); empty for weights as trained.
+        logits_max_difference: largest absolute difference from the Hugging Face model's logits on a few
+            tokens, divided by the largest absolute logit; None where there was nothing to compare with.
+        notes: what a reader of the results should know, in sentences.
+    """
+
+    name: str
+    kind: str
+    revision: str | None
+    commit: str | None
+    weights_sha256: str | None
+    architecture: str
+    world: str
+    dtype: str
+    transformer_lens_version: str
+    processing: tuple[str, ...] = ()
+    logits_max_difference: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+# Beside the models, not on them: nn.Module's own attribute lookup, state dicts and copies stay untouched.
+_SOURCES: WeakKeyDictionary[nn.Module, ModelSource] = WeakKeyDictionary()
+
+
+def remember(model: nn.Module, source: ModelSource) -> None:
+    """Record where `model` came from, for as long as it lives."""
+    _SOURCES[model] = source
+
+
+def source_of(model: nn.Module) -> ModelSource:
+    """Where `model` came from.
+
+    For a model that `load_model` did not load, what its structure tells: class, dtype, and a hash of its
+    state dict (which reads all its weights).
+    """
+    known = _SOURCES.get(model)
+    if known is not None:
+        return known
+    kind = type(model).__name__
+    config = getattr(model, "cfg", None)
+    named = (getattr(config, field, None) for field in ("original_architecture", "architecture"))
+    architecture = next((name for name in named if name), kind)
+    parameter = next(model.parameters(), None)
+    return ModelSource(
+        name=str(getattr(config, "model_name", None) or kind),
+        kind="object",
+        revision=None,
+        commit=None,
+        weights_sha256=sha256_of_state(model),
+        architecture=str(architecture),
+        world=kind,
+        dtype="none" if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        transformer_lens_version=transformer_lens_version(),
+        notes=("not loaded by ln_probe: name, dtype and hash were read from the model itself",),
+    )
+
+
+def transformer_lens_version() -> str:
+    """The installed version of TransformerLens, or ``none``."""
+    try:
+        return version("transformer-lens")
+    except PackageNotFoundError:
+        return "none"
+
+
+def sha256_of_files(files: Sequence[Path]) -> str:
+    """SHA-256 of one file's content; of several, that of their ``sha256sum`` lines in order of name."""
+    digests = {file.name: _sha256_of_file(file) for file in files}
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _sha256_of_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_of_state(model: nn.Module) -> str:
+    """SHA-256 over the state dict: name, dtype, shape and bytes of each tensor, in order of name."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,230 @@
+"""The two worlds of TransformerLens: a Hugging Face model converted to HookedTransformer, or bridged.
+
+HookedTransformer exists up to TransformerLens 3; TransformerBridge in 3 and 4. The conversion derives its
+config from a small set of fields and is silently wrong where a checkpoint uses others, so what is known to go
+wrong is listed here, and the caller compares logits for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ln_probe.loading.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+World = Literal["hooked", "bridge"]
+
+CLASS_OF_WORLD: dict[World, str] = {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}
+
+# Converted faithfully unless hooked_obstacle says otherwise (measured: logits against Hugging Face).
+_CONVERTED = (
+    "GPT2LMHeadModel",
+    "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "OPTForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+# The conversion guesses an architecture from these words anywhere in a folder's path.
+_LOADED_WORDS = ("bert", "gemma", "hubert", "llama", "t5", "wav2vec2")
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Which changes of basis are applied to the weights after loading; none by default.
+
+    Each keeps the model's log-probabilities: see TransformerLens's `ProcessWeights`.
+    """
+
+    fold_ln: bool = False
+    center_writing_weights: bool = False
+    center_unembed: bool = False
+    fold_value_biases: bool = False
+
+    def names(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(name for name in self.__dataclass_fields__ if getattr(self, name))
+
+
+def has_hooked_transformer() -> bool:
+    """Whether the installed TransformerLens still has HookedTransformer (`hasattr` raises there too)."""
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def hooked_obstacle(pretrained: Pretrained) -> str | None:
+    """Why HookedTransformer cannot hold this model faithfully, or None if nothing is known against it."""
+    config, architecture = pretrained.config, pretrained.architecture
+    if not has_hooked_transformer():
+        return "this version of TransformerLens has no HookedTransformer"
+    if architecture not in _CONVERTED:
+        return f"its conversion of {architecture} is not known to be faithful"
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    if architecture in ("GPT2LMHeadModel", "GPTNeoForCausalLM"):
+        inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
+        if inner is not None and inner != 4 * hidden:
+            return f"it takes an MLP width of 4 x {hidden}, and this model's is {inner}"
+    head_dim = getattr(config, "head_dim", None)
+    if architecture != "Qwen3ForCausalLM" and head_dim is not None and head_dim * heads != hidden:
+        return f"it takes a head width of {hidden} / {heads}, and this model's is {head_dim}"
+    if getattr(config, "attention_bias", False) and architecture == "LlamaForCausalLM":
+        return "its conversion of Llama drops attention biases, and this model has them"
+    if getattr(config, "mlp_bias", False) and architecture == "LlamaForCausalLM":
+        return "its conversion of Llama drops MLP biases, and this model has them"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        # A scaled rope may differ only beyond the positions that are compared.
+        return f"rotary scaling of type {kind!r} cannot be checked on a few tokens"
+    return None
+
+
+def to_hooked(
+    pretrained: Pretrained,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    hub_name: str | None,
+    revision: str | None,
+) -> nn.Module:
+    """Convert to HookedTransformer, weights unprocessed.
+
+    Args:
+        pretrained: the Hugging Face model.
+        dtype: format of the weights.
+        device: where the model goes.
+        hub_name: TransformerLens's official name if the model came from the hub, else None.
+        revision: the hub's revision; for the config only, the weights are those of `pretrained`.
+    """
+    from transformer_lens import HookedTransformer
+
+    if hub_name is not None and pretrained.tokenizer is not None:
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        model: nn.Module = HookedTransformer.from_pretrained_no_processing(
+            hub_name,
+            hf_model=pretrained.model,
+            tokenizer=pretrained.tokenizer,
+            dtype=dtype,
+            device=str(device),
+            **options,
+        )
+        return model.eval()
+
+    from transformer_lens import loading_from_pretrained as loading
+
+    config = pretrained.config
+    with _neutral_folder() as folder:
+        written = config.to_dict() | {"architectures": [pretrained.architecture]}
+        written.setdefault("n_ctx", getattr(config, "n_positions", None))  # read for GPT-2, no longer written
+        (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
+        cfg = loading.get_pretrained_model_config(str(folder), dtype=dtype, device=str(device))
+        cfg.tokenizer_name = None  # else it looks for a tokenizer in the folder that is about to vanish
+        cfg.model_name = "local"
+        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+        if theta is not None and pretrained.architecture == "GPTNeoXForCausalLM":
+            cfg.rotary_base = theta  # left at 10000 by the conversion, whatever the checkpoint says
+        state = loading.get_pretrained_state_dict(str(folder), cfg, hf_model=pretrained.model, dtype=dtype)
+    with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
+        converted = HookedTransformer(cfg, tokenizer, move_to_device=False)
+    converted.load_and_process_state_dict(
+        state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
+    converted.move_model_modules_to_device()  # type: ignore[no-untyped-call]
+    result: nn.Module = converted.eval()
+    return result
+
+
+def to_bridge(
+    pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None
+) -> nn.Module:
+    """Wrap in a TransformerBridge, weights unprocessed. The bridge takes the model over and changes it.
+
+    Args:
+        pretrained: the Hugging Face model.
+        dtype: format of the weights.
+        device: where the model is.
+        hub_name: the repository's name if the model came from the hub, else None.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    bridge: nn.Module
+    with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
+        if hub_name is not None and tokenizer is not None:
+            bridge = TransformerBridge.boot_transformers(
+                hub_name, hf_model=pretrained.model, tokenizer=tokenizer, dtype=dtype, device=str(device)
+            )
+        else:
+            # boot_transformers would install an empty tokenizer, or raise, where there is none.
+            bridge = build_bridge_from_module(
+                pretrained.model,
+                pretrained.architecture,
+                hf_config=pretrained.config,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                device=device,
+                model_name=hub_name or "local",
+            )
+    return bridge.eval()
+
+
+def process(model: Any, world: World, processing: Processing) -> None:
+    """Fold or centre the weights of `model` in place, as TransformerLens does it in its world."""
+    flags = {name: getattr(processing, name) for name in processing.__dataclass_fields__}
+    if world == "hooked":
+        model.load_and_process_state_dict(dict(model.state_dict()), **flags)
+    else:
+        model.enable_compatibility_mode(disable_warnings=True, **flags)
+
+
+@contextmanager
+def _neutral_folder() -> Iterator[Path]:
+    """A temporary folder whose path means nothing to the conversion."""
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())):
+        for _ in range(5):
+            try:
+                temporary = tempfile.TemporaryDirectory(prefix="ln_probe_", dir=base)
+            except OSError:
+                break
+            with temporary as name:
+                if not any(word in name.lower() for word in _LOADED_WORDS):
+                    yield Path(name)
+                    return
+    raise OSError(
+        f"no temporary folder without one of the words {', '.join(_LOADED_WORDS)} in its path, which "
+        "TransformerLens takes for an architecture. Set TMPDIR to another folder, or use world='bridge'."
+    )
+
+
+@contextmanager
+def _reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
+    """The tokenizer, saved to a folder: TransformerLens loads it anew from there, to make it prepend a BOS.
+
+    A tokenizer out of a .gguf file cannot be loaded anew by its name alone.
+    """
+    if tokenizer is None:
+        yield None
+        return
+    from transformers import AutoTokenizer
+
+    name = tokenizer.name_or_path
+    with tempfile.TemporaryDirectory(prefix="ln_probe_") as folder:
+        tokenizer.save_pretrained(folder)
+        copy = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        yield copy
+        copy.name_or_path = name

@@ -1,0 +1,309 @@
+"""Loading a model by name or path, with proof that what was loaded is the model that was named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from ln_probe.loading.provenance import ModelSource, remember, source_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ln_probe.loading.pretrained import Pretrained
+    from ln_probe.loading.worlds import Processing, World
+
+__all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+_LAB_FILE = "lab.json"  # what makes a folder a lab run's
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str = "float32",
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    world: Literal["hooked", "bridge"] | None = None,
+    fold_ln: bool = False,
+    center_writing_weights: bool = False,
+    center_unembed: bool = False,
+    fold_value_biases: bool = False,
+) -> nn.Module:
+    """Load a model, and check once that its logits are those of the original.
+
+    Weights stay as they were trained unless one of the last four flags asks for more; a model processed that
+    way is compared with the unprocessed one. `source_of(model)` tells what was loaded and how far the logits
+    were apart.
+
+    Args:
+        name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
+            folder, a ``.gguf`` file, a lab run's folder, or a bundled name. A path goes before a name.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``; by default CUDA where there is a GPU, else the CPU.
+        dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
+        revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
+        allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
+            ``weights_only=True``.
+        world: ``hooked`` (HookedTransformer, TransformerLens 3 only) or ``bridge`` (TransformerBridge); by
+            default HookedTransformer where it exists and reproduces the original, else the bridge.
+        fold_ln: fold the norms' gains and biases into the weights that read them.
+        center_writing_weights: centre the weights that write to the residual stream (LayerNorm models only).
+        center_unembed: centre the unembedding over the vocabulary (shifts the logits of a position alike).
+        fold_value_biases: fold the value biases into the attention's output bias.
+
+    Returns:
+        A HookedTransformer, TransformerBridge or lab model, in eval mode.
+
+    Raises:
+        FileNotFoundError: the path does not exist, or the folder lacks config.json or weights.
+        ConnectionError: a hub name that is not in the local cache, and no network.
+        ValueError: an unknown name, option, device or architecture; damaged, quantized or non-finite weights;
+            pickles without `allow_pickle`; or logits that are not those of the original.
+        ImportError: a ``.gguf`` file without the package ``gguf``.
+    """
+    from ln_probe.loading.worlds import Processing
+
+    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    if world not in (None, "hooked", "bridge"):
+        raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
+    processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
+    given, path = str(name), Path(name).expanduser()
+    kind = _kind_of(given, path)
+
+    if kind in ("lab", "bundled"):
+        folder = path if kind == "lab" else bundled_folder(given)
+        return _load_lab(given, kind, folder, torch_device, torch_dtype, revision, processing)
+    if kind in ("folder", "gguf") and revision is not None:
+        raise ValueError(
+            f"revision={revision!r} was given for {given}, which is a local {kind}: it holds one version. "
+            "Leave revision out, or give the folder of that version."
+        )
+    from ln_probe.loading.quiet import quiet
+
+    with quiet(progress=kind == "hub"):
+        if kind == "hub":
+            return _load_hub(given, torch_device, torch_dtype, revision, allow_pickle, world, processing)
+        return _load_local(given, kind, path, torch_device, torch_dtype, allow_pickle, world, processing)
+
+
+def bundled_models() -> list[str]:
+    """Names of the checkpoints that come with the package, in alphabetical order."""
+    home = _bundled_home()
+    if not home.is_dir():
+        return []
+    return sorted(child.name for child in home.iterdir() if (child / _LAB_FILE).is_file())
+
+
+def bundled_folder(name: str) -> Path:
+    """The folder of a bundled checkpoint."""
+    return _bundled_home() / name
+
+
+def _bundled_home() -> Path:
+    from importlib.resources import files
+
+    return Path(str(files("ln_probe"))) / "data" / "checkpoints"
+
+
+def _kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
+    """What `given` names. A path wins over a name, unless it is a folder without a model by a known name."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return "gguf"
+        raise ValueError(
+            f"{given} is a file, and only a .gguf file is a whole model. Give the folder that holds it, with "
+            "config.json and the weights."
+        )
+    if path.is_dir():
+        if (path / _LAB_FILE).is_file():
+            return "lab"
+        if (path / "config.json").is_file() or not _is_known_name(given):
+            return "folder"
+    if given in bundled_models():
+        return "bundled"
+    if re.match(r"[./~\\]|[A-Za-z]:[\\/]", given) or given.endswith((".gguf", "/")) or given.count("/") > 1:
+        raise FileNotFoundError(f"{given} does not exist (looked at {path.absolute()}). Check the path.")
+    return "hub"
+
+
+def _is_known_name(given: str) -> bool:
+    from ln_probe.loading.hub import known_hub_names
+
+    return given in bundled_models() or given.lower() in known_hub_names()
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
+    return cast("torch.dtype", getattr(torch, name))
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices "
+            "to torch "
+            f"{torch.__version__}. Use device='cpu'."
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {name!r} is not there for torch {torch.__version__}. Use device='cpu'.")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
+    return device
+
+
+def _load_local(
+    given: str,
+    kind: str,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    allow_pickle: bool,
+    world: World | None,
+    processing: Processing,
+) -> nn.Module:
+    from ln_probe.loading.faithful import into_world
+    from ln_probe.loading.folder import inspect_folder
+    from ln_probe.loading.pretrained import from_folder, from_gguf
+    from ln_probe.loading.provenance import sha256_of_files
+    from ln_probe.loading.quiet import offline
+
+    with offline():
+        if kind == "gguf":
+            files: tuple[Path, ...] = (path,)
+            pretrained = from_gguf(path, dtype=dtype, device=device)
+        else:
+            checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
+            files = checkpoint.weights
+            pretrained = from_folder(checkpoint, dtype=dtype, device=device)
+        source = _source(given, kind, pretrained, dtype, weights_sha256=sha256_of_files(files))
+        return into_world(pretrained, source, device, dtype, world, processing)
+
+
+def _load_hub(
+    given: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision: str | None,
+    allow_pickle: bool,
+    world: World | None,
+    processing: Processing,
+) -> nn.Module:
+    from ln_probe.loading.faithful import into_world
+    from ln_probe.loading.folder import inspect_folder
+    from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
+    from ln_probe.loading.pretrained import from_folder
+    from ln_probe.loading.provenance import sha256_of_files
+    from ln_probe.loading.quiet import offline
+
+    repository = official_name(given, also=tuple(bundled_models()))
+    if repository.startswith(LEGACY_PREFIXES):
+        raise ValueError(
+            f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without "
+            "a Hugging "
+            "Face model to compare with. Load it with TransformerLens and pass the model object."
+        )
+    snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
+    with offline():  # everything is on the disk now; nothing below has a reason to ask the hub again
+        checkpoint = inspect_folder(snapshot.folder, allow_pickle=allow_pickle)
+        pretrained = from_folder(checkpoint, dtype=dtype, device=device)
+        source = _source(
+            given,
+            "hub",
+            pretrained,
+            dtype,
+            weights_sha256=sha256_of_files(checkpoint.weights),
+            revision=snapshot.revision,
+            commit=snapshot.commit,
+            notes=snapshot.notes,
+        )
+        return into_world(pretrained, source, device, dtype, world, processing, hub_name=repository)
+
+
+def _source(
+    given: str,
+    kind: str,
+    pretrained: Pretrained,
+    dtype: torch.dtype,
+    *,
+    weights_sha256: str,
+    revision: str | None = None,
+    commit: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> ModelSource:
+    """The part of the record that is known before a world is chosen."""
+    from ln_probe.loading.provenance import transformer_lens_version
+
+    return ModelSource(
+        name=given,
+        kind=kind,
+        revision=revision,
+        commit=commit,
+        weights_sha256=weights_sha256,
+        architecture=pretrained.architecture,
+        world="",
+        dtype=str(dtype).removeprefix("torch."),
+        transformer_lens_version=transformer_lens_version(),
+        notes=(*notes, *pretrained.notes),
+    )
+
+
+def _load_lab(
+    given: str,
+    kind: str,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision: str | None,
+    processing: Processing,
+) -> nn.Module:
+    """A model of our own: no original to compare with, its weights are the original."""
+    if processing.names():
+        raise ValueError(
+            f"{given} is a lab model, whose weights are only ever used as trained: leave out "
+            f"{', '.join(processing.names())}."
+        )
+    step = None
+    if revision is not None:
+        digits = re.fullmatch(r"(?:step)?(\d+)", revision)
+        if digits is None:
+            raise ValueError(
+                f"revision of a lab run is a training step (1000 or step1000), got {revision!r}."
+            )
+        step = int(digits[1])
+    from ln_probe.analyses.lab.training import load_run
+
+    model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype).eval()
+
+    from ln_probe.loading.provenance import sha256_of_state, transformer_lens_version
+
+    remember(
+        model,
+        ModelSource(
+            name=given,
+            kind=kind,
+            revision=None if step is None else f"step{step}",
+            commit=None,
+            weights_sha256=sha256_of_state(model),
+            architecture=type(model).__name__,
+            world="lab",
+            dtype=str(dtype).removeprefix("torch."),
+            transformer_lens_version=transformer_lens_version(),
+        ),
+    )
+    return model
