@@ -11,14 +11,15 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import ln_probe
@@ -79,7 +80,7 @@ def analyze(
         clock.lap("second pass")
     provenance = {
         "ln_probe": ln_probe.__version__,
-        "model": source_of(model).to_dict(),
+        "model": asdict(source_of(cast(nn.Module, model))),
         "prompts": {
             "source": ready.source, "count": len(ready.tokens), "tokens": sum(map(len, ready.tokens)),
             "longest": max(map(len, ready.tokens)), "sha256": ready.sha256,

@@ -190,8 +190,8 @@ class Unembed(nn.Module):
 class LabTransformer(HookedRootModule):
     """A pre-norm transformer whose norms are `Norm`s; weights in TransformerLens's layout and names.
 
-    Initialized as GPT-2 (normal, std 0.02; embeddings 0.2) from torch's global generator: seed it first. Norms that do not scale
-    must be calibrated before the first use (`norms.calibrate`).
+    Initialized as GPT-2 (normal, std 0.02; embeddings 0.2) from torch's global generator: seed it first. Norms that do
+    not scale must be calibrated before the first use (`norms.calibrate`).
     """
 
     def __init__(self, cfg: LabConfig, tokenizer: Any = None) -> None:
