@@ -1,0 +1,125 @@
+"""Models the tests share: tiny ones of several architectures in both TransformerLens worlds, and real checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+D, HEADS, VOCAB, CONTEXT = 32, 4, 50, 32
+_LLAMA = {
+    "hidden_size": D, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 80,
+    "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
+        "n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB,
+    }),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _LLAMA | {"rotary_pct": 0.5}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _LLAMA | {"ffn_dim": 80, "word_embed_proj_dim": D}),
+    "neo": ("GPTNeoForCausalLM", "GPTNeoConfig", {
+        "hidden_size": D, "num_heads": HEADS, "num_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+        "attention_types": [[["global", "local"], 1]],
+    }),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_key_value_heads": 2}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"num_key_value_heads": 2, "head_dim": 8}),
+}  # fmt: skip
+
+
+def randomize(model: torch.nn.Module, seed: int = 1) -> None:
+    """Weights of ordinary size with gains near 1 and biases that are not 0 (Gemma's gains are offsets from 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    offset = "Gemma" in type(model).__name__
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+            if parameter.ndim > 1:
+                parameter.copy_(0.3 * noise)
+            elif "norm" in name.lower() or "ln_" in name:
+                base = 1.0 if name.endswith("weight") and not offset else 0.0
+                parameter.copy_(base + 0.3 * noise)
+            else:
+                parameter.copy_(0.3 * noise)
+
+
+def hugging_face(arch: str, dtype: torch.dtype = torch.float32) -> Any:
+    name, config_name, options = CONFIGS[arch]
+    config = getattr(transformers, config_name)(**options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, name)(config).eval()
+    randomize(model)
+    return model.to(dtype)
+
+
+def bridge_of(hf_model: Any) -> Any:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    return build_bridge_from_module(
+        hf_model, type(hf_model).__name__, hf_config=hf_model.config, tokenizer=None, model_name="tiny"
+    )
+
+
+@pytest.fixture
+def make_bridge() -> Callable[..., Any]:
+    def make(arch: str, dtype: torch.dtype = torch.float32) -> Any:
+        return bridge_of(hugging_face(arch, dtype))
+
+    return make
+
+
+@pytest.fixture
+def make_hooked() -> Callable[..., Any]:
+    """HookedTransformers with random weights; options go to HookedTransformerConfig."""
+    pytest.importorskip("transformer_lens")
+    try:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+    except ImportError:
+        pytest.skip("this TransformerLens has no HookedTransformer")
+
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        settings = {
+            "n_layers": 2, "d_model": D, "n_heads": HEADS, "d_head": 8, "d_mlp": 80, "d_vocab": VOCAB, "n_ctx": CONTEXT,
+            "act_fn": "gelu", "normalization_type": "LN", "default_prepend_bos": False, "device": "cpu",
+        }  # fmt: skip
+        model = HookedTransformer(HookedTransformerConfig(**(settings | options)))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                is_gain = name.endswith(".w")
+                parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of checkpoints and corpora beside the repository."""
+    path = Path(os.environ.get("LN_PROBE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"no folder of real checkpoints at {path}: set LN_PROBE_SHARED")
+    return path
+
+
+@pytest.fixture(scope="session")
+def capp(shared: Path) -> Path:
+    return shared / "checkpoints" / "capp_gpt"
+
+
+@pytest.fixture(scope="session")
+def mgm() -> Path:
+    """The MGM checkpoint (pip download --no-deps microformer-mgm==0.5.8; folder mgm/resources/general_model)."""
+    path = os.environ.get("LN_PROBE_MGM")
+    if not path or not Path(path, "config.json").exists():
+        pytest.skip("set LN_PROBE_MGM to the general_model folder of the package microformer-mgm==0.5.8")
+    return Path(path)

@@ -1,0 +1,122 @@
+"""Keys, queries and the set of queries a head can make, rebuilt from weights and compared with the model's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, attention_pattern, read_heads
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.sites import Site, find_sites
+
+TOKENS = torch.arange(3, 27) % 50
+
+
+def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[AttentionInput, Heads]]:
+    sites = find_sites(model)
+    found: list[tuple[AttentionInput, Heads]] = []
+
+    def keep(seen: AttentionInput) -> None:
+        norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
+        found.append((seen, read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)))
+
+    stream(model, tokens, sites, on_attention=keep)
+    return found
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3"])
+def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge(arch)
+    _, cache = model.run_with_cache(TOKENS[None])
+    for seen, heads in layers_of(model):
+        k, q = heads.keys(seen.y), heads.queries(seen.y)
+        name = f"blocks.{seen.layer}.attn.hook_rot_k"
+        if name not in cache.keys() and arch != "neox":  # noqa: SIM118 - an ActivationCache is no dict
+            name = f"blocks.{seen.layer}.attn.hook_k"
+        if name in cache.keys() and not (name.endswith("hook_k") and heads.k_norm):  # noqa: SIM118
+            theirs = cache[name][0].double()
+            theirs = theirs.transpose(0, 1) if theirs.shape[0] != len(k) else theirs
+            theirs = theirs.repeat_interleave(heads.n_heads // theirs.shape[1], dim=1)
+            torch.testing.assert_close(k, theirs, rtol=1e-4, atol=1e-4)
+        if not (arch == "neo" and seen.layer == 1):  # a local window: beyond this comparison
+            torch.testing.assert_close(
+                attention_pattern(q, k, heads.divisor), seen.pattern.double(), rtol=1e-3, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"n_key_value_heads": 2}, {"use_qk_norm": True, "normalization_type": "RMS"},
+    {"positional_embedding_type": "rotary", "rotary_dim": 4},
+    {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
+    {"use_attn_scale": False}, {"normalization_type": "LNPre"},
+])  # fmt: skip
+def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked(**options)
+    _, cache = model.run_with_cache(TOKENS[None])
+    for seen, heads in layers_of(model):
+        rotary = "rotary" in str(options)
+        theirs = cache[f"blocks.{seen.layer}.attn.hook_{'rot_k' if rotary else 'k'}"][0].double()
+        if not options.get("use_qk_norm"):
+            theirs = theirs.repeat_interleave(heads.n_heads // theirs.shape[1], dim=1)
+            torch.testing.assert_close(heads.keys(seen.y), theirs, rtol=1e-4, atol=1e-5)
+        ours = attention_pattern(heads.queries(seen.y), heads.keys(seen.y), heads.divisor)
+        torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "kind"), [
+    ({"positional_embedding_type": "alibi"}, "ALiBi"), ({"attn_scores_soft_cap": 2.0}, "soft cap"),
+])  # fmt: skip
+def test_other_scores_are_refused_by_name(options: dict[str, Any], kind: str, make_hooked: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=rf"layer 0: the model's attention pattern differs by .*{kind}"):
+        layers_of(make_hooked(**options))
+
+
+def _ellipsoid(heads: Heads, site: Site, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    found = heads.query_ellipsoid(site, position)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3"])
+def test_every_query_is_in_the_reachable_ellipsoid(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """q = c + A u with |u| ≤ 1 for any residual vector, the extreme ones included."""
+    seen, heads = layers_of(make_bridge(arch))[0]
+    last = len(seen.y) - 1
+    center, axes = _ellipsoid(heads, seen.site, last)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(400, 32, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 400)[:, None]
+    kept = x - x.mean(-1, keepdim=True) if seen.site.projects else x
+    y = seen.site.affine(kept / seen.site.sigma(x))
+    made = torch.stack([heads.queries(row.expand(last + 1, -1))[-1] for row in y]) / heads.divisor
+    u = torch.einsum("had,phd->pha", torch.linalg.pinv(axes), made - center)
+    back = torch.einsum("hda,pha->phd", axes, u) + center
+    torch.testing.assert_close(back, made, rtol=1e-6, atol=1e-8)
+    assert float(u.norm(dim=-1).max()) <= 1 + 1e-9
+
+
+def test_the_edge_of_the_ellipsoid_is_reached(make_bridge: Callable[..., Any]) -> None:
+    """A large residual vector along the preimage of an axis makes the query at that axis's end."""
+    seen, heads = layers_of(make_bridge("gpt2"))[0]
+    center, axes = _ellipsoid(heads, seen.site, 0)
+    gain = seen.site.gain
+    assert gain is not None
+    full = seen.site.radius * (heads.W_Q * gain.double()[:, None]).transpose(1, 2)
+    full = full - full.mean(-1, keepdim=True)
+    for head in range(heads.n_heads):
+        left, values, right = torch.linalg.svd(full[head], full_matrices=False)
+        x = 1e6 * right[0]
+        q = heads.queries(seen.site.affine((x - x.mean()) / seen.site.sigma(x[None]))[:1])[0, head] / heads.divisor
+        expected = center[head] + values[0] * left[:, 0] / heads.divisor
+        torch.testing.assert_close(q, expected, rtol=1e-6, atol=1e-8)
+        top = torch.linalg.matrix_norm(axes[head], 2) * heads.divisor
+        assert float(top) == pytest.approx(float(values[0]), rel=1e-9)
+
+
+def test_unbounded_queries_have_no_ellipsoid(make_bridge: Callable[..., Any]) -> None:
+    seen, heads = layers_of(make_bridge("gpt2"))[0]
+    without = Site(**{**vars(seen.site), "kind": "projection_only", "constant_scale": 1.0, "radius": math.nan})
+    assert heads.query_ellipsoid(without, 0) is None

@@ -1,0 +1,71 @@
+"""Streaming sees what a full cache sees, once, and holds one layer at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ln_probe.hooks.capture import ActivationError, AttentionInput, stream
+from ln_probe.hooks.sites import Site, find_sites
+
+TOKENS = torch.arange(1, 21)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama"])
+def test_streamed_norms_are_the_cached_ones(arch: str, make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge(arch)
+    sites = find_sites(model)
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+        assert site.name not in seen, "a norm was seen twice in one pass"
+        seen[site.name] = x, y
+
+    stream(model, TOKENS, sites, on_norm=keep)
+    _, cache = model.run_with_cache(TOKENS[None])
+    assert list(seen) == [s.name for s in sites]
+    for name, (x, y) in seen.items():
+        torch.testing.assert_close(x, cache[f"{name}.hook_in"][0])
+        torch.testing.assert_close(y, cache[f"{name}.hook_out"][0])
+
+
+def test_hooked_transformer_counts_once(make_hooked: Callable[..., Any]) -> None:
+    """HookedTransformer calls ln1 three times a pass (query, key, value)."""
+    model = make_hooked()
+    calls: list[str] = []
+    stream(model, TOKENS, find_sites(model), on_norm=lambda site, x, y: calls.append(site.name))
+    assert calls == ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]
+
+
+def test_only_wanted_layers_and_nothing_left_behind(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    sites = find_sites(model)
+    before = sum(len(m._forward_hooks) for _, m in model.named_modules())
+    layers: list[int] = []
+    patterns: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(seen: AttentionInput) -> None:
+        layers.append(seen.layer)
+        assert not [p for p in patterns if p() is not None], "an earlier layer is still in memory"
+        patterns.append(weakref.ref(seen.pattern))
+
+    stream(model, TOKENS, sites, on_attention=keep, layers=[1])
+    assert layers == [1]
+    stream(model, TOKENS, sites, on_attention=keep)
+    assert layers == [1, 0, 1]
+    assert sum(len(m._forward_hooks) for _, m in model.named_modules()) == before
+
+
+def test_nan_activation_names_the_site_and_position(make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked()
+    with torch.no_grad():
+        model.pos_embed.W_pos[4] = float("inf")
+    sites = find_sites(model)
+    with pytest.raises(
+        ActivationError, match=r"blocks\.0\.ln1: its input holds NaN or infinite values \(first at position 4\)"
+    ):
+        stream(model, TOKENS, sites)
