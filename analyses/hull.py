@@ -1,0 +1,351 @@
+"""Which keys of a set can a query select, by how much, and how much attention can they get?
+
+A key is *selectable* if some query gives it strictly the highest score, which is to say that it is a vertex
+of the convex hull of the keys; *unselectable* if it lies in the convex hull of the others (Demeter, Kimmel &
+Downey 2020; Brody, Alon & Yahav 2023, theorem 1). Everything is decided in float64 with one tolerance, TAU,
+relative to the RMS norm of the centred keys: a key is selectable if a query has a relative score gap above
+TAU, unselectable if convex weights of the other keys reproduce it within TAU, and undecided if neither was
+found. Both cannot hold, since gap <= distance to the hull <= residual of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, Shaped
+from numpy.typing import NDArray
+
+from ln_probe.analyses.certificates import Checker, check_bracket
+from ln_probe.analyses.first_unselectable import FirstUnselectable, first_unselectable
+from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, coordinates
+from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins, measured
+from ln_probe.analyses.query_sets import QuerySet, query_sets
+from ln_probe.analyses.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
+
+Array = np.ndarray | torch.Tensor
+_Floats = NDArray[np.float64]
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class SetGeometry:
+    """All that was found out about one set of keys; `KeyGeometry` is its readable face."""
+
+    sets: KeyCoordinates
+    verdicts: Verdicts
+    margins: Margins | None
+    first: FirstUnselectable | None
+
+
+@dataclass(frozen=True)
+class KeyGeometry:
+    """Verdicts, margins and certificates of a set of keys, or of a batch of sets (arrays lead with "batch").
+
+    Attributes:
+        verdict: "selectable", "unselectable", "duplicate" (a vertex that occurs more than once) or
+            "undecided".
+        margin_lower, margin_upper: certified bounds of the distance to the hull of the other keys, in
+            `margin_unit`: the best score gap over queries of unit length (of the ellipsoid, if there is one).
+            0 for unselectable and duplicate keys; NaN for a single key and where margins were not asked for.
+        attainable: the largest softmax weight of each key over the query set that was found, at most
+            `attainable_upper` from the largest there is; NaN without a query set.
+        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t,
+            -1 if never; None unless asked for with `causal`.
+        representative: index of the first key equal to each key within `tau`.
+        margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
+        tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys.
+    """
+
+    verdict: Shaped[np.ndarray, "*batch key"]
+    margin_lower: Float64[np.ndarray, "*batch key"]
+    margin_upper: Float64[np.ndarray, "*batch key"]
+    attainable: Float64[np.ndarray, "*batch key"]
+    attainable_upper: Float64[np.ndarray, "*batch key"]
+    first_unselectable_at: Int64[np.ndarray, "*batch key"] | None
+    representative: Int64[np.ndarray, "*batch key"]
+    margin_unit: Literal["nats", "rms"]
+    tau: float
+    _keys: Float64[np.ndarray, "set key d"] = field(repr=False)
+    _bias: Float64[np.ndarray, "set key"] | None = field(repr=False)
+    _queries: list[QuerySet] | None = field(repr=False)
+    _found: list[SetGeometry] = field(repr=False)
+
+    def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:
+        """A query that selects key `i` (of a batch: `witness(b, i)`): it scores every other key lower.
+
+        Of a duplicate: every key that is not its copy. Unit length without a bias; with one, to be used with
+        the bias as it was given. The zero query if there is nothing to compete with.
+
+        Raises:
+            ValueError: the key is unselectable or undecided.
+            IndexError: no such key.
+        """
+        b, i = self._place(index)
+        name = self._name(b, i)
+        if name not in ("selectable", "duplicate"):
+            raise ValueError(
+                f"key {i} is {name}: it has no witness query"
+                + (
+                    f", weights({i}) gives the convex weights that reproduce it"
+                    if name == "unselectable"
+                    else ""
+                )
+            )
+        return self._original(b, self._found[b].verdicts.query[i])
+
+    def weights(self, *index: Any) -> Float64[np.ndarray, " key"]:
+        """Convex weights of the other keys that reproduce key `i` (of a batch: `weights(b, i)`), zero at `i`.
+
+        Of a duplicate: all weight on one of its copies. With `causal`, only keys up to
+        `first_unselectable_at` are used.
+
+        Raises:
+            ValueError: the key is selectable or undecided.
+            IndexError: no such key.
+        """
+        b, i = self._place(index)
+        name = self._name(b, i)
+        found = np.zeros(self._keys.shape[1])
+        if name == "duplicate":
+            copies = self._copies(b, i)
+            found[copies[0] if copies[0] != i else copies[1]] = 1.0
+        elif name == "unselectable":
+            where, value = self._weights(b, i)
+            found[where] = value
+        else:
+            raise ValueError(
+                f"key {i} is {name}: no convex weights of the other keys reproduce it"
+                + (
+                    f", witness({i}) gives the query that selects it"
+                    if name == "selectable"
+                    else " as far as is known"
+                )
+            )
+        return found
+
+    def certify(self) -> None:
+        """Check every certificate again, with code that shares nothing with the solvers.
+
+        Raises:
+            CertificateError: a certificate does not prove its verdict, position or margin.
+        """
+        number = self._keys.shape[1]
+        everyone = np.arange(number)
+        for b, found in enumerate(self._found):
+            bias = None if self._bias is None else self._bias[b]
+            checker = Checker(self._keys[b], bias, self.tau, f" of set {b}" if self.verdict.ndim > 1 else "")
+            group = found.sets.representative
+            points = None if found.margins is None else self._measured(b)
+            for i in range(number):
+                code, leader = int(found.verdicts.code[i]), int(group[i])
+                if leader != i:
+                    checker.equals(i, leader)
+                    continue  # the rest is proved for its representative
+                others = everyone[group != i]
+                if code in (SELECTABLE, DUPLICATE):
+                    checker.selects(i, self._original(b, found.verdicts.query[i]), others)
+                elif code == UNSELECTABLE:
+                    checker.reproduces(i, *self._weights(b, i))
+                    if found.first is not None:
+                        at = int(found.first.at[i])
+                        if self._weights(b, i)[0].max() > at:
+                            raise AssertionError(f"key {i}: its weights use keys after position {at}")
+                        query = found.first.query[i]
+                        if at > i and np.isfinite(query).all():
+                            checker.selects(i, self._original(b, query), others[others < at])
+                if found.margins is not None and points is not None and code == SELECTABLE and len(others):
+                    lower, upper = float(found.margins.lower[i]), float(found.margins.upper[i])
+                    rivals = found.sets.leaders[found.sets.leaders != i]
+                    proof = found.margins.query[i], *found.margins.weights.row(i)
+                    check_bracket(points, i, lower, upper, *proof, rivals, found.sets.bias_scale > 0.0)
+
+    def _place(self, index: tuple[Any, ...]) -> tuple[int, int]:
+        if len(index) == 1 and isinstance(index[0], tuple):
+            index = index[0]
+        if len(index) != self.verdict.ndim:
+            wanted = "(i)" if self.verdict.ndim == 1 else "(b, i)"
+            raise IndexError(f"a key of this geometry has the index {wanted}, got {index}")
+        place = [int(k) for k in index]
+        for k, (value, size) in enumerate(zip(place, self.verdict.shape, strict=True)):
+            if not -size <= value < size:
+                raise IndexError(f"index {tuple(index)} is out of range: there are {size} along axis {k}")
+            place[k] = value % size
+        return (0, place[0]) if len(place) == 1 else (place[0], place[1])
+
+    def _name(self, b: int, i: int) -> str:
+        return str(NAMES[self._found[b].verdicts.code[i]])
+
+    def _copies(self, b: int, i: int) -> Int64[np.ndarray, " copy"]:
+        group = self._found[b].sets.representative
+        return np.flatnonzero(group == group[i])
+
+    def _weights(self, b: int, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+        found = self._found[b]
+        leader = int(found.sets.representative[i])
+        return (found.verdicts if found.first is None else found.first).weights.row(leader)
+
+    def _measured(self, b: int) -> Float64[np.ndarray, "key dim"]:
+        axes = None if self._queries is None else self._queries[b].axes
+        return measured(self._found[b].sets, axes)
+
+    def _original(self, b: int, query: Float64[np.ndarray, " dim"]) -> Float64[np.ndarray, " d"]:
+        """A query over normalized keys as one over the keys as they were given."""
+        sets = self._found[b].sets
+        if not sets.biased:
+            return query
+        plain, lift = query[:-1], float(query[-1])
+        if not lift > 0.0 or sets.scale == 0.0:
+            return plain
+        return plain / lift * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 else 1.0 / sets.scale)
+
+
+def key_geometry(
+    keys: Float[Array, "*batch key d"],
+    bias: Float[Array, "*batch key"] | None = None,
+    query_set: float | tuple[Float[Array, "*batch d"], Float[Array, "*batch d r"]] | None = None,
+    causal: bool = False,
+    margins: bool | Literal["exact"] = True,
+    *,
+    threads: int | None = None,
+) -> KeyGeometry:
+    """Decide for every key whether some query can select it, by how much, and how much attention it can get.
+
+    Args:
+        keys: the keys of a head (or the rows of an unembedding), or a batch of such sets, decided in
+            parallel.
+        bias: added to the score of each key; a key is then unselectable iff convex weights of the others
+            reproduce it with at least its bias.
+        query_set: a radius (queries no longer than that), or the ellipsoid `center + axes @ u`, `|u| <= 1`
+            (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then in nats, and
+            `attainable` is computed.
+        causal: also find the position from which on each key is unselectable, if position t sees keys 0..t.
+        margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
+        threads: how many sets to work on at a time, by default as many as there are processors; changes no
+            result.
+
+    Returns:
+        A `KeyGeometry`; for a batch all its arrays lead with the batch axis.
+
+    Raises:
+        TypeError: keys, bias or query set are not of a floating-point type.
+        ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is
+        not positive.
+    """
+    if margins not in (True, False, "exact"):
+        raise ValueError(f'margins must be True, False or "exact", got {margins!r}')
+    values = _floats("keys", keys)
+    if values.ndim not in (2, 3):
+        raise ValueError(f'keys must have the shape "keys d" or "batch keys d", got {values.shape}')
+    batched = values.ndim == 3
+    for size, what in zip(values.shape[-2:], ("keys", "dimensions"), strict=True):
+        if size == 0:
+            raise ValueError(f"there are no {what}: keys have the shape {values.shape}")
+    if batched and len(values) == 0:
+        raise ValueError(f"there are no sets of keys: keys have the shape {values.shape}")
+    _finite("key", values)
+    lift = None
+    if bias is not None:
+        lift = _floats("bias", bias)
+        if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
+            raise ValueError(
+                f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}"
+            )
+        lift = np.broadcast_to(lift, values.shape[:-1])
+        _finite("bias", lift[..., None])
+    if not batched:
+        values = values[None]
+        lift = None if lift is None else lift[None]
+    ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
+    gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
+
+    def one(b: int) -> SetGeometry:
+        axes = None if ellipsoids is None else ellipsoids[b].axes
+        return set_geometry(values[b], None if lift is None else lift[b], axes, causal, gap)
+
+    found = in_threads(one, range(len(values)), threads)
+    nothing = np.full(values.shape[:2], np.nan)
+
+    def shaped(arrays: list[Any]) -> Any:
+        return np.stack(arrays) if batched else arrays[0]
+
+    return KeyGeometry(
+        verdict=shaped([NAMES[f.verdicts.code] for f in found]),
+        margin_lower=shaped(
+            [nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]
+        ),
+        margin_upper=shaped(
+            [nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]
+        ),
+        attainable=shaped(list(nothing)),
+        attainable_upper=shaped(list(nothing)),
+        first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
+        representative=shaped([f.sets.representative for f in found]),
+        margin_unit="rms" if ellipsoids is None else "nats",
+        tau=TAU,
+        _keys=values,
+        _bias=lift,
+        _queries=ellipsoids,
+        _found=found,
+    )
+
+
+def set_geometry(
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None = None,
+    axes: Float64[np.ndarray, "d r"] | None = None,
+    causal: bool = False,
+    gap: float | None = RELATIVE_GAP,
+) -> SetGeometry:
+    """The geometry of one set of valid float64 keys, in the calling thread; `gap` None leaves margins out."""
+    sets = coordinates(keys, bias)
+    verdicts = decide(sets)
+    return SetGeometry(
+        sets=sets,
+        verdicts=verdicts,
+        margins=None if gap is None else margins(sets, verdicts, axes, gap),
+        first=first_unselectable(sets, verdicts) if causal else None,
+    )
+
+
+def in_threads(work: Callable[[int], _Found], items: range, threads: int | None = None) -> list[_Found]:
+    """`[work(i) for i in items]`, several at a time: the compiled kernels do not hold the interpreter."""
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    if threads == 1 or len(items) < 2:
+        return [work(i) for i in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        return list(pool.map(work, items))
+
+
+def _floats(name: str, values: Any) -> _Floats:
+    if isinstance(values, torch.Tensor):
+        kind, floating = str(values.dtype), values.is_floating_point()
+        if floating:
+            return np.ascontiguousarray(values.detach().to(device="cpu", dtype=torch.float64).numpy())
+    else:
+        values = np.asarray(values)
+        kind, floating = str(values.dtype), values.dtype.kind == "f"
+        if floating:
+            return np.ascontiguousarray(values, dtype=np.float64)
+    raise TypeError(
+        f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
+    )
+
+
+def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:
+    bad = ~np.isfinite(values).all(axis=-1)
+    if bad.any():
+        place = np.argwhere(bad)[0]
+        value = values[tuple(place)]
+        what = "NaN" if np.isnan(value).any() else "an infinite value"
+        where = f"{name} {place[-1]}" + (f" of set {place[0]}" if len(place) > 1 else "")
+        raise ValueError(f"{where} contains {what} ({bad.sum()} of {bad.size} do): remove or repair it first")

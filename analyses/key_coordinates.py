@@ -1,0 +1,225 @@
+"""In which coordinates is a set of keys judged? Scaled, centred, equal keys merged, in their own span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from ln_probe.analyses.compiled import compiled
+
+# The one tolerance of the geometry, relative to the RMS norm of the centred keys. It must be above what
+# float32 rounding leaves of keys that lie in a plane: of 5,400 interior keys projected in float32 (d = 4 to
+# 64), 1e-7 mistakes 6 for vertices, 1e-8 669 of them. And it must be small, since keys on a sphere that are
+# closer than sqrt(8 TAU) to both neighbours count as inside: of 30,000 LayerNorm outputs at d = 3 (60 at
+# a time, on a circle) 1e-7 loses 3, and none from d = 4 on. float64 arithmetic is 1e9 times finer.
+TAU = 1e-7
+
+# A direction in which no key lies further than this from the mean (relative to the RMS norm) is not part of
+# the span: even 1000 such directions together stay below TAU / 3.
+RANK_TOLERANCE = 1e-9
+
+# Keys whose spread is below this share of their largest entry differ by float64 rounding only: all equal.
+ROUNDING = 16 * float(np.finfo(np.float64).eps)
+
+# eigh of the Gram matrix resolves a direction only to the square root of float64; above this ratio of the
+# smallest to the largest eigenvalue it has at least six digits, below it the singular values are computed
+# from the keys themselves.
+_GRAM_IS_ENOUGH = 1e-6
+
+# A bias that is an affine function of the keys up to this share of its spread changes no verdict (science.md
+# §2: the function's slope can be absorbed into the query).
+_AFFINE_BIAS = 1e-12
+
+
+@dataclass(frozen=True)
+class KeyCoordinates:
+    """One set of keys, ready to be judged.
+
+    Three coordinate systems, each a linear map from the one before:
+
+    * *normalized*: centred, divided by the RMS norm of the centred keys (a bias: centred, divided by its own
+      RMS, and appended as a last coordinate). TAU is a length here.
+    * *flat*: an orthonormal basis of the span of the representatives; distances are unchanged.
+    * *white*: every direction divided by the keys' RMS along it (`stretch`); of a bias only what is not an
+      affine function of the key (`slope`) is left.
+    """
+
+    normalized: Float64[np.ndarray, "key dim"]
+    representative: Int64[np.ndarray, " key"]  # the first key of those equal to it within TAU
+    leaders: Int64[np.ndarray, " group"]  # the representatives, in order
+    flat: Float64[np.ndarray, "group rank"]
+    white: Float64[np.ndarray, "group rank"]
+    basis: Float64[np.ndarray, "d rank"]  # columns: the directions of flat and white, without the bias
+    stretch: Float64[np.ndarray, " rank"]
+    slope: Float64[np.ndarray, " rank+1"]  # of the bias on the white keys; last: the RMS of what is left
+    lifted: bool  # whether flat and white have a last coordinate for the bias
+    biased: bool  # whether normalized has one
+    scale: float  # the RMS norm of the centred keys: normalized = (key - mean) / scale
+    bias_scale: float
+
+    def query(self, white: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
+        """Queries over white keys as unit queries over normalized keys (zero stays zero)."""
+        return self._normalized(white, self.stretch, self.slope)
+
+    def flat_query(self, flat: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
+        """Queries over flat keys as unit queries over normalized keys."""
+        return self._normalized(flat, *self.unstretched)
+
+    @property
+    def unstretched(self) -> tuple[Float64[np.ndarray, " rank"], Float64[np.ndarray, " rank+1"]]:
+        """What `stretch` and `slope` would be if flat coordinates were white."""
+        slope = np.zeros_like(self.slope)
+        slope[-1] = 1.0
+        return np.ones_like(self.stretch), slope
+
+    def _normalized(
+        self,
+        query: Float64[np.ndarray, "query rank"],
+        stretch: Float64[np.ndarray, " rank"],
+        slope: Float64[np.ndarray, " rank+1"],
+    ) -> Float64[np.ndarray, "query dim"]:
+        d, rank = len(self.basis), len(stretch)
+        found = np.zeros((len(query), self.normalized.shape[1]))
+        plain = query[:, :rank]
+        if self.lifted:
+            lift = np.maximum(query[:, rank:], 0.0) / slope[rank]
+            plain = plain - lift * slope[:rank]
+            found[:, d:] = lift
+        found[:, :d] = (plain / stretch) @ self.basis.T
+        return unit_rows(found)
+
+
+def unit_rows(rows: Float64[np.ndarray, "row dim"]) -> Float64[np.ndarray, "row dim"]:
+    """Each row divided by its length; zero rows stay zero."""
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    rows = rows / np.where(largest > 0.0, largest, 1.0)
+    length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
+    return rows / np.where(length > 0.0, length, 1.0)
+
+
+def normalize(
+    keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None
+) -> tuple[Float64[np.ndarray, "key dim"], float, float]:
+    """Centred keys over their RMS norm, the bias likewise, and both scales (0 if there is no spread)."""
+
+    def centred(values: Float64[np.ndarray, "key n"]) -> tuple[Float64[np.ndarray, "key n"], float]:
+        largest = float(np.abs(values).max())
+        if largest == 0.0:
+            return np.zeros_like(values), 0.0
+        exponent = int(np.frexp(largest)[1])  # powers of two are exact, and keep squares in range
+        values = np.ldexp(values, -exponent)
+        values = values - values.mean(axis=0)
+        rms = float(np.sqrt(np.einsum("ij,ij->", values, values) / len(values)))
+        if rms <= ROUNDING:
+            return np.zeros_like(values), 0.0
+        return values / rms, float(np.ldexp(rms, exponent))
+
+    plain, scale = centred(keys)
+    if bias is None:
+        return plain, scale, 0.0
+    lift, bias_scale = centred(bias[:, None])
+    return np.concatenate([plain, lift], axis=1), scale, bias_scale
+
+
+@compiled
+def _leaders(
+    rows: Float64[np.ndarray, "key dim"],
+    order: Int64[np.ndarray, " key"],
+    place: Float64[np.ndarray, " key"],
+    tau: float,
+) -> Int64[np.ndarray, " key"]:
+    """For every key the first key that leads a group and lies within `tau` of it.
+
+    `order` sorts the keys by `place`.
+    """
+    number, dim = rows.shape
+    leader = np.full(number, -1)
+    rank = np.empty(number, np.int64)
+    for k in range(number):
+        rank[order[k]] = k
+    for i in range(number):
+        if leader[i] >= 0:
+            continue
+        leader[i] = i
+        for side in (-1, 1):
+            k = rank[i] + side
+            while 0 <= k < number and abs(place[order[k]] - place[i]) <= tau:
+                j = order[k]
+                k += side
+                if leader[j] >= 0:
+                    continue
+                square = 0.0
+                for t in range(dim):
+                    square += (rows[i, t] - rows[j, t]) ** 2
+                    if square > tau * tau:
+                        break
+                if square <= tau * tau:
+                    leader[j] = i
+    return leader
+
+
+def merge(rows: Float64[np.ndarray, "key dim"], tau: float = TAU) -> Int64[np.ndarray, " key"]:
+    """Index of the representative of every key: the first of the keys that are equal to it within `tau`.
+
+    A group is what lies within `tau` of its first key and belongs to no earlier group, so chains of
+    near-equal keys do not run together.
+    """
+    dim = rows.shape[1]
+    # Keys within tau are within tau along any direction. A generic one (multiples of an irrational number
+    # modulo 1) leaves few others to compare with.
+    direction = np.modf(np.arange(1, dim + 1) * ((1 + 5**0.5) / 2))[0] - 0.5
+    direction /= float(np.linalg.norm(direction))
+    place = rows @ direction
+    return _leaders(rows, np.argsort(place, kind="stable"), place, tau)
+
+
+def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
+    """Orthonormal basis of the directions in which centred keys extend beyond RANK_TOLERANCE."""
+    number, dim = rows.shape
+    if number > dim:
+        values, vectors = np.linalg.eigh(rows.T @ rows)
+        if values[0] > _GRAM_IS_ENOUGH * values[-1]:
+            return np.ascontiguousarray(vectors[:, ::-1])
+        rows_or_triangle = np.asarray(np.linalg.qr(rows, mode="r"))
+    else:
+        rows_or_triangle = rows
+    vectors = np.linalg.svd(rows_or_triangle, full_matrices=False)[2].T
+    extent = np.abs(rows @ vectors).max(axis=0, initial=0.0)
+    return np.ascontiguousarray(vectors[:, extent > RANK_TOLERANCE])
+
+
+def coordinates(
+    keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None = None
+) -> KeyCoordinates:
+    """Merge equal keys and find the coordinates in which the rest are judged."""
+    normalized, scale, bias_scale = normalize(keys, bias)
+    biased = bias is not None
+    representative = merge(normalized)
+    leaders = np.flatnonzero(representative == np.arange(len(keys)))
+    rows = normalized[leaders]
+    plain = rows[:, : keys.shape[1]]
+    plain = plain - plain.mean(axis=0)
+    basis = span(plain)
+    flat = plain @ basis
+    stretch = np.sqrt(np.einsum("ij,ij->j", flat, flat) / len(flat))
+    white = flat / stretch
+    rank = len(stretch)
+    slope = np.zeros(rank + 1)
+    lifted = False
+    if biased:
+        lift = rows[:, -1] - rows[:, -1].mean()
+        slope[:rank] = white.T @ lift / len(white)
+        rest = lift - white @ slope[:rank]
+        rest -= rest.mean()
+        slope[rank] = np.sqrt(np.mean(rest * rest))
+        lifted = bool(slope[rank] > _AFFINE_BIAS)
+        if lifted:
+            flat = np.concatenate([flat, lift[:, None]], axis=1)
+            white = np.concatenate([white, rest[:, None] / slope[rank]], axis=1)
+    return KeyCoordinates(
+        normalized=normalized, representative=representative, leaders=leaders, flat=flat, white=white,
+        basis=basis, stretch=stretch, slope=slope, lifted=lifted, biased=biased, scale=scale,
+        bias_scale=bias_scale,
+    )  # fmt: skip

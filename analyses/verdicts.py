@@ -1,0 +1,146 @@
+"""Which keys of one set can be selected? Three stages, each leaves less to the next.
+
+1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap
+   is a witness.
+2. *Nearest point* of the hull of the others, by an active-set method, first in white coordinates (few steps),
+   then, if rounding or the tolerance stood in the way, in flat ones (exact distances).
+3. *Linear program*.
+
+What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before
+a verdict is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int8, Int64
+
+from ln_probe.analyses import linear_program
+from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, unit_rows
+from ln_probe.analyses.min_norm import nearest_points
+from ln_probe.analyses.scores import Floats, Ints, residuals, score_gaps
+
+UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
+NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
+
+
+@dataclass(frozen=True)
+class SparseWeights:
+    """Convex weights over keys, a row per certified key: `index[start[i]:start[i+1]]`, `value[…]`."""
+
+    start: Int64[np.ndarray, " key+1"]
+    index: Int64[np.ndarray, " entry"]
+    value: Float64[np.ndarray, " entry"]
+
+    def row(self, i: int) -> tuple[Int64[np.ndarray, " entry"], Float64[np.ndarray, " entry"]]:
+        here = slice(int(self.start[i]), int(self.start[i + 1]))
+        return self.index[here], self.value[here]
+
+    @classmethod
+    def of_rows(cls, rows: dict[int, tuple[Ints, Floats]], number: int) -> SparseWeights:
+        """From rows by key; the other keys have none."""
+        sizes = np.zeros(number + 1, np.int64)
+        for i, (index, _) in rows.items():
+            sizes[i + 1] = len(index)
+        order = sorted(rows)
+        return cls(
+            start=np.cumsum(sizes),
+            index=np.concatenate([rows[i][0] for i in order]) if rows else np.empty(0, np.int64),
+            value=np.concatenate([rows[i][1] for i in order]) if rows else np.empty(0),
+        )
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Verdicts on one set of keys, with what proves them, in the order of the keys."""
+
+    code: Int8[np.ndarray, " key"]  # index into NAMES
+    query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
+    weights: SparseWeights  # over the representatives, for the representative of an unselectable key
+
+
+def decide(sets: KeyCoordinates) -> Verdicts:
+    """Verdict and certificate for every key of a set."""
+    number, dim = sets.normalized.shape
+    leaders = sets.leaders
+    code = np.zeros(number, np.int8)
+    query = np.full((number, dim), np.nan)
+    rows: dict[int, tuple[Ints, Floats]] = {}
+    columns = np.ascontiguousarray(sets.normalized.T)
+    starts = np.zeros(len(leaders), np.int64)
+    place = np.zeros(number, np.int64)  # of every key's representative among the leaders
+    place[leaders] = np.arange(len(leaders))
+    place = place[sets.representative]
+
+    def try_queries(todo: Ints, found: Floats) -> None:
+        if sets.biased:
+            found = _count_bias(found, columns, leaders[todo], sets.representative)
+        gaps, rivals = score_gaps(columns, leaders[todo], found, sets.representative)
+        good = gaps > TAU
+        code[leaders[todo[good]]] = SELECTABLE
+        query[leaders[todo[good]]] = found[good]
+        starts[todo] = place[rivals]
+
+    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
+        keep = indices >= 0  # the ray is not a key
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
+        weights, indices = weights[keep], leaders[indices[keep]]
+        rest = residuals(sets.normalized, leaders[todo], sizes, weights, indices, sets.biased)
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k in np.flatnonzero(rest <= TAU):
+            i = int(leaders[todo[k]])
+            if code[i] == UNDECIDED:
+                code[i] = UNSELECTABLE
+                rows[i] = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
+
+    def left() -> Ints:
+        return np.flatnonzero(code[leaders] == UNDECIDED)
+
+    if len(leaders) == 1:  # nothing to compete with
+        code[:] = SELECTABLE
+        query[:] = 0.0
+    else:
+        try_queries(left(), sets.query(sets.white))
+        for rows_of, to_query, stretch, slope, careful in (
+            (sets.white, sets.query, sets.stretch, sets.slope, False),
+            (sets.flat, sets.flat_query, *sets.unstretched, True),
+        ):
+            todo = left()
+            if len(todo) == 0:
+                break
+            _, _, _, queries, sizes, weights, indices = nearest_points(
+                rows_of, np.ascontiguousarray(rows_of.T), todo, np.full(len(todo), len(leaders)),
+                starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful,
+            )  # fmt: skip
+            try_weights(todo, sizes, weights, indices)
+            try_queries(todo, to_query(queries))
+        for k in left():
+            others = np.delete(np.arange(len(leaders)), k)
+            found, dual = linear_program.separate(sets.white[others], sets.white[k], sets.lifted)
+            one = np.array([k])
+            used = np.flatnonzero(dual)
+            try_weights(one, np.array([len(used)]), dual[used], others[used])
+            try_queries(one, sets.query(found[None]))
+    code[:] = code[sets.representative]
+    query[:] = query[sets.representative]
+    many = np.bincount(sets.representative, minlength=number)[sets.representative] > 1
+    code[many & (code == SELECTABLE)] = DUPLICATE
+    return Verdicts(code=code, query=query, weights=SparseWeights.of_rows(rows, number))
+
+
+def _count_bias(queries: Floats, columns: Floats, targets: Ints, group: Ints) -> Floats:
+    """Queries that give the bias a positive weight, as a query that is added to biased scores must.
+
+    A query without one (it wins at any bias, if it is long enough) gives up half of its score gap for it.
+    """
+    without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
+    if without.any():
+        gaps, _ = score_gaps(columns, targets[without], queries[without], group)
+        spread = max(float(np.ptp(columns[-1])), 1.0)
+        queries = queries.copy()
+        queries[without, -1] = np.maximum(gaps, TAU) / (2.0 * spread)
+        queries = unit_rows(queries)
+    return queries

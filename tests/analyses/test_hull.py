@@ -1,0 +1,347 @@
+"""Known answers about which keys can be selected."""
+
+import numpy as np
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.analyses.certificates import CertificateError
+from ln_probe.analyses.key_coordinates import TAU
+
+
+def normalized(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True))
+
+
+def circle(n):
+    angle = 2 * np.pi * np.arange(n) / n
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1)
+
+
+def test_a_circle_with_one_key_inside():
+    keys = np.concatenate([circle(8), [[0.1, -0.2]]])
+    geometry = ln_probe.key_geometry(keys)
+    assert geometry.verdict.tolist() == ["selectable"] * 8 + ["unselectable"]
+    geometry.certify()
+    for i in range(8):
+        scores = keys @ geometry.witness(i)
+        assert scores.argmax() == i
+        assert (np.delete(scores, i) < scores[i]).all()
+    weights = geometry.weights(8)
+    assert weights[8] == 0
+    assert weights.sum() == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(weights @ keys, keys[8], atol=1e-7)
+
+
+def test_margin_of_a_polygon_is_the_height_of_its_ears():
+    keys = circle(8)
+    # The neighbours' chord is cos(45°) from the centre; the keys are centred and of norm 1.
+    expected = 1 - np.cos(np.pi / 4)
+    exact = ln_probe.key_geometry(keys, margins="exact")
+    np.testing.assert_allclose(exact.margin_lower, expected, rtol=1e-5)
+    np.testing.assert_allclose(exact.margin_upper, expected, rtol=1e-5)
+    assert exact.margin_unit == "rms"
+    bracket = ln_probe.key_geometry(7.5 * keys + 3)
+    assert (bracket.margin_lower <= expected * (1 + 1e-9)).all()
+    assert (bracket.margin_upper >= expected * (1 - 1e-9)).all()
+    assert (bracket.margin_upper <= 1.01 * bracket.margin_lower + 1e-12).all()
+
+
+def test_margins_of_an_ellipsoid_are_in_nats():
+    keys = circle(8)
+    axes = np.array([[3.0, 0.0], [0.0, 0.5]])
+    geometry = ln_probe.key_geometry(keys, query_set=(np.ones(2), axes), margins="exact")
+    assert geometry.margin_unit == "nats"
+    plain = ln_probe.key_geometry(keys @ axes, margins="exact")
+    size = np.sqrt(((keys @ axes) ** 2).sum(1).mean())
+    np.testing.assert_allclose(geometry.margin_lower, plain.margin_lower * size, rtol=1e-5)
+    radius = ln_probe.key_geometry(keys, query_set=2.0, margins="exact")
+    np.testing.assert_allclose(radius.margin_upper, 2 * (1 - np.cos(np.pi / 4)), rtol=1e-5)
+
+
+def test_margins_do_not_depend_on_the_basis_of_a_head():
+    rng = np.random.default_rng(0)
+    keys, axes = rng.standard_normal((40, 5)), rng.standard_normal((5, 9))
+    change = rng.standard_normal((5, 5))
+    here = ln_probe.key_geometry(keys, query_set=(np.zeros(5), axes), margins="exact")
+    there = ln_probe.key_geometry(
+        keys @ change, query_set=(np.zeros(5), np.linalg.solve(change, axes)), margins="exact"
+    )
+    assert (here.verdict == there.verdict).all()
+    np.testing.assert_allclose(here.margin_lower, there.margin_lower, rtol=1e-5, atol=1e-9)
+
+
+def test_duplicates_of_a_vertex_and_of_an_interior_point():
+    keys = np.concatenate([circle(6), circle(6)[2:3], [[0.1, 0.0], [0.1, 0.0], [0.1, 1e-9]]])
+    geometry = ln_probe.key_geometry(keys, causal=True)
+    assert geometry.verdict.tolist() == [
+        "selectable", "selectable", "duplicate", "selectable", "selectable", "selectable", "duplicate",
+        "unselectable", "unselectable", "unselectable",
+    ]  # fmt: skip
+    assert geometry.representative.tolist() == [0, 1, 2, 3, 4, 5, 2, 7, 7, 7]
+    assert (geometry.margin_upper[[2, 6, 7, 8, 9]] == 0).all()
+    geometry.certify()
+    scores = keys @ geometry.witness(6)
+    assert set(np.flatnonzero(scores > scores.max() - 1e-9)) == {2, 6}
+    assert geometry.weights(6)[2] == 1
+    assert geometry.weights(2)[6] == 1
+    assert (geometry.weights(8)[[7, 8, 9]] == 0).all()
+
+
+def test_projected_keys_lie_in_a_plane():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((200, 8))
+    keys -= keys.mean(1, keepdims=True)
+    geometry = ln_probe.key_geometry(keys)
+    basis = np.linalg.qr(np.column_stack([np.ones(8), rng.standard_normal((8, 7))]))[0][:, 1:]
+    inside = ln_probe.key_geometry(keys @ basis)
+    assert (geometry.verdict == inside.verdict).all()
+    assert (geometry.verdict == "unselectable").sum() > 20
+    np.testing.assert_allclose(geometry.margin_lower, inside.margin_lower, rtol=0.011)
+    geometry.certify()
+
+
+def test_fewer_keys_than_dimensions_are_all_selectable():
+    keys = np.random.default_rng(0).standard_normal((20, 64))
+    geometry = ln_probe.key_geometry(keys)
+    assert (geometry.verdict == "selectable").all()
+    assert (geometry.margin_lower > 0.1).all()
+    geometry.certify()
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-300, 1.0, 1e150, 1e300])
+def test_scale_does_not_matter(scale):
+    keys = np.random.default_rng(0).standard_normal((30, 3))
+    plain, scaled = ln_probe.key_geometry(keys), ln_probe.key_geometry(keys * scale)
+    assert (plain.verdict == scaled.verdict).all()
+    np.testing.assert_allclose(plain.margin_lower, scaled.margin_lower, rtol=1e-9)
+    scaled.certify()
+
+
+def test_one_key():
+    geometry = ln_probe.key_geometry(np.array([[1.0, 2.0]]), causal=True)
+    assert geometry.verdict.tolist() == ["selectable"]
+    assert np.isnan(geometry.margin_lower).all()
+    assert np.isnan(geometry.margin_upper).all()
+    assert geometry.first_unselectable_at.tolist() == [-1]
+    assert (geometry.witness(0) == 0).all()
+    geometry.certify()
+
+
+def test_two_keys():
+    geometry = ln_probe.key_geometry(np.array([[1.0, 2.0], [4.0, -2.0]]), margins="exact")
+    assert geometry.verdict.tolist() == ["selectable"] * 2
+    np.testing.assert_allclose(geometry.margin_lower, 2, rtol=1e-6)  # 5 apart, each 2.5 from their mean
+    geometry.certify()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1 / 3, -1e200])
+def test_keys_that_are_all_equal(value):
+    geometry = ln_probe.key_geometry(np.full((5, 3), value), causal=True, bias=np.full(5, 2.0))
+    assert (geometry.verdict == "duplicate").all()
+    assert (geometry.margin_lower == 0).all()
+    assert (geometry.margin_upper == 0).all()
+    assert (geometry.first_unselectable_at == -1).all()
+    geometry.certify()
+
+
+def test_a_line():
+    direction = np.array([1.0, -2.0, 0.5])
+    place = np.array([0.0, 1.0, 2.0, 3.0, -1.0])
+    geometry = ln_probe.key_geometry(place[:, None] * direction + 7, causal=True)
+    assert geometry.verdict.tolist() == ["unselectable"] * 3 + ["selectable"] * 2
+    # 0 has neighbours on both sides when -1 comes, 1 when 2 does, 2 when 3 does.
+    assert geometry.first_unselectable_at.tolist() == [4, 2, 3, -1, -1]
+    geometry.certify()
+
+
+def test_one_key_of_enormous_norm():
+    rng = np.random.default_rng(0)
+    keys = np.concatenate([circle(6) + 0.01 * rng.standard_normal((6, 2)), [[0.05, 0.02], [1e4, 0.0]]])
+    geometry = ln_probe.key_geometry(keys)
+    assert geometry.verdict[6] == "unselectable"
+    assert geometry.verdict[7] == "selectable"
+    # The rightmost of the circle sees the giant behind it, the leftmost does not.
+    assert geometry.verdict[3] == "selectable"
+    geometry.certify()
+    # 1e9 away the others differ by less than the tolerance: copies of each other.
+    keys[7, 0] = 1e9
+    assert ln_probe.key_geometry(keys).verdict.tolist() == ["duplicate"] * 7 + ["selectable"]
+
+
+def test_tolerance_decides_between_near_points():
+    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    for offset, verdict in [
+        (1e-3, "selectable"),
+        (1e-6, "selectable"),
+        (1e-9, "unselectable"),
+        (-1e-6, "unselectable"),
+    ]:
+        keys = np.concatenate([square, [[1.0 + offset, 0.0]]])
+        geometry = ln_probe.key_geometry(keys)
+        assert geometry.verdict.tolist() == ["selectable"] * 4 + [verdict], offset
+        geometry.certify()
+    for offset, verdict in [
+        (1e-3, "selectable"),
+        (1e-6, "selectable"),
+        (1e-8, "duplicate"),
+        (1e-9, "duplicate"),
+    ]:
+        keys = np.concatenate([square, [[1.0 + offset, 1.0 + offset / 2]]])
+        geometry = ln_probe.key_geometry(keys)
+        # Of a close pair at a corner, the outer one hides the inner one, unless they count as one.
+        assert geometry.verdict[4] == verdict, offset
+        geometry.certify()
+
+
+def test_chains_of_near_equal_keys_do_not_run_together():
+    line = np.arange(4000)[:, None] * np.array([[0.7 * TAU, 0.0]])  # 0 … 2.8e-4
+    keys = np.concatenate([[[-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [1.0, 0.0]], line])
+    geometry = ln_probe.key_geometry(keys)
+    assert len(np.unique(geometry.representative)) > 1500
+    distance = np.abs(keys - keys[geometry.representative]).max(axis=1)
+    assert (distance <= TAU).all()
+
+
+def test_bias_hides_and_reveals():
+    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
+    assert ln_probe.key_geometry(square, bias=np.zeros(5)).verdict[4] == "unselectable"
+    raised = ln_probe.key_geometry(square, bias=np.array([0, 0, 0, 0, 0.1]))
+    assert raised.verdict.tolist() == ["selectable"] * 5
+    raised.certify()
+    query = raised.witness(4)
+    assert (square @ query + [0, 0, 0, 0, 0.1]).argmax() == 4
+    lowered = ln_probe.key_geometry(square, bias=np.array([0, 0, 0, 0, -0.1]))
+    assert lowered.verdict.tolist() == ["selectable"] * 4 + ["unselectable"]
+    lowered.certify()
+    # A vertex stays selectable however low its bias: a long query overcomes it.
+    corner = ln_probe.key_geometry(square, bias=np.array([-50.0, 0, 0, 0, 0]))
+    assert corner.verdict[0] == "selectable"
+    corner.certify()
+    assert (square @ corner.witness(0) + [-50.0, 0, 0, 0, 0]).argmax() == 0
+
+
+def test_equal_keys_with_different_bias():
+    keys = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
+    geometry = ln_probe.key_geometry(keys, bias=np.array([0.0, 1.0, 0.0, 0.0]))
+    assert geometry.verdict.tolist() == ["unselectable", "selectable", "selectable", "selectable"]
+    geometry.certify()
+    same = ln_probe.key_geometry(keys, bias=np.array([1.0, 1.0, 0.0, 0.0]))
+    assert same.verdict.tolist() == ["duplicate", "duplicate", "selectable", "selectable"]
+    same.certify()
+
+
+def test_a_bias_that_is_affine_in_the_keys_changes_nothing():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((60, 3))
+    plain = ln_probe.key_geometry(keys)
+    biased = ln_probe.key_geometry(keys, bias=keys @ np.array([2.0, -1.0, 0.3]) + 5)
+    assert (plain.verdict == biased.verdict).all()
+    assert (plain.verdict == "unselectable").any()
+    biased.certify()
+
+
+def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
+    rng = np.random.default_rng(0)
+    keys, bias = rng.standard_normal((5, 50, 4)), rng.standard_normal((5, 50))
+    one = ln_probe.key_geometry(keys, bias=bias, causal=True, threads=1)
+    two = ln_probe.key_geometry(keys, bias=bias, causal=True, threads=2)
+    for b in range(5):
+        alone = ln_probe.key_geometry(keys[b], bias=bias[b], causal=True)
+        for name in ("verdict", "margin_lower", "margin_upper", "first_unselectable_at", "representative"):
+            assert (getattr(one, name)[b] == getattr(alone, name)).all()
+            assert (getattr(two, name)[b] == getattr(alone, name)).all()
+        inside = np.flatnonzero(alone.verdict == "unselectable")
+        assert (two.weights(b, inside[0]) == alone.weights(inside[0])).all()
+        assert (two.weights((b, inside[0])) == alone.weights(inside[0])).all()
+    two.certify()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_is_given_in_another_precision_is_judged_as_it_stands(dtype):
+    keys = np.random.default_rng(0).standard_normal((50, 3)).astype(dtype)
+    exact = ln_probe.key_geometry(keys.astype(np.float64))
+    for given in (keys, torch.from_numpy(keys), torch.from_numpy(keys).requires_grad_()):
+        geometry = ln_probe.key_geometry(given)
+        assert (geometry.verdict == exact.verdict).all()
+        assert (geometry.margin_lower == exact.margin_lower).all()
+
+
+def test_projected_in_float32_an_interior_key_stays_interior():
+    keys = np.random.default_rng(0).standard_normal((300, 6)).astype(np.float32)
+    projected = keys - keys.mean(1, keepdims=True)
+    exact = keys.astype(np.float64) - keys.astype(np.float64).mean(1, keepdims=True)
+    found, expected = ln_probe.key_geometry(projected).verdict, ln_probe.key_geometry(exact).verdict
+    assert (expected == "unselectable").sum() > 150
+    assert (found == expected).all()
+
+
+def test_a_certificate_that_does_not_hold_is_found():
+    keys = np.concatenate([circle(8), [[0.1, -0.2]]])
+    geometry = ln_probe.key_geometry(keys)
+    geometry._found[0].verdicts.query[3] *= -1
+    with pytest.raises(CertificateError, match=r"key 3: its witness gives key 7 a score gap of -"):
+        geometry.certify()
+    geometry = ln_probe.key_geometry(keys)
+    geometry._found[0].verdicts.weights.value[:] = 1 / len(geometry._found[0].verdicts.weights.value)
+    with pytest.raises(CertificateError, match="key 8: its convex weights miss it by"):
+        geometry.certify()
+    geometry = ln_probe.key_geometry(keys)
+    geometry._found[0].margins.upper[2] /= 2
+    with pytest.raises(CertificateError, match="key 2: margin_upper is"):
+        geometry.certify()
+    geometry = ln_probe.key_geometry(keys)
+    geometry._found[0].margins.lower[2] *= 1.1
+    with pytest.raises(CertificateError, match="key 2: margin_lower is"):
+        geometry.certify()
+
+
+# science.md §2: LayerNorm'd random keys through random W_K; fraction unselectable at n = 128 and 896.
+@pytest.mark.parametrize(
+    ("d", "heads", "d_head", "expected"),
+    [
+        (8, 4, 2, (0.910, 0.980)),
+        (8, 2, 4, (0.477, 0.750)),
+        (64, 8, 8, (0.090, 0.411)),
+        (64, 4, 16, (0.0, 0.004)),
+    ],
+)
+def test_table_of_random_heads(d, heads, d_head, expected):
+    rng = np.random.default_rng(0)
+    for n, share in zip((128, 896), expected, strict=True):
+        draws = []
+        for _ in range(32 // heads):  # 32 random heads each
+            x = normalized(rng.standard_normal((n, d)))
+            geometry = ln_probe.key_geometry(x @ rng.standard_normal((heads, d, d_head)), margins=False)
+            draws.append((geometry.verdict == "unselectable").mean())
+        # Keys of one draw are not independent and the table was one draw itself: 4 standard errors of a draw.
+        error = 4 * max(np.std(draws), np.sqrt(share * (1 - share) / n / heads)) + 5e-4
+        assert abs(np.mean(draws) - share) < error, (n, np.mean(draws), share)
+
+
+def test_large_random_heads_hide_nothing():
+    rng = np.random.default_rng(0)
+    x = normalized(rng.standard_normal((896, 768)))
+    geometry = ln_probe.key_geometry(x @ rng.standard_normal((3, 768, 64)), margins=False)
+    assert (geometry.verdict == "selectable").all()
+
+
+# science.md §4 (figure 1c/d of the paper): 60 random keys, share of draws that hide any key, mean fraction.
+@pytest.mark.parametrize(
+    ("d", "any_", "mean"), [(3, 1.0, 0.692), (5, 1.0, 0.309), (6, 1.0, 0.173), (8, 0.93, 0.044)]
+)
+def test_table_of_random_keys(d, any_, mean):
+    draws = 400
+    keys = np.random.default_rng(0).standard_normal((draws, 60, d))
+    hidden = ln_probe.key_geometry(keys, margins=False).verdict == "unselectable"
+    # The published figures are from 100 draws: their standard error and ours, four of each.
+    error = 4 * np.sqrt(1 / 100 + 1 / draws)
+    assert abs(hidden.any(1).mean() - any_) <= error * np.sqrt(any_ * (1 - any_)) + 1e-9
+    assert abs(hidden.mean() - mean) <= error * hidden.mean(1).std() + 5e-4
+
+
+@pytest.mark.parametrize("d", [4, 6, 8, 15])
+def test_layernorm_puts_every_random_key_on_a_sphere(d):
+    keys = normalized(np.random.default_rng(0).standard_normal((100, 60, d)))
+    assert (ln_probe.key_geometry(keys, margins=False).verdict == "selectable").all()
