@@ -83,12 +83,9 @@ def load_model(
             f"revision={revision!r} was given for {given}, which is a local {kind}: it holds one version. "
             "Leave revision out, or give the folder of that version."
         )
-    from ln_probe.loading.quiet import quiet
-
-    with quiet(progress=kind == "hub"):
-        if kind == "hub":
-            return _load_hub(given, torch_device, torch_dtype, revision, allow_pickle, world, processing)
-        return _load_local(given, kind, path, torch_device, torch_dtype, allow_pickle, world, processing)
+    if kind == "hub":
+        return _load_hub(given, torch_device, torch_dtype, revision, allow_pickle, world, processing)
+    return _load_local(given, kind, path, torch_device, torch_dtype, allow_pickle, world, processing)
 
 
 def bundled_models() -> list[str]:
@@ -181,9 +178,9 @@ def _load_local(
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.pretrained import from_folder, from_gguf
     from ln_probe.loading.provenance import sha256_of_files
-    from ln_probe.loading.quiet import offline
+    from ln_probe.loading.quiet import offline, quiet
 
-    with offline():
+    with quiet(), offline():
         if kind == "gguf":
             files: tuple[Path, ...] = (path,)
             pretrained = from_gguf(path, dtype=dtype, device=device)
@@ -209,17 +206,19 @@ def _load_hub(
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
     from ln_probe.loading.pretrained import from_folder
     from ln_probe.loading.provenance import sha256_of_files
-    from ln_probe.loading.quiet import offline
+    from ln_probe.loading.quiet import offline, quiet
 
-    repository = official_name(given, also=tuple(bundled_models()))
+    with quiet():
+        repository = official_name(given, also=tuple(bundled_models()))
     if repository.startswith(LEGACY_PREFIXES):
         raise ValueError(
             f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without "
             "a Hugging "
             "Face model to compare with. Load it with TransformerLens and pass the model object."
         )
-    snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
-    with offline():  # everything is on the disk now; nothing below has a reason to ask the hub again
+    with quiet(progress=True):
+        snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
+    with quiet(), offline():  # everything is on the disk now; nothing below has a reason to ask the hub again
         checkpoint = inspect_folder(snapshot.folder, allow_pickle=allow_pickle)
         pretrained = from_folder(checkpoint, dtype=dtype, device=device)
         source = _source(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ln_probe.loading import equivalence
 from ln_probe.loading.provenance import ModelSource, remember
-from ln_probe.loading.worlds import CLASS_OF_WORLD, hooked_obstacle, process, to_bridge, to_hooked
+from ln_probe.loading.worlds import (
+    CLASS_OF_WORLD,
+    has_hooked_transformer,
+    hooked_obstacle,
+    process,
+    to_bridge,
+    to_hooked,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +65,8 @@ def into_world(
         candidates: tuple[World, ...] = (world,)
     elif obstacle is not None:
         candidates = ("bridge",)
-        notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
+        if has_hooked_transformer():  # where there is none, there is nothing to explain
+            notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
     else:
         candidates = ("hooked", "bridge")
 
@@ -74,7 +82,7 @@ def into_world(
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             logits = equivalence.logits_of(cast(Any, model), tokens)
             difference = equivalence.relative_difference(logits, reference)
-            failure = f"its logits differ from the original's by {difference:.1e} of the largest (bound {bound:.0e})"
+            failure = f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
             cause = None
         except Exception as error:  # whatever TransformerLens stumbles over, another world may do
             difference = float("inf")
@@ -110,6 +118,10 @@ def into_world(
         notes.append(
             f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}"
         )
+    if pretrained.tokenizer is not None:
+        cast(
+            Any, model
+        ).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
     remember(
         model,
         replace(

@@ -15,6 +15,8 @@ HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is ther
 # Repositories in TransformerLens's own older format: pickled state dicts, no Hugging Face model beside them.
 LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 
+_HTTP_LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3")
+
 _SMALL_FILES = re.compile(r"(.*\.json|.*\.txt|.*\.model|.*\.tiktoken|.*\.jinja)")
 
 
@@ -155,13 +157,14 @@ def _cached(repository: str, revision: str | None, error: Exception) -> HubSnaps
 
 def _is_network_failure(error: Exception) -> bool:
     """Whether the request failed on the way (no route, timeout, offline mode, a failing server)."""
-    import httpx
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
         status: Any = getattr(getattr(error, "response", None), "status_code", None)
         return status is None or status >= 500
-    return isinstance(error, (httpx.TransportError, OfflineModeIsEnabled, OSError))
+    # Which HTTP library huggingface_hub is built on has changed three times.
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OfflineModeIsEnabled, OSError)) or library in _HTTP_LIBRARIES
 
 
 def _revision_hint(repository: str) -> str:

@@ -60,8 +60,12 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
     if not progress:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            if not progress:  # some bars are drawn by tqdm itself, past transformers' own switch
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
     finally:
         root.removeFilter(chatter)

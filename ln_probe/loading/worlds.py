@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ln_probe.loading.hub import known_hub_names
 from ln_probe.loading.pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -108,22 +109,26 @@ def to_hooked(
         pretrained: the Hugging Face model.
         dtype: format of the weights.
         device: where the model goes.
-        hub_name: TransformerLens's official name if the model came from the hub, else None.
+        hub_name: the repository's name if the model came from the hub, else None.
         revision: the hub's revision; for the config only, the weights are those of `pretrained`.
     """
     from transformer_lens import HookedTransformer
 
-    if hub_name is not None and pretrained.tokenizer is not None:
+    # It takes only names on its own list, and looks for a tokenizer on the hub if it is given none.
+    official = None if hub_name is None else known_hub_names().get(hub_name.lower())
+    if official is not None and pretrained.tokenizer is not None:
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
-        model: nn.Module = HookedTransformer.from_pretrained_no_processing(
-            hub_name,
-            hf_model=pretrained.model,
-            tokenizer=pretrained.tokenizer,
-            dtype=dtype,
-            device=str(device),
-            **options,
-        )
-        return model.eval()
+        # It reads fields that newer versions of transformers no longer write (n_ctx); below they are added.
+        with suppress(AttributeError):
+            model: nn.Module = HookedTransformer.from_pretrained_no_processing(
+                official,
+                hf_model=pretrained.model,
+                tokenizer=pretrained.tokenizer,
+                dtype=dtype,
+                device=str(device),
+                **options,
+            )
+            return model.eval()
 
     from transformer_lens import loading_from_pretrained as loading
 
@@ -222,9 +227,6 @@ def _reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
         return
     from transformers import AutoTokenizer
 
-    name = tokenizer.name_or_path
     with tempfile.TemporaryDirectory(prefix="ln_probe_") as folder:
         tokenizer.save_pretrained(folder)
-        copy = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        yield copy
-        copy.name_or_path = name
+        yield AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
