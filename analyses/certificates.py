@@ -65,9 +65,7 @@ class Checker:
         gap = scores[i] - scores[rivals].max()
         if not gap > self.tau * (1 - _SLACK):
             rival = rivals[np.argmax(scores[rivals])]
-            self._fail(
-                i, f"its witness gives key {rival} a score gap of {gap:.3g} only (tolerance {self.tau:.3g})"
-            )
+            self._fail(i, f"its witness gives key {rival} a score gap of {gap:.3g} only (tolerance {self.tau:.3g})")
 
     def reproduces(self, i: int, index: Int64[np.ndarray, " n"], weight: Float64[np.ndarray, " n"]) -> None:
         """The weights are convex, leave key i out, and their mean is key i within tau (with no less bias)."""

@@ -92,11 +92,7 @@ class KeyGeometry:
         if name not in ("selectable", "duplicate"):
             raise ValueError(
                 f"key {i} is {name}: it has no witness query"
-                + (
-                    f", weights({i}) gives the convex weights that reproduce it"
-                    if name == "unselectable"
-                    else ""
-                )
+                + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
             )
         return self._original(b, self._found[b].verdicts.query[i])
 
@@ -122,11 +118,7 @@ class KeyGeometry:
         else:
             raise ValueError(
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
-                + (
-                    f", witness({i}) gives the query that selects it"
-                    if name == "selectable"
-                    else " as far as is known"
-                )
+                + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
             )
         return found
 
@@ -254,9 +246,7 @@ def key_geometry(
     if bias is not None:
         lift = _floats("bias", bias)
         if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
-            raise ValueError(
-                f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}"
-            )
+            raise ValueError(f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}")
         lift = np.broadcast_to(lift, values.shape[:-1])
         _finite("bias", lift[..., None])
     if not batched:
@@ -277,12 +267,8 @@ def key_geometry(
 
     return KeyGeometry(
         verdict=shaped([NAMES[f.verdicts.code] for f in found]),
-        margin_lower=shaped(
-            [nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]
-        ),
-        margin_upper=shaped(
-            [nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]
-        ),
+        margin_lower=shaped([nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]),
+        margin_upper=shaped([nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]),
         attainable=shaped(list(nothing)),
         attainable_upper=shaped(list(nothing)),
         first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
@@ -336,9 +322,7 @@ def _floats(name: str, values: Any) -> _Floats:
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
             return np.ascontiguousarray(values, dtype=np.float64)
-    raise TypeError(
-        f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
-    )
+    raise TypeError(f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64")
 
 
 def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:

@@ -15,6 +15,7 @@ def findings(report: Report) -> list[str]:
     """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
     said = [
         *_margins(report.heads),
+        *_spread(report.heads),
         *_selectable(report.heads),
         *_projection(report.layernorms),
         *_scaling(report.layernorms),
@@ -69,10 +70,31 @@ def _selectable(heads: pd.DataFrame) -> list[str]:
                 share = rows["unselectable"].sum() / rows["keys"].sum()
                 parts.append(f"{100 * share:.1f} % {name}")
         if parts:
-            theorem = _variant(heads, "intact", space)["by_theorem"]
-            known = " The intact figure is so by theorem." if len(theorem) and (theorem != "").all() else ""
+            rows = heads[heads["space"] == space]
+            if (rows["by_theorem"] != "").all():
+                known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
+            elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
+                known = " The intact figure is so by theorem (keys on a sphere)."
+            else:
+                known = ""
             said.append(f"{where}, keys that no query can select: {', '.join(parts)}.{known}")
     return said
+
+
+def _spread(heads: pd.DataFrame) -> list[str]:
+    """Where taking scaling away changes how widely attention is spread."""
+    if not len(heads):
+        return []
+    per_layer = {v: _variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in ("intact", "no_scaling")}
+    change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
+    if not len(change) or change.abs().max() < 0.01:
+        return []
+    layer = change.abs().idxmax()
+    one, two = (per_layer[v].loc[layer] for v in ("intact", "no_scaling"))
+    return [
+        f"Scaling decides how widely attention spreads, most of all in layer {layer}: with its divisor constant, the "
+        f"median head's entropy goes from {_percent(one)} to {_percent(two)} of the greatest possible."
+    ]
 
 
 def _projection(norms: pd.DataFrame) -> list[str]:

@@ -107,9 +107,8 @@ def _check_arguments(
     heads: Sequence[int] | None,
     keys: str,
 ) -> None:
-    unknown = [p for p in probes if p not in PROBES]
-    if isinstance(probes, str) or unknown or not probes:
-        raise ValueError(f"unknown probes {unknown or probes!r}: choose from {', '.join(PROBES)}")
+    if isinstance(probes, str) or not probes or any(p not in PROBES for p in probes):
+        raise ValueError(f"unknown probes {probes!r}: give a list of {', '.join(PROBES)}")
     if keys not in KEYS:
         raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {keys!r}")
     for what, wanted, count in (

@@ -15,6 +15,11 @@ import pandas as pd
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 REPORT_FILE = "report.json"
 FORMAT = 1
+CAUSAL_COLUMNS = (
+    "sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "kl", "top1_agreement",
+    "entropy_change",
+)  # fmt: skip
+UNEMBEDDING_COLUMNS = ("token", "verdict", "margin_lower", "margin_upper", "attainable")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,8 +37,8 @@ class Report:
     layernorms: pd.DataFrame
     heads: pd.DataFrame
     keys: pd.DataFrame
-    causal: pd.DataFrame = field(default_factory=pd.DataFrame)
-    unembedding: pd.DataFrame = field(default_factory=pd.DataFrame)
+    causal: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(CAUSAL_COLUMNS)))
+    unembedding: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(UNEMBEDDING_COLUMNS)))
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

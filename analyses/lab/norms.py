@@ -45,7 +45,7 @@ class Norm(nn.Module):
         ValueError: unknown kind, radius or d_model not positive, eps negative.
     """
 
-    divisor: Float[Tensor, ""]
+    divisor: Float[Tensor, ""] | None
 
     def __init__(
         self, kind: str, d_model: int, *, eps: float = 1e-5, radius: float | None = None, affine: bool = True
@@ -65,8 +65,8 @@ class Norm(nn.Module):
         self.radius = math.sqrt(d_model) if radius is None else float(radius)
         self.w = nn.Parameter(torch.ones(d_model)) if affine else None
         self.b = nn.Parameter(torch.zeros(d_model)) if affine else None
-        # NaN until calibrated: a norm that does not scale must not run with an unstated constant.
-        self.register_buffer("divisor", torch.tensor(float("nan")))
+        # Zero until calibrated: a norm that does not scale must not run with an unstated constant.
+        self.register_buffer("divisor", None if self.scales else torch.tensor(0.0))
         self.calibrating = False
         self.hook_scale = HookPoint()
         self.hook_normalized = HookPoint()
@@ -88,12 +88,12 @@ class Norm(nn.Module):
             return F.layer_norm(x, (self.d_model,), self.w, self.b, self.eps)  # the same, fused
         if self.projects:
             x = x - x.mean(-1, keepdim=True)
-        if self.scales:
+        if self.divisor is None:
             divisor = (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() / shrink
         else:
             if self.calibrating:
                 self.divisor.copy_(x.detach().pow(2).mean(-1).sqrt().mean() / shrink)
-            elif not torch.isfinite(self.divisor):
+            elif not self.divisor > 0:
                 raise ValueError(
                     f"a {self.kind!r} norm has no divisor yet: run `with calibrate(model): model(tokens)` once, "
                     "or load a trained checkpoint"

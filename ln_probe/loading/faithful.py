@@ -75,9 +75,7 @@ def into_world(
         class_name = CLASS_OF_WORLD[chosen]
         try:
             if chosen == "hooked":
-                model = to_hooked(
-                    pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision
-                )
+                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             logits = equivalence.logits_of(cast(Any, model), tokens)
@@ -115,13 +113,9 @@ def into_world(
             )
         if change == 0:
             notes.append(f"{', '.join(processing.names())} changed nothing: not done for this architecture")
-        notes.append(
-            f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}"
-        )
+        notes.append(f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}")
     if pretrained.tokenizer is not None:
-        cast(
-            Any, model
-        ).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
+        cast(Any, model).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
     remember(
         model,
         replace(

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.variants import VARIANTS
+from ln_probe.render.text import disarmed
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -27,6 +28,7 @@ LABELS = {
     "neither": "without both",
 }
 SIZE = (6.4, 3.4)
+LABEL = 24  # characters of a site's name on an axis
 
 
 def norms_over_depth(report: Report) -> Figure:
@@ -94,11 +96,11 @@ def unselectable_by_head(report: Report) -> Figure:
         if not len(rows):
             continue
         grid = rows.pivot(index="layer", columns="head", values="unselectable_fraction")
-        image = axes.imshow(
-            grid.to_numpy(float), aspect="auto", vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis"
+        image = axes.pcolormesh(
+            grid.columns, grid.index, grid.to_numpy(float), vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis"
         )
-        axes.set_yticks(range(len(grid.index)), [str(i) for i in grid.index])
-        axes.set_xticks(range(len(grid.columns)), [str(i) for i in grid.columns], fontsize=7)
+        axes.set_yticks(grid.index[:: max(1, len(grid.index) // 24)])
+        axes.set_xticks(grid.columns[:: max(1, len(grid.columns) // 16)])
     panels[0].set_ylabel("layer")
     if image is not None:
         figure.colorbar(image, ax=list(panels), label="share of keys")
@@ -157,7 +159,8 @@ def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
 
 
 def _sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
-    names = [str(s).replace("blocks.", "") for s in rows["site"]]
+    shown = [disarmed(str(s).replace("blocks.", "")[:LABEL]) for s in rows["site"]]
+    names = [s.replace("$", r"\$") for s in shown]  # a dollar sign would begin a formula
     step = max(1, len(names) // 24)
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=7)
     axes.legend(frameon=False, fontsize=8)

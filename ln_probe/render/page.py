@@ -14,6 +14,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ln_probe.render import figures
+from ln_probe.render.text import disarmed, visible
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -59,20 +60,6 @@ class IndexEntry:
     error: str = ""
 
 
-def visible(text: object) -> str:
-    """A token as it can be read: white space and control characters shown, direction marks disarmed."""
-    marks = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
-    shown = []
-    for char in str(text):
-        if char in marks:
-            shown.append(marks[char])
-        elif char.isprintable() and not 0x200E <= ord(char) <= 0x202E:
-            shown.append(char)
-        else:
-            shown.append(f"\\u{ord(char):04x}")
-    return "".join(shown) or "∅"
-
-
 def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating):
         if math.isnan(value):
@@ -85,7 +72,10 @@ def _cell(value: Any) -> str:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ln_probe.render", "."), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("ln_probe.render", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else disarmed(value),
     )
     environment.filters |= {"cell": _cell, "visible": visible}
     return environment

@@ -1,0 +1,132 @@
+"""LN(x) = the sum of its named terms, exactly; statistics against plain numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ln_probe.analyses.decomposition import COLUMNS, SiteStatistics, decompose, table
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.hooks.capture import stream
+from ln_probe.hooks.sites import Site, find_sites
+
+TOKENS = torch.arange(2, 26)
+
+
+def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteStatistics]:
+    found = {s.name: SiteStatistics(s) for s in find_sites(model)}
+    sites = [s.site for s in found.values()]
+    stream(model, tokens, sites, on_norm=lambda s, x, y: found[s.name].add(x, y, heads=len(x) // len(tokens)))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3"])
+def test_terms_add_up(arch: str, dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any]) -> None:
+    rows = table(list(statistics_of(make_bridge(arch, dtype)).values()))
+    if dtype == torch.float64 and arch in ("llama", "gemma", "qwen3"):
+        bound = 1e-6  # Hugging Face's RMSNorms compute in float32 whatever the model's format
+    assert list(rows.columns) == list(COLUMNS)
+    assert rows["reconstruction_error"].max() < bound
+    assert rows["reconstruction_error"].notna().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_bounded_by_its_rounding(dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+    rows = table(list(statistics_of(make_bridge("gpt2", dtype)).values()))
+    # Largest entries are about 5 times the RMS; the output is rounded once, its parameters once each.
+    assert 0 < rows["reconstruction_error"].max() < 16 * torch.finfo(dtype).eps
+
+
+def a_site(d: int = 16, *, gain: bool = True) -> Site:
+    torch.manual_seed(0)
+    model = LabTransformer(LabConfig(n_layers=1, d_model=d, n_heads=2, d_vocab=20, n_ctx=16)).double()
+    if gain:
+        with torch.no_grad():
+            for parameter in (model.blocks[0].ln1.w, model.blocks[0].ln1.b):  # type: ignore[union-attr]
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return find_sites(model)[0]
+
+
+def test_terms_are_what_they_are_called() -> None:
+    site = a_site()
+    x = torch.randn(6, 16, dtype=torch.float64) + 2
+    terms = decompose(site, x)
+    torch.testing.assert_close(terms.mean_component + terms.projected, x)
+    assert float(terms.projected.sum(-1).abs().max()) < 1e-12
+    assert float((terms.mean_component * terms.projected).sum(-1).abs().max()) < 1e-12
+    variance = x.numpy().var(axis=-1)
+    np.testing.assert_allclose(terms.scale[:, 0], 1 / np.sqrt(variance + 1e-5), rtol=1e-12)
+    # on the sphere of radius sqrt(d)·sqrt(s²/(s²+eps)) (science: exactly sqrt(d) only when eps = 0)
+    np.testing.assert_allclose(terms.normalized.norm(dim=-1), 4 * np.sqrt(variance / (variance + 1e-5)), rtol=1e-12)
+    torch.testing.assert_close(terms.total(), site.module(x), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shift=st.floats(-100, 100), factor=st.floats(1e-2, 1e3), seed=st.integers(0, 1000))
+def test_projection_forgets_the_mean_and_scaling_the_length(shift: float, factor: float, seed: int) -> None:
+    site = a_site()
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    base = decompose(site, x)
+    torch.testing.assert_close(decompose(site, x + shift).normalized, base.normalized, rtol=1e-9, atol=1e-9)
+    longer = decompose(site, x * factor)
+    spread = base.projected.pow(2).mean(-1, keepdim=True)
+    eps_effect = ((spread + site.eps) / (spread + site.eps / factor**2)).sqrt()
+    torch.testing.assert_close(longer.normalized, base.normalized * eps_effect, rtol=1e-9, atol=1e-9)
+
+
+def test_statistics_are_those_of_numpy() -> None:
+    site = a_site()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randn(n, 16, generator=generator, dtype=torch.float64) * 3 + 1 for n in (5, 9)]
+    prompts[0][0] *= 100  # a sink at position 0
+    gathered = SiteStatistics(site)
+    for x in prompts:
+        gathered.add(x, site.module(x).detach())
+    row = gathered.row()
+    for ending, rows in (("", np.concatenate(prompts)), ("_tail", np.concatenate([p[1:] for p in prompts]))):
+        mu, length = rows.mean(-1), np.linalg.norm(rows, axis=-1)
+        share = 16 * mu**2 / length**2
+        sigma = np.sqrt(rows.var(-1) + 1e-5)
+        expected = {
+            "mean_share": share.mean(), "angle_to_ones_deg": np.degrees(np.arccos(np.sqrt(share))).mean(),
+            "norm_before_mean": length.mean(), "norm_before_cv": length.std() / length.mean(),
+            "scale_mean": (1 / sigma).mean(), "scale_cv": (1 / sigma).std() / (1 / sigma).mean(),
+            "sigma_mean": sigma.mean(),
+            "norm_after_mean": np.linalg.norm(site.module(torch.tensor(rows)).detach().numpy(), axis=-1).mean(),
+        }  # fmt: skip
+        for name, value in expected.items():
+            assert row[name + ending] == pytest.approx(value, rel=1e-9), name + ending
+    gain = site.gain
+    assert gain is not None
+    assert row["gain_cv"] == pytest.approx(float(gain.std(correction=0) / gain.mean().abs()))
+    assert gathered.constant == pytest.approx(row["sigma_mean_tail"])
+    assert row["sigma_mean"] > 3 * row["sigma_mean_tail"]  # type: ignore[operator]
+
+
+def test_rmsnorm_has_no_bias_and_no_projection(make_bridge: Callable[..., Any]) -> None:
+    rows = table(list(statistics_of(make_bridge("llama")).values()))
+    assert rows["bias_norm"].isna().all()
+    assert (rows["mean_share"] > 1e-4).all()  # what it would remove is still described
+
+
+def test_one_position_has_no_tail() -> None:
+    site = a_site()
+    gathered = SiteStatistics(site)
+    x = torch.randn(1, 16, dtype=torch.float64)
+    gathered.add(x, site.module(x).detach())
+    row = gathered.row()
+    assert math.isnan(float(row["mean_share_tail"]))  # type: ignore[arg-type]
+    assert gathered.constant == pytest.approx(row["sigma_mean"])
+
+
+def test_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"blocks\.0\.ln1 normalizes vectors of length 16, got 7"):
+        decompose(a_site(), torch.zeros(2, 7))

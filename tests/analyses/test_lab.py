@@ -1,0 +1,212 @@
+"""The laboratory's norms, its model and its trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ln_probe.analyses.lab.language_model import TextTask, bundle, train_tokenizer
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
+from ln_probe.analyses.lab.training import DivergedError, TrainConfig, checkpoint_steps, load_run, train
+
+CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)
+SHORT = TrainConfig(steps=12, batch=4, evaluate_every=4, state_every=1, save_at=(0, 6))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(words), (4000,), generator=generator)
+    path.write_text(" ".join(words[i] for i in drawn.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def task(text: Path) -> TextTask:
+    return TextTask([text], d_vocab=300, n_ctx=16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=st.sampled_from(NORM_KINDS), radius=st.one_of(st.none(), st.floats(0.1, 10)), seed=st.integers(0, 99))
+def test_norms_by_definition(kind: str, radius: float | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 8, generator=generator, dtype=torch.float64) * 2 + 1
+    norm = Norm(kind, 8, radius=radius, eps=1e-5).double()
+    with calibrate(norm):
+        norm(x)
+    P = torch.eye(8, dtype=torch.float64) - 1 / 8
+    r = math.sqrt(8) if radius is None else radius
+    kept = x @ P if kind in ("layernorm", "projection_only") else x
+    if kind in ("layernorm", "scaling_only"):
+        expected = r * kept / (kept.pow(2).sum(-1, keepdim=True) + 8e-5).sqrt()
+    else:
+        expected = kept / norm.divisor
+        mean_length = kept.norm(dim=-1).mean()  # calibrated: of the others' length on average
+        assert float(mean_length / norm.divisor) == pytest.approx(r, rel=1e-9)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_layernorm_is_torchs() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64)
+    ours, theirs = Norm("layernorm", 8).double(), torch.nn.LayerNorm(8).double()
+    seen = []
+    ours.hook_scale.add_hook(lambda value, hook: seen.append(value) or None)  # the unfused path
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(seen[0][..., 0], (x.var(-1, correction=0) + 1e-5).sqrt())
+    ours.hook_scale.remove_hooks()
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_uncalibrated_norms_do_not_run() -> None:
+    with pytest.raises(ValueError, match="a 'none' norm has no divisor yet: run `with calibrate\\(model\\)"):
+        Norm("none", 4)(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("norm", NORM_KINDS)
+def test_hooks_see_what_the_fused_path_computes(norm: str) -> None:
+    torch.manual_seed(0)
+    model = LabTransformer(LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=30, n_ctx=16, norm=norm)).double()
+    tokens = torch.arange(10)[None]
+    with calibrate(model):
+        model(tokens)
+    logits, cache = model.run_with_cache(tokens)  # with hooks everywhere: the explicit path
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-10, atol=1e-10)
+    assert cache["blocks.1.attn.hook_pattern"].shape == (1, 2, 10, 10)
+    torch.testing.assert_close(cache["blocks.0.attn.hook_pattern"].sum(-1), torch.ones(1, 2, 10).double())
+    assert float(cache["blocks.0.attn.hook_pattern"].triu(1).abs().max()) == 0
+
+
+def test_a_short_run_learns_and_is_reproducible(task: TextTask, tmp_path: Path) -> None:
+    config = TrainConfig(steps=60, batch=8, lr=5e-3, warmup=5, evaluate_every=20)
+    one = train(task, CONFIG, config, tmp_path / "one", progress=False)
+    two = train(task, CONFIG, config, tmp_path / "two", progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    rows = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [20, 40, 60]
+    assert rows[-1]["valid_loss"] < rows[0]["valid_loss"] - 0.3
+
+
+class StopHereError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "projection_only"])
+@pytest.mark.parametrize("stop", [1, 5, 11])
+def test_an_interrupted_run_continues_bit_for_bit(norm: str, stop: int, task: TextTask, tmp_path: Path) -> None:
+    config = LabConfig(**{**CONFIG.to_dict(), "norm": norm})
+    whole = train(task, config, SHORT, tmp_path / "whole", progress=False)
+
+    class Interrupted(TextTask):
+        def __init__(self) -> None:
+            self.__dict__.update(vars(task))
+
+        def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls > stop:
+                raise StopHereError
+            return super().loss(model, batch)
+
+    with pytest.raises(StopHereError):
+        train(Interrupted(), config, SHORT, tmp_path / "cut", progress=False)
+    resumed = train(task, config, SHORT, tmp_path / "cut", progress=False)
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    rows = [
+        [
+            {k: v for k, v in json.loads(line).items() if k != "seconds"}
+            for line in (tmp_path / d / "metrics.jsonl").open()
+        ]
+        for d in ("whole", "cut")
+    ]
+    assert rows[0] == rows[1]
+    assert checkpoint_steps(tmp_path / "cut") == [0, 6, 12]
+
+
+def test_saved_runs_load(task: TextTask, tmp_path: Path) -> None:
+    model = train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
+    tokens = task.batch(0, 2, 0)
+    loaded = load_run(tmp_path / "run")
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert not torch.equal(load_run(tmp_path / "run", step=0)(tokens), model(tokens))
+    assert loaded.tokenizer.decode(loaded.tokenizer("the ships")["input_ids"]) == "the ships"
+    bundle(tmp_path / "run", tmp_path / "shipped", task, "the command")
+    recipe = json.loads((tmp_path / "shipped" / "recipe.json").read_text())
+    assert recipe["command"] == "the command"
+    assert recipe["valid_loss"] == pytest.approx(task.evaluate(load_run(tmp_path / "shipped"))["valid_loss"])
+
+
+def test_another_run_is_not_overwritten(task: TextTask, tmp_path: Path) -> None:
+    train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
+    other = TrainConfig(**{**vars(SHORT), "seed": 1})
+    with pytest.raises(FileExistsError, match="holds another run \\(its training differ\\): choose another folder"):
+        train(task, CONFIG, other, tmp_path / "run", progress=False)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty and holds no lab run"):
+        train(task, CONFIG, SHORT, tmp_path / "full", progress=False)
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_what_was(task: TextTask, tmp_path: Path) -> None:
+    wild = TrainConfig(**{**vars(SHORT), "lr": 1e18, "warmup": 1, "clip": 0.0})
+    with pytest.raises(DivergedError, match=r"the loss is (nan|inf) at step \d+ \(seed 0\)"):
+        train(task, CONFIG, wild, tmp_path / "wild", progress=False)
+    assert (tmp_path / "wild" / "lab.json").exists()
+
+
+def test_damaged_runs(task: TextTask, tmp_path: Path) -> None:
+    train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
+    weights = tmp_path / "run" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*truncated or corrupt"):
+        load_run(tmp_path / "run")
+    weights.write_bytes(content)
+    lab = json.loads((tmp_path / "run" / "lab.json").read_text())
+    (tmp_path / "run" / "lab.json").write_text(json.dumps(lab | {"model": lab["model"] | {"d_model": 32}}))
+    with pytest.raises(ValueError, match=r"does not fit .*lab\.json"):
+        load_run(tmp_path / "run")
+    (tmp_path / "run" / "lab.json").write_text(json.dumps(lab))
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint of step 5; steps it has: 0, 6, 12"):
+        load_run(tmp_path / "run", step=5)
+    with pytest.raises(FileNotFoundError, match=r"holds no lab\.json"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"norm": "batchnorm"}, "unknown norm 'batchnorm': known norms are layernorm, projection_only, scaling_only, none"),
+    ({"n_heads": 3}, "d_model=16 is not divisible by n_heads=3"),
+    ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
+    ({"positions": "polar"}, "unknown positions 'polar': known choices are learned, none"),
+])  # fmt: skip
+def test_bad_configurations(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LabConfig(**{**CONFIG.to_dict(), "d_head": None, **options})  # type: ignore[arg-type]
+
+
+def test_bad_text(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(ValueError, match=r"the text is too short: .* a window needs 16"):
+        TextTask([tmp_path / "short.txt"], d_vocab=300, n_ctx=16)
+    with pytest.raises(FileNotFoundError, match="no text file"):
+        TextTask([tmp_path / "none.txt"], d_vocab=300, n_ctx=16)
+
+
+def test_tokenizer_is_deterministic() -> None:
+    texts = ["one two three two one", "three two one"]
+    assert train_tokenizer(texts, 270).to_str() == train_tokenizer(texts, 270).to_str()
+
+
+def test_longer_than_the_context() -> None:
+    model = LabTransformer(CONFIG)
+    with pytest.raises(ValueError, match="17 tokens are more than the context of 16: cut the prompt"):
+        model(torch.zeros(1, 17, dtype=torch.long))

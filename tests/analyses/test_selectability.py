@@ -1,0 +1,184 @@
+"""Variants, verdict tables in both spaces, and how far observed queries go into the reachable set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+import ln_probe
+from ln_probe.analyses import selectability
+from ln_probe.analyses.selectability import HEAD_COLUMNS, KEY_COLUMNS, observed_radius, received
+from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
+from ln_probe.hooks.attention import read_heads
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.sites import Site, find_sites
+
+TOKENS = torch.arange(2, 26)
+
+
+def attention_inputs(model: Any) -> list[AttentionInput]:
+    found: list[AttentionInput] = []
+    stream(model, TOKENS, find_sites(model), on_attention=found.append)
+    return found
+
+
+def test_variants_by_definition(make_bridge: Callable[..., Any]) -> None:
+    seen = attention_inputs(make_bridge("gpt2"))[0]
+    out = variant_outputs(seen.site, seen.x, 2.5)
+    x = seen.x.double().numpy()
+    projected = x - x.mean(-1, keepdims=True)
+    sigma = np.sqrt(projected.var(-1, keepdims=True) + 1e-5)
+    for name, expected in (
+        ("intact", projected / sigma),
+        ("no_scaling", projected / 2.5),
+        ("no_projection", x / sigma),
+        ("neither", x / 2.5),
+    ):
+        np.testing.assert_allclose(out[name], expected, rtol=1e-9, atol=1e-9)
+    assert tuple(out) == VARIANTS
+    torch.testing.assert_close(seen.site.affine(out["intact"]), seen.y.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_no_projection_grows_by_the_mean_share(make_bridge: Callable[..., Any]) -> None:
+    seen = attention_inputs(make_bridge("gpt2"))[0]
+    out = variant_outputs(seen.site, seen.x, 1.0)
+    x = seen.x.double()
+    share = x.shape[-1] * x.mean(-1) ** 2 / x.pow(2).sum(-1)
+    grown = out["no_projection"].norm(dim=-1) / out["intact"].norm(dim=-1)
+    torch.testing.assert_close(grown, 1 / (1 - share).sqrt())
+
+
+def test_constants_must_be_positive(make_bridge: Callable[..., Any]) -> None:
+    seen = attention_inputs(make_bridge("gpt2"))[0]
+    with pytest.raises(ValueError, match=r"blocks\.0\.ln1: the constant that replaces sigma must be positive, got 0"):
+        variant_outputs(seen.site, seen.x, 0.0)
+
+
+def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
+    rms = find_sites(make_bridge("llama"))[0]
+    assert no_op(rms, "no_projection") == "rmsnorm: it has no projection"
+    assert [no_op(rms, v) for v in ("intact", "no_scaling", "neither")] == ["", "", ""]
+    layernorm = find_sites(make_bridge("gpt2"))[0]
+    assert [no_op(layernorm, v) for v in VARIANTS] == [""] * 4
+    centred = Site(**{**vars(layernorm), "state": "centred"})
+    assert no_op(centred, "no_projection") == "layernorm: its input is already centred"
+
+
+def in_hull(keys: np.ndarray, i: int) -> bool:
+    others = np.delete(keys, i, axis=0)
+    A = np.vstack([others.T, np.ones(len(others))])
+    return bool(linprog(np.zeros(len(others)), A_eq=A, b_eq=np.append(keys[i], 1.0), method="highs").status == 0)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama"])
+def test_tables_agree_with_an_lp_on_the_models_own_keys(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """d_head 8, 32 tokens: head-space verdicts of the intact variant against HiGHS on the cached keys."""
+    model = make_bridge(arch)
+    tokens = torch.randint(0, 50, (1, 32), generator=torch.Generator().manual_seed(5))
+    report = ln_probe.analyze(model, tokens, keys="all", progress=False)
+    assert set(HEAD_COLUMNS) <= set(report.heads.columns)
+    assert set(KEY_COLUMNS) <= set(report.keys.columns)
+    sites, found = find_sites(model), []
+
+    def keep(seen: AttentionInput) -> None:
+        found.append(read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin).keys(seen.y))
+
+    stream(model, tokens[0], sites, on_attention=keep)
+    wrong = 0
+    intact = report.keys.query("space == 'head' and variant == 'intact'")
+    for layer, keys in enumerate(found):
+        for head in range(4):
+            rows = intact[(intact["layer"] == layer) & (intact["head"] == head)]
+            mine = rows.sort_values("position")["verdict"].isin(["unselectable"]).to_numpy()
+            wrong += int((mine != [in_hull(keys[:, head].numpy(), i) for i in range(32)]).sum())
+    assert wrong == 0
+    counts = report.heads.set_index(["layer", "head", "space", "variant"])["unselectable"]
+    for place, group in report.keys.groupby(["layer", "head", "space", "variant"]):
+        assert counts[place] == (group["verdict"] == "unselectable").sum()
+
+
+def test_normalized_space_is_one_row_a_layer_and_theorems_are_named(make_bridge: Callable[..., Any]) -> None:
+    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
+    normalized = report.heads.query("space == 'normalized'")
+    assert list(normalized["head"].unique()) == [-1]
+    assert len(normalized) == 2 * len(VARIANTS)
+    assert (normalized["by_theorem"] == "at most 24 keys in 31 dimensions").all()
+    assert (normalized["unselectable"] == 0).all()
+    assert normalized["entropy_ratio"].isna().all()
+    head = report.heads.query("space == 'head'")
+    assert len(head) == 2 * 4 * len(VARIANTS)
+    assert (head["by_theorem"] == "").all()
+
+
+def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..., Any]) -> None:
+    """W_Q M, W_K M⁻ᵀ is the same model: margins in nats, entropy and spread stay, raw keys do not."""
+    model = make_hooked()
+    first = ln_probe.analyze(model, TOKENS[None], progress=False, keys="all")
+    M = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 2 * torch.eye(8)
+    inverse = torch.linalg.inv(M).transpose(1, 2)
+    with torch.no_grad():
+        for block in model.blocks:
+            attn = block.attn
+            attn.W_Q.copy_(attn.W_Q.double() @ M)
+            attn.b_Q.copy_((attn.b_Q.double()[:, None] @ M)[:, 0])
+            attn.W_K.copy_(attn.W_K.double() @ inverse)
+            attn.b_K.copy_((attn.b_K.double()[:, None] @ inverse)[:, 0])
+    second = ln_probe.analyze(model, TOKENS[None], progress=False, keys="all")
+    for column in ("margin_lower", "margin_upper", "pattern_max"):
+        one, two = (r.keys.query("space == 'head'")[column].to_numpy() for r in (first, second))
+        np.testing.assert_allclose(one, two, rtol=0.02, atol=1e-4)  # brackets are 1 % wide
+    for column in ("query_radius", "entropy_ratio", "score_spread", "score_spread_floor", "uniform_angle_deg"):
+        one, two = (r.heads.query("space == 'head'")[column].to_numpy() for r in (first, second))
+        np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3"])
+def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge(arch)
+    sites = find_sites(model)
+    for seen in attention_inputs(model):
+        norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
+        heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+        radius = observed_radius(heads, seen.site, seen.y)
+        assert radius is not None
+        assert radius.shape == (24, 4)
+        assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
+
+
+def test_received_attention() -> None:
+    pattern = torch.tensor([[[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.2, 0.3]]])
+    np.testing.assert_allclose(received(pattern)[0], [0.5, 0.75, 0.3])  # queries t ≥ max(i, 1)
+    assert math.isnan(float(received(torch.ones(1, 1, 1))[0, 0]))
+
+
+def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., Any]) -> None:
+    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
+    head = report.keys.query("space == 'head' and layer == 0 and head == 2")
+    positions = {v: sorted(g["position"]) for v, g in head.groupby("variant")}
+    assert set(positions) == set(VARIANTS)
+    assert len({tuple(p) for p in positions.values()}) == 1
+    count = len(positions["intact"])
+    assert selectability.SAMPLED <= count <= selectability.SAMPLED + 4 * selectability.HARDEST_PER_VARIANT
+    again = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
+    assert report.keys.equals(again.keys)
+
+
+def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
+    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+    from ln_probe.analyses.lab.norms import calibrate
+
+    torch.manual_seed(0)
+    model = LabTransformer(LabConfig(n_layers=1, d_model=16, n_heads=2, d_vocab=50, n_ctx=32, norm="projection_only"))
+    with calibrate(model):
+        model(TOKENS[None])
+    report = ln_probe.analyze(model, TOKENS[None], progress=False)
+    head = report.heads.query("space == 'head'")
+    assert head["query_radius"].isna().all()
+    assert head["keys"].eq(24).all()
+    assert (head.query("variant == 'no_scaling'")["no_op"] == "projection_only: it does not scale").all()

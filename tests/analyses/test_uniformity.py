@@ -1,0 +1,145 @@
+"""Uniform attention: the planted query, what un-projecting its keys does to it, and random directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ln_probe.analyses import uniformity
+from ln_probe.analyses.variants import variant_outputs
+from ln_probe.hooks.attention import Heads, Rotary, attention_pattern
+from ln_probe.hooks.sites import Site, find_sites
+
+D, D_HEAD, N = 12, 12, 40
+
+
+def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
+    """A head whose W_K is invertible, so that a query with gain * (W_K q) = 1 exists; inputs with a mean."""
+    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+
+    torch.manual_seed(seed)
+    model = LabTransformer(LabConfig(n_layers=1, d_model=D, n_heads=1, d_vocab=30, n_ctx=64)).double()
+    with torch.no_grad():
+        model.blocks[0].ln1.w.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+        model.blocks[0].ln1.b.normal_()  # type: ignore[union-attr]
+    site = find_sites(model)[0]
+    W = torch.randn(2, 1, D, D_HEAD, dtype=torch.float64)
+    b = torch.randn(2, 1, D_HEAD, dtype=torch.float64)
+    heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None, 1)
+    return heads, site, torch.randn(N, D, dtype=torch.float64) * 2 + 1
+
+
+def planted(heads: Heads, site: Site) -> torch.Tensor:
+    """q with gain * (W_K q) = 1, [1 head d_head]."""
+    assert site.gain is not None
+    return torch.linalg.solve(site.gain[:, None] * heads.W_K[0], torch.ones(D, dtype=torch.float64))[None, None]
+
+
+def test_planted_query_attends_uniformly() -> None:
+    heads, site, x = layer()
+    q = planted(heads, site)
+    outputs = variant_outputs(site, x, 1.0)
+    k = heads.keys(site.affine(outputs["intact"]))
+    s = uniformity.scores(q, k, heads.divisor)
+    assert float(uniformity.score_spread(s)[0, 0]) < 1e-10
+    ratio = uniformity.entropy_ratio(attention_pattern(q, k, heads.divisor))
+    assert float(ratio[0, 0]) == pytest.approx(1.0, abs=1e-12)
+    # arccos resolves an angle of 0 to the square root of float64
+    assert float(uniformity.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-5
+
+
+def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
+    """q·W_Kᵀ(gain·mu·1/sigma) (science, section 3)."""
+    heads, site, x = layer()
+    assert site.gain is not None
+    outputs = variant_outputs(site, x, 1.0)
+    for q in (planted(heads, site), torch.randn(1, 1, D_HEAD, dtype=torch.float64)):
+        with_, without = (
+            uniformity.scores(q, heads.keys(site.affine(outputs[v])), heads.divisor)[0, 0]
+            for v in ("intact", "no_projection")
+        )
+        added = site.gain * x.mean(-1, keepdim=True) / site.sigma(x)
+        predicted = (added @ heads.W_K[0]) @ q[0, 0] / heads.divisor
+        torch.testing.assert_close(without - with_, predicted, rtol=1e-10, atol=1e-10)
+        assert float(predicted.std()) > 1e-3, "the prediction must say something"
+    assert float((without - with_).abs().max()) > 0.01
+
+
+def test_random_directions_are_near_ninety_degrees() -> None:
+    """Mean folded angle of a random direction: 90° - (180/π)·sqrt(2/(π d)) to first order."""
+    for d in (64, 768):
+        expected = 90 - math.degrees(math.sqrt(2 / (math.pi * d)))
+        assert uniformity.random_angle(d) == pytest.approx(expected, abs=0.3)
+    heads, site, _ = layer()
+    angles = uniformity.angle_to_uniform(heads, site.gain, torch.randn(4000, 1, D_HEAD, dtype=torch.float64))
+    assert 0 <= float(angles.min()) <= float(angles.max()) <= 90
+    assert float(angles.mean()) > 60
+
+
+def test_angle_by_definition() -> None:
+    heads, site, _ = layer()
+    q = torch.randn(5, 1, D_HEAD, dtype=torch.float64)
+    assert site.gain is not None
+    v = (q[:, 0] @ heads.W_K[0].T) * site.gain
+    cosine = v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(D))
+    np.testing.assert_allclose(
+        uniformity.angle_to_uniform(heads, site.gain, q)[:, 0], np.degrees(np.arccos(cosine)), rtol=1e-10
+    )
+
+
+def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
+    heads, site, _ = layer()
+    angles = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.3, 0.05]))
+    table = torch.cat([angles, angles], dim=-1).double()
+    heads = Heads(**{**vars(heads), "rotary": Rotary(table.cos(), table.sin(), False)})
+    q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
+    found = uniformity.angle_to_uniform(heads, site.gain, q)[:, 0]
+    assert heads.rotary is not None
+    assert site.gain is not None
+    turned = heads.rotary(q, torch.arange(9))
+    for t in (0, 3, 8):
+        by_key = []
+        for j in range(t + 1):
+            matrix = heads.rotary(torch.eye(D_HEAD, dtype=torch.float64)[:, None], torch.full((D_HEAD,), j))[:, 0]
+            v = site.gain * (heads.W_K[0] @ (matrix @ turned[t, 0]))  # rows of `matrix` are R e_i, so it is Rᵀ
+            by_key.append(math.degrees(math.acos(float(v.sum().abs() / (v.norm() * math.sqrt(D))))))
+        assert float(found[t]) == pytest.approx(np.mean(by_key), rel=1e-9)
+
+
+def test_spread_and_entropy_see_only_visible_keys() -> None:
+    s = torch.tensor([[[1.0, 99.0, -99.0], [1.0, 3.0, 99.0], [2.0, 2.0, 2.0]]], dtype=torch.float64)
+    np.testing.assert_allclose(uniformity.score_spread(s)[0], [0.0, 1.0, 0.0], atol=1e-12)
+    hidden = torch.ones(3, 3).triu(1).bool()
+    ratio = uniformity.entropy_ratio(s.masked_fill(hidden, -math.inf).softmax(-1))[0]
+    assert math.isnan(float(ratio[0]))
+    p = 1 / (1 + math.exp(2))
+    assert float(ratio[1]) == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)) / math.log(2))
+    assert float(ratio[2]) == pytest.approx(1.0)
+
+
+def test_spread_floor_is_the_best_query_of_length_one() -> None:
+    torch.manual_seed(0)
+    k = torch.randn(30, 1, 3, dtype=torch.float64)
+    axes = torch.randn(1, 3, 3, dtype=torch.float64)
+    u = torch.randn(200_000, 3, dtype=torch.float64)
+    u = u / u.norm(dim=-1, keepdim=True)
+    found = (k[:, 0] @ (axes[0] @ u.T)).std(0, correction=0).min()
+    floor = float(uniformity.spread_floor(k, axes)[0])
+    assert floor <= float(found) <= floor * 1.01
+    assert math.isnan(float(uniformity.spread_floor(k, None)[0]))
+    assert float(uniformity.spread_floor(k[:2], axes)[0]) == 0.0
+
+
+def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callable[..., Any]) -> None:
+    """RMSNorm has no uniform direction: NaN, not 0."""
+    import ln_probe
+
+    report = ln_probe.analyze(make_bridge("llama"), torch.arange(20)[None], probes=("uniformity",), progress=False)
+    head = report.heads[report.heads["space"] == "head"]
+    assert head["uniform_angle_deg"].isna().all()
+    assert head["entropy_ratio"].between(0, 1).all()

@@ -1,0 +1,109 @@
+"""The command line as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import ln_probe
+from ln_probe.cli import app
+
+runner = CliRunner()
+
+
+def report(*args: object) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["report", "--quiet", *map(str, args)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_one_real_checkpoint(capp: Path, tmp_path: Path) -> None:
+    out = tmp_path / "reports"
+    code, printed, said = report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3", "--json")
+    assert code == 0, said
+    assert json.loads(printed)["models"][0]["error"] is None
+    assert (out / "index.html").exists()
+    made = ln_probe.load_report(out / "capp_gpt")
+    assert set(made.heads["layer"]) == {0, 2, 3}
+    assert made.provenance["request"]["max_tokens"] == 24
+    stamp = (out / "capp_gpt" / "report.json").stat().st_mtime_ns
+    assert "already done" in report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3")[2]
+    assert (out / "capp_gpt" / "report.json").stat().st_mtime_ns == stamp
+    (out / "capp_gpt" / "heads.parquet").write_bytes(b"PAR1")
+    code, _, said = report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3")
+    assert code == 0
+    assert "doing it again" in said
+    assert len(ln_probe.load_report(out / "capp_gpt").heads) > 0
+
+
+def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((capp / "config.json").read_text())
+    (broken / "model.safetensors").write_bytes((capp / "model.safetensors").read_bytes()[:5000])
+    out = tmp_path / "reports"
+    code, _, said = report(broken, capp, "--out", out, "--max-tokens", 12, "--probes", "decomposition")
+    assert code == 1
+    assert "failed:" in said
+    assert "model.safetensors" in said
+    assert (out / "capp_gpt" / "report.html").exists()
+    assert "failed:" in (out / "index.html").read_text()
+    assert not (out / "broken").exists()
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (["x", "--probes", "magic"], "unknown probe 'magic': choose from decomposition, selectability, uniformity"),
+    (["x", "--keys", "few"], "--keys must be one of hardest, all, got 'few'"),
+    (["x", "--layers", "a-b"], "--layers takes numbers and ranges such as 0,3-5, got 'a-b'"),
+    (["x", "--layers", "5-3"], "names no layer"),
+    (["x", "--prompts", "nothing.txt"], "no prompts file 'nothing.txt'"),
+    (["x", "x"], "'x' is given twice"),
+])  # fmt: skip
+def test_bad_arguments_exit_with_2(args: list[str], said: str, tmp_path: Path) -> None:
+    code, _, error = report(*args, "--out", tmp_path / "out")
+    assert code == 2
+    assert said in error
+
+
+def test_max_tokens_below_one(tmp_path: Path) -> None:
+    assert report("x", "--max-tokens", 0, "--out", tmp_path)[0] == 2
+
+
+def test_an_unwritable_folder_is_found_out_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, _, said = report("no-such-model", "--out", tmp_path / "file" / "reports")
+    assert code == 2
+    assert "cannot write to" in said
+    assert "no-such-model" not in said, "the work began before the folder was checked"
+
+
+def test_an_unknown_model_fails_with_its_name(tmp_path: Path) -> None:
+    code, _, said = report("gpt3-enormous", "--out", tmp_path / "r")
+    assert code == 1
+    assert "gpt3-enormous" in said
+
+
+def test_help_and_import_are_cheap() -> None:
+    """Neither torch nor TransformerLens is imported before it is needed."""
+    code = (
+        "import sys, ln_probe, ln_probe.cli; from typer.testing import CliRunner; "
+        "r = CliRunner().invoke(ln_probe.cli.app, ['report', '--help']); assert r.exit_code == 0; "
+        "print([m for m in ('torch', 'transformer_lens', 'pandas', 'matplotlib', 'numba') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "[]"
+
+
+def test_names() -> None:
+    listed = runner.invoke(app, ["models", "--bundled"]).stdout.split()
+    assert listed == ln_probe.bundled_models()
+    assert "by hub name" in runner.invoke(app, ["models"]).stdout
+    assert runner.invoke(app, ["--version"]).stdout.strip() == f"ln-probe {ln_probe.__version__}"
+    with pytest.raises(AttributeError, match="module 'ln_probe' has no attribute 'analyse'"):
+        _ = ln_probe.analyse  # type: ignore[attr-defined]
