@@ -63,7 +63,9 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
             scores_of(ordered, unit, len(leaders), scores)
             if sets.biased and unit[-1] <= 0.0:  # give up half of the gap to count the bias, see verdicts.py
                 rest = np.delete(scores[: counts[a]], todo[k]) if todo[k] < counts[a] else scores[: counts[a]]
-                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (2.0 * max(float(np.ptp(ordered[-1])), 1.0))
+                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (
+                    2.0 * max(float(np.ptp(ordered[-1])), 1.0)
+                )
                 unit /= np.linalg.norm(unit)
                 scores_of(ordered, unit, len(leaders), scores)
             gaps = scores[todo[k]] - scores
@@ -82,7 +84,9 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     return FirstUnselectable(at, query, SparseWeights.of_rows(rows, number))
 
 
-def _probe(sets: KeyCoordinates, targets: Ints, counts: Ints) -> tuple[Ints, Floats, list[tuple[Ints, Floats]]]:
+def _probe(
+    sets: KeyCoordinates, targets: Ints, counts: Ints
+) -> tuple[Ints, Floats, list[tuple[Ints, Floats]]]:
     """Is each target inside the hull of the first `counts` representatives? First in white coordinates."""
     ended = np.zeros(len(targets), np.int64)
     units = np.zeros((len(targets), sets.normalized.shape[1]))

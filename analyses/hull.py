@@ -21,10 +21,11 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from numpy.typing import NDArray
 
-from ln_probe.analyses.certificates import Checker, check_bracket
+from ln_probe.analyses.attainable import WEIGHT_GAP, Attainable, attainable, scores_over
+from ln_probe.analyses.certificates import Checker
 from ln_probe.analyses.first_unselectable import FirstUnselectable, first_unselectable
 from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, coordinates
-from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins, measured
+from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins
 from ln_probe.analyses.query_sets import QuerySet, query_sets
 from ln_probe.analyses.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
 
@@ -42,6 +43,7 @@ class SetGeometry:
     verdicts: Verdicts
     margins: Margins | None
     first: FirstUnselectable | None
+    attainable: Attainable | None
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class KeyGeometry:
         margin_lower, margin_upper: certified bounds of the distance to the hull of the other keys, in
             `margin_unit`: the best score gap over queries of unit length (of the ellipsoid, if there is one).
             0 for unselectable and duplicate keys; NaN for a single key and where margins were not asked for.
-        attainable: the largest softmax weight of each key over the query set that was found, at most
-            `attainable_upper` from the largest there is; NaN without a query set.
+        attainable: the largest softmax weight that a query of the set was found to give each key;
+            `attainable_upper`, at most 0.01 more, is what no query of the set exceeds. NaN without a query
+            set.
         first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t,
             -1 if never; None unless asked for with `causal`.
         representative: index of the first key equal to each key within `tau`.
@@ -92,7 +95,11 @@ class KeyGeometry:
         if name not in ("selectable", "duplicate"):
             raise ValueError(
                 f"key {i} is {name}: it has no witness query"
-                + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
+                + (
+                    f", weights({i}) gives the convex weights that reproduce it"
+                    if name == "unselectable"
+                    else ""
+                )
             )
         return self._original(b, self._found[b].verdicts.query[i])
 
@@ -118,7 +125,11 @@ class KeyGeometry:
         else:
             raise ValueError(
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
-                + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
+                + (
+                    f", witness({i}) gives the query that selects it"
+                    if name == "selectable"
+                    else " as far as is known"
+                )
             )
         return found
 
@@ -128,35 +139,36 @@ class KeyGeometry:
         Raises:
             CertificateError: a certificate does not prove its verdict, position or margin.
         """
-        number = self._keys.shape[1]
-        everyone = np.arange(number)
         for b, found in enumerate(self._found):
             bias = None if self._bias is None else self._bias[b]
-            checker = Checker(self._keys[b], bias, self.tau, f" of set {b}" if self.verdict.ndim > 1 else "")
-            group = found.sets.representative
-            points = None if found.margins is None else self._measured(b)
-            for i in range(number):
-                code, leader = int(found.verdicts.code[i]), int(group[i])
-                if leader != i:
-                    checker.equals(i, leader)
-                    continue  # the rest is proved for its representative
-                others = everyone[group != i]
-                if code in (SELECTABLE, DUPLICATE):
-                    checker.selects(i, self._original(b, found.verdicts.query[i]), others)
-                elif code == UNSELECTABLE:
-                    checker.reproduces(i, *self._weights(b, i))
-                    if found.first is not None:
-                        at = int(found.first.at[i])
-                        if self._weights(b, i)[0].max() > at:
-                            raise AssertionError(f"key {i}: its weights use keys after position {at}")
-                        query = found.first.query[i]
-                        if at > i and np.isfinite(query).all():
-                            checker.selects(i, self._original(b, query), others[others < at])
-                if found.margins is not None and points is not None and code == SELECTABLE and len(others):
-                    lower, upper = float(found.margins.lower[i]), float(found.margins.upper[i])
-                    rivals = found.sets.leaders[found.sets.leaders != i]
-                    proof = found.margins.query[i], *found.margins.weights.row(i)
-                    check_bracket(points, i, lower, upper, *proof, rivals, found.sets.bias_scale > 0.0)
+            name = f" of set {b}" if self.verdict.ndim > 1 else ""
+            checker = Checker(self._keys[b], bias, found.sets.representative, self.tau, name)
+            queries = None if self._queries is None else self._queries[b]
+            if queries is not None:
+                checker.ask(queries.center, queries.axes)
+            for i in range(self._keys.shape[1]):
+                self._certify(checker, found, b, i)
+
+    def _certify(self, checker: Checker, found: SetGeometry, b: int, i: int) -> None:
+        code, reach = int(found.verdicts.code[i]), found.attainable
+        if reach is not None:
+            checker.gets(i, float(reach.weight[i]), reach.point[i])
+            checker.gets_at_most(i, float(reach.upper[i]), reach.proof[i])
+        if found.sets.representative[i] != i:
+            checker.equals(i, int(found.sets.representative[i]))
+            return  # the rest is proved for the representative
+        if code in (SELECTABLE, DUPLICATE):
+            checker.selects(i, self._original(b, found.verdicts.query[i]))
+        elif code == UNSELECTABLE:
+            checker.reproduces(i, *self._weights(b, i))
+            if found.first is not None:
+                at = int(found.first.at[i])
+                checker.reproduces(i, *self._weights(b, i), until=at)
+                if at > i and np.isfinite(found.first.query[i]).all():
+                    checker.selects(i, self._original(b, found.first.query[i]), until=at - 1)
+        if found.margins is not None and code == SELECTABLE and len(found.sets.leaders) > 1:
+            checker.is_away(i, float(found.margins.lower[i]), found.margins.query[i])
+            checker.is_within(i, float(found.margins.upper[i]), *found.margins.weights.row(i))
 
     def _place(self, index: tuple[Any, ...]) -> tuple[int, int]:
         if len(index) == 1 and isinstance(index[0], tuple):
@@ -182,10 +194,6 @@ class KeyGeometry:
         found = self._found[b]
         leader = int(found.sets.representative[i])
         return (found.verdicts if found.first is None else found.first).weights.row(leader)
-
-    def _measured(self, b: int) -> Float64[np.ndarray, "key dim"]:
-        axes = None if self._queries is None else self._queries[b].axes
-        return measured(self._found[b].sets, axes)
 
     def _original(self, b: int, query: Float64[np.ndarray, " dim"]) -> Float64[np.ndarray, " d"]:
         """A query over normalized keys as one over the keys as they were given."""
@@ -246,7 +254,9 @@ def key_geometry(
     if bias is not None:
         lift = _floats("bias", bias)
         if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
-            raise ValueError(f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}")
+            raise ValueError(
+                f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}"
+            )
         lift = np.broadcast_to(lift, values.shape[:-1])
         _finite("bias", lift[..., None])
     if not batched:
@@ -256,8 +266,8 @@ def key_geometry(
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
 
     def one(b: int) -> SetGeometry:
-        axes = None if ellipsoids is None else ellipsoids[b].axes
-        return set_geometry(values[b], None if lift is None else lift[b], axes, causal, gap)
+        queries = None if ellipsoids is None else ellipsoids[b]
+        return set_geometry(values[b], None if lift is None else lift[b], queries, causal, gap)
 
     found = in_threads(one, range(len(values)), threads)
     nothing = np.full(values.shape[:2], np.nan)
@@ -267,10 +277,18 @@ def key_geometry(
 
     return KeyGeometry(
         verdict=shaped([NAMES[f.verdicts.code] for f in found]),
-        margin_lower=shaped([nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]),
-        margin_upper=shaped([nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]),
-        attainable=shaped(list(nothing)),
-        attainable_upper=shaped(list(nothing)),
+        margin_lower=shaped(
+            [nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]
+        ),
+        margin_upper=shaped(
+            [nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]
+        ),
+        attainable=shaped(
+            [nothing[b] if f.attainable is None else f.attainable.weight for b, f in enumerate(found)]
+        ),
+        attainable_upper=shaped(
+            [nothing[b] if f.attainable is None else f.attainable.upper for b, f in enumerate(found)]
+        ),
         first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
         representative=shaped([f.sets.representative for f in found]),
         margin_unit="rms" if ellipsoids is None else "nats",
@@ -285,18 +303,27 @@ def key_geometry(
 def set_geometry(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None = None,
-    axes: Float64[np.ndarray, "d r"] | None = None,
+    queries: QuerySet | None = None,
     causal: bool = False,
     gap: float | None = RELATIVE_GAP,
 ) -> SetGeometry:
     """The geometry of one set of valid float64 keys, in the calling thread; `gap` None leaves margins out."""
+    if queries is not None:
+        scores_over(keys, queries, bias)  # raises if they overflow
     sets = coordinates(keys, bias)
     verdicts = decide(sets)
+    axes = None if queries is None else queries.axes
+    measures = None if gap is None else margins(sets, verdicts, axes, gap)
+    reach = None
+    if queries is not None:  # the query of the best margin is a good one to start from
+        starts = None if measures is None else measures.query[:, : queries.axes.shape[1]]
+        reach = attainable(keys, queries, bias, starts, WEIGHT_GAP)
     return SetGeometry(
         sets=sets,
         verdicts=verdicts,
-        margins=None if gap is None else margins(sets, verdicts, axes, gap),
+        margins=measures,
         first=first_unselectable(sets, verdicts) if causal else None,
+        attainable=reach,
     )
 
 
@@ -322,7 +349,9 @@ def _floats(name: str, values: Any) -> _Floats:
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
             return np.ascontiguousarray(values, dtype=np.float64)
-    raise TypeError(f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64")
+    raise TypeError(
+        f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
+    )
 
 
 def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:

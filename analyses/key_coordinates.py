@@ -190,7 +190,9 @@ def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
     return np.ascontiguousarray(vectors[:, extent > RANK_TOLERANCE])
 
 
-def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None = None) -> KeyCoordinates:
+def coordinates(
+    keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None = None
+) -> KeyCoordinates:
     """Merge equal keys and find the coordinates in which the rest are judged."""
     normalized, scale, bias_scale = normalize(keys, bias)
     biased = bias is not None

@@ -27,7 +27,9 @@ class Margins:
 
     lower: Float64[np.ndarray, " key"]
     upper: Float64[np.ndarray, " key"]
-    query: Float64[np.ndarray, "key dim"]  # proves lower; over `measured` keys; NaN where the margin is 0 or undefined
+    query: Float64[
+        np.ndarray, "key dim"
+    ]  # proves lower; over `measured` keys; NaN where the margin is 0 or undefined
     weights: SparseWeights  # prove upper
 
 

@@ -35,7 +35,9 @@ _STEPS_PER_DIMENSION = 60
 
 
 @compiled
-def _append(inverse: Floats, solution: Floats, border: Floats, work: Floats, e: Floats, m: int, floor: float) -> bool:
+def _append(
+    inverse: Floats, solution: Floats, border: Floats, work: Floats, e: Floats, m: int, floor: float
+) -> bool:
     """Border the inverse by one point, whose Gram column is `border`. False if it is affinely dependent."""
     for a in range(m):
         total = 0.0

@@ -18,6 +18,12 @@ class QuerySet:
     center: Float64[np.ndarray, " d"]
     axes: Float64[np.ndarray, "d r"]
 
+    def compact(self) -> QuerySet:
+        """The same set with at most d axes (only `axes @ axes.T` matters)."""
+        if self.axes.shape[1] <= self.axes.shape[0]:
+            return self
+        return QuerySet(self.center, np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T))
+
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     """A query set for each of `number` sets of keys of dimension `d`, from what a user may give.
@@ -44,7 +50,10 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
         )
     centers = np.broadcast_to(center, (number, d))
     half_axes = np.broadcast_to(axes, (number, *axes.shape[-2:]))
-    return [QuerySet(np.ascontiguousarray(c), np.ascontiguousarray(a)) for c, a in zip(centers, half_axes, strict=True)]
+    return [
+        QuerySet(np.ascontiguousarray(c), np.ascontiguousarray(a)).compact()
+        for c, a in zip(centers, half_axes, strict=True)
+    ]
 
 
 def _array(name: str, values: Any) -> NDArray[np.float64]:

@@ -1,0 +1,85 @@
+"""How much attention can a key get? Its largest softmax weight over a set of queries, certified.
+
+The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized
+residual stream, or the part of it that occurs. The log of a softmax weight is concave in the query, so a
+point and the gradient there bound the weight on the whole set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+
+from ln_probe.analyses.ball_newton import largest_weights
+from ln_probe.analyses.query_sets import QuerySet
+
+# The largest weight is found to this (absolute): attention is read to two digits.
+WEIGHT_GAP = 0.01
+
+
+@dataclass(frozen=True)
+class Attainable:
+    """Largest weights of the keys of one set over one set of queries."""
+
+    weight: Float64[np.ndarray, " key"]  # that some query gives
+    upper: Float64[np.ndarray, " key"]  # that no query exceeds
+    point: Float64[np.ndarray, "key r"]  # u of the query that gives `weight`
+    proof: Float64[np.ndarray, "key r"]  # u at which the gradient proves `upper`
+    axes: Float64[np.ndarray, "d r"]  # what u multiplies
+
+
+def attainable(
+    keys: Float64[np.ndarray, "key d"],
+    queries: QuerySet,
+    bias: Float64[np.ndarray, " key"] | None = None,
+    starts: Float64[np.ndarray, "key r"] | None = None,
+    gap: float = WEIGHT_GAP,
+) -> Attainable:
+    """The largest softmax weight of every key over a set of queries.
+
+    Args:
+        keys: their products with queries, plus `bias`, are scores in nats.
+        queries: the set, compact.
+        starts: directions of u in which good queries are expected, of any length; NaN or 0 where there are
+            none.
+        gap: how far apart weight and upper bound may be.
+
+    Raises:
+        ValueError: scores that overflow.
+    """
+    rows, offset = scores_over(keys, queries, bias)
+    first = _into_ball(rows)
+    both = np.stack([first] if starts is None else [first, _into_ball(np.nan_to_num(starts))])
+    everyone = np.arange(len(keys))
+    weight, upper, point, proof, _ = largest_weights(
+        rows, np.ascontiguousarray(rows.T), offset, everyone, both, gap
+    )
+    return Attainable(weight, upper, point, proof, queries.axes)
+
+
+def scores_over(
+    keys: Float64[np.ndarray, "key d"], queries: QuerySet, bias: Float64[np.ndarray, " key"] | None
+) -> tuple[Float64[np.ndarray, "key r"], Float64[np.ndarray, " key"]]:
+    """Rows and offset such that the scores of the query `u` are `offset + rows @ u`, up to one common number.
+
+    Raises:
+        ValueError: scores that overflow.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        centred = keys - keys.mean(axis=0)
+        rows = np.ascontiguousarray(centred @ queries.axes)
+        offset = centred @ queries.center + (0.0 if bias is None else bias)
+        largest = np.sum(rows * rows)
+    if not (np.isfinite(largest) and np.isfinite(offset).all()):
+        raise ValueError(
+            "the scores of the keys over the query set overflow float64: scale keys or queries down"
+        )
+    return rows, offset
+
+
+def _into_ball(rows: Float64[np.ndarray, "key r"]) -> Float64[np.ndarray, "key r"]:
+    """Each row over its length; zero stays zero."""
+    length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
+    return rows / np.where(length > 0.0, length, 1.0)

@@ -1,0 +1,179 @@
+"""How much attention a key can get: known answers, brute force, and a general solver."""
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+import ln_probe
+from ln_probe.analyses.attainable import WEIGHT_GAP, attainable
+from ln_probe.analyses.certificates import CertificateError
+from ln_probe.analyses.query_sets import QuerySet
+
+
+def log_weights(keys, queries, bias=0.0):
+    scores = queries @ keys.T + bias
+    scores = scores - scores.max(axis=1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+
+
+def weights(keys, queries, bias=0.0):
+    return np.exp(log_weights(keys, queries, bias))
+
+
+def in_ball(rng, number, dim):
+    u = rng.standard_normal((number, dim))
+    u /= np.linalg.norm(u, axis=1, keepdims=True)
+    return u * rng.uniform(0, 1, (number, 1)) ** (1 / (4 * dim))
+
+
+def by_zooming_in(rng, keys, bias, center, axes, u):
+    """Largest log weight of each key: the best of many points, then of ever closer ones around the best."""
+    logs = log_weights(keys, center + u @ axes.T, bias)
+    best, at = logs.max(axis=0), u[logs.argmax(axis=0)]
+    for k in range(300):
+        near = at[:, None] + 0.95**k * 0.3 * rng.standard_normal((len(keys), 200, u.shape[1]))
+        near /= np.maximum(np.linalg.norm(near, axis=2, keepdims=True), 1)
+        for i in range(len(keys)):
+            logs = log_weights(keys, center + near[i] @ axes.T, bias)[:, i]
+            if logs.max() > best[i]:
+                best[i], at[i] = logs.max(), near[i, logs.argmax()]
+    return best
+
+
+def test_two_opposite_keys():
+    # The best query of length R along a key gives it the score R, the other -R.
+    for radius in (0.1, 1.0, 3.0):
+        geometry = ln_probe.key_geometry(np.array([[1.0], [-1.0]]), query_set=radius)
+        expected = 1 / (1 + np.exp(-2 * radius))
+        assert (geometry.attainable <= expected + 1e-12).all()
+        assert (geometry.attainable >= expected - WEIGHT_GAP).all()
+        assert (geometry.attainable_upper >= expected - 1e-12).all()
+        geometry.certify()
+
+
+def test_a_key_in_the_middle_of_a_square():
+    # By symmetry no query does better than zero: a fifth each.
+    keys = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
+    geometry = ln_probe.key_geometry(keys, query_set=50.0)
+    assert geometry.attainable[4] == pytest.approx(0.2, abs=WEIGHT_GAP)
+    assert geometry.attainable_upper[4] >= 0.2
+    assert (geometry.attainable[:4] > 0.98).all()
+    assert np.isnan(ln_probe.key_geometry(keys).attainable).all()
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
+def test_brute_force_in_two_and_three_dimensions(dim, size):
+    rng = np.random.default_rng(dim)
+    u = in_ball(rng, 20_000, dim)
+    for _ in range(4):
+        keys, center = rng.standard_normal((12, dim)), rng.standard_normal(dim)
+        axes, bias = size * rng.standard_normal((dim, dim)), rng.standard_normal(12)
+        geometry = ln_probe.key_geometry(keys, bias=bias, query_set=(center, axes))
+        geometry.certify()
+        best = np.exp(by_zooming_in(rng, keys, bias, center, axes, u))
+        assert (geometry.attainable_upper >= best - 1e-9).all()
+        assert (geometry.attainable <= best + 1e-3).all()
+        assert (geometry.attainable_upper - geometry.attainable <= WEIGHT_GAP + 1e-12).all()
+
+
+@pytest.mark.parametrize(("n", "dim", "size"), [(10, 3, 2.0), (30, 6, 1.0), (25, 8, 5.0)])
+def test_a_general_solver_finds_the_same(n, dim, size):
+    rng = np.random.default_rng(n)
+    keys, center = rng.standard_normal((n, dim)), rng.standard_normal(dim)
+    axes = size * rng.standard_normal((dim, dim)) / np.sqrt(dim)
+    geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
+    for i in range(n):
+
+        def loss(u, i=i):
+            scores = keys @ (center + axes @ u)
+            return np.logaddexp.reduce(scores) - scores[i]
+
+        solved = minimize(
+            loss,
+            np.zeros(dim),
+            constraints={"type": "ineq", "fun": lambda u: 1 - u @ u, "jac": lambda u: -2 * u},
+            method="SLSQP",
+            options={"maxiter": 500, "ftol": 1e-10},
+        )
+        best = np.exp(-solved.fun)
+        assert geometry.attainable[i] >= best - WEIGHT_GAP - 1e-6
+        assert geometry.attainable[i] <= best + 1e-4
+        assert geometry.attainable_upper[i] >= best - 1e-6
+
+
+def test_a_degenerate_ellipsoid_is_a_set_of_fewer_dimensions():
+    rng = np.random.default_rng(0)
+    keys, center = rng.standard_normal((20, 4)), rng.standard_normal(4)
+    axis = rng.standard_normal((4, 1))
+    line = np.linspace(-1, 1, 20001)[:, None]
+    best = weights(keys, center + line @ axis.T).max(axis=0)
+    for axes in (axis, np.concatenate([axis, np.zeros((4, 2))], axis=1), axis @ np.array([[0.6, 0.8]])):
+        geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
+        geometry.certify()
+        assert (np.abs(geometry.attainable - best) <= WEIGHT_GAP + 1e-6).all()
+        # Margins are measured along the one axis: only the two ends have any.
+        assert (geometry.margin_upper > 1e-6).sum() == 2
+        assert (geometry.verdict == ln_probe.key_geometry(keys).verdict).all()
+    point = ln_probe.key_geometry(keys, query_set=(center, np.zeros((4, 0))))
+    np.testing.assert_allclose(point.attainable, weights(keys, center[None])[0], atol=1e-12)
+    np.testing.assert_allclose(point.attainable_upper, point.attainable, atol=1e-12)
+
+
+def test_only_the_shape_of_the_ellipsoid_matters():
+    rng = np.random.default_rng(0)
+    keys, center, axes = rng.standard_normal((30, 4)), rng.standard_normal(4), rng.standard_normal((4, 4))
+    rotation = np.linalg.qr(rng.standard_normal((9, 9)))[0][:4]
+    here = ln_probe.key_geometry(keys, query_set=(center, axes), margins="exact")
+    there = ln_probe.key_geometry(keys, query_set=(center, axes @ rotation), margins="exact")
+    np.testing.assert_allclose(here.margin_lower, there.margin_lower, rtol=1e-5)
+    np.testing.assert_allclose(here.attainable, there.attainable, atol=WEIGHT_GAP)
+
+
+def test_nested_sets_give_nested_weights():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((100, 16)) * rng.lognormal(0, 1, (100, 1))
+    center, axes = rng.standard_normal(16), rng.standard_normal((16, 16))
+    small = attainable(keys, QuerySet(center, 0.4 * axes))
+    large = attainable(keys, QuerySet(center, axes))
+    assert (small.weight <= large.upper + 1e-9).all()
+    assert large.weight.mean() > small.weight.mean() + 0.05
+
+
+def test_an_unselectable_key_gets_at_most_half():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((200, 4))
+    geometry = ln_probe.key_geometry(keys, query_set=100.0)
+    hidden = geometry.verdict == "unselectable"
+    assert hidden.sum() > 50
+    assert (geometry.attainable[hidden] <= 0.5).all()
+    assert (geometry.attainable[geometry.margin_lower > 10.0] > 0.98).all()
+
+
+def test_heavy_tailed_heads_are_certified():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((512, 64)) * rng.lognormal(0, 1, (512, 1))
+    for size in (0.3, 1.0, 3.0):  # scores up to some 100 nats
+        geometry = ln_probe.key_geometry(keys, query_set=size)
+        assert (geometry.attainable_upper - geometry.attainable <= WEIGHT_GAP + 1e-12).all()
+        geometry.certify()
+
+
+def test_a_wrong_weight_is_found():
+    keys = np.random.default_rng(0).standard_normal((9, 3))
+    geometry = ln_probe.key_geometry(keys, query_set=2.0)
+    geometry._found[0].attainable.weight[4] += 0.02
+    with pytest.raises(CertificateError, match="key 4: attainable is"):
+        geometry.certify()
+    geometry = ln_probe.key_geometry(keys, query_set=2.0)
+    geometry._found[0].attainable.upper[4] -= 0.02
+    with pytest.raises(CertificateError, match="key 4: attainable_upper is"):
+        geometry.certify()
+
+
+def test_scores_that_overflow():
+    keys = np.random.default_rng(0).standard_normal((9, 3)) * 1e200
+    with pytest.raises(
+        ValueError, match="scores of the keys over the query set overflow float64: scale keys"
+    ):
+        ln_probe.key_geometry(keys, query_set=1e200)
