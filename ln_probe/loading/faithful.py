@@ -54,7 +54,13 @@ def into_world(
     hugging_face = cast(Any, pretrained.model)
     tokens = equivalence.probe_tokens(pretrained.config, device)
     # Before any wrapping: the bridge changes the very model it wraps.
-    reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    try:
+        reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    except Exception as error:
+        raise ValueError(
+            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
+            f"{device}: {type(error).__name__}: {error}"
+        ) from error
     bound = equivalence.CONVERSION_BOUND[source.dtype]
 
     obstacle = hooked_obstacle(pretrained)

@@ -64,36 +64,33 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
             config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
             that holds more than tensors.
     """
-    import torch
     from transformers import AutoConfig
 
     folder = checkpoint.folder
     model_class, notes = _model_class(checkpoint)
-    # Missing weights (a headless model's head) are drawn at random: from a seed, leaving the caller's own.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            _complete_token_ids(config)
-            options: dict[str, Any] = {
-                "config": config,
-                "dtype": dtype,
-                "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
-                "output_loading_info": True,
-                "local_files_only": True,
-            }
-            if checkpoint.pickled:
-                options["state_dict"] = _read_pickles(checkpoint.weights)
-                model, info = model_class.from_pretrained(None, **options)
-            else:
-                model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
-        except _PickleRefusedError:
-            raise
-        except Exception as error:  # whatever the config and the file provoke, the answer is the same
-            raise ValueError(
-                f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
-                f"{type(error).__name__}: {_first_lines(error)}"
-            ) from error
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _complete_token_ids(config)
+        config.transformers_weights = None  # would name another weight file than the one that was checked
+        options: dict[str, Any] = {
+            "config": config,
+            "dtype": dtype,
+            "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
+            "output_loading_info": True,
+            "local_files_only": True,
+        }
+        if checkpoint.pickled:
+            options["state_dict"] = _read_pickles(checkpoint.weights)
+            model, info = model_class.from_pretrained(None, **options)
+        else:
+            model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
+    except _PickleRefusedError:
+        raise
+    except Exception as error:  # whatever the config and the file provoke, the answer is the same
+        raise ValueError(
+            f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
+            f"{type(error).__name__}: {_first_lines(error)}"
+        ) from error
     notes += _check_loading_info(folder, checkpoint, model_class.__name__, info)
     notes += _complete_biases(model)
     model = model.to(device).eval()
@@ -114,7 +111,6 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         ImportError: the package `gguf` is not installed.
         ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with file.open("rb") as stream:
@@ -129,18 +125,21 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         raise ImportError(
             f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'."
         ) from error
+    if (file.parent / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{file.parent} holds a PEFT adapter (adapter_config.json), which transformers would follow to "
+            f"another model. Move {file.name} to a folder of its own."
+        )
     where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
-            )
-            model, info = loaded  # the stubs do not know of output_loading_info
-        except Exception as error:
-            raise ValueError(
-                f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}"
-            ) from error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
+        )
+        model, info = loaded  # the stubs do not know of output_loading_info
+    except Exception as error:
+        raise ValueError(
+            f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}"
+        ) from error
     if info["missing_keys"]:
         raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -145,6 +146,35 @@ def test_options(folder: Path, options: dict[str, Any], message: str) -> None:
 def test_a_path_that_does_not_exist(path: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"does not exist \(looked at .*\)\. Check the path\."):
         load_model(path)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name(name: str) -> None:
+    with pytest.raises(ValueError, match="the model's name is empty"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "nul\0byte", "né", "-rf", "owner/", "a b"])
+def test_a_name_that_is_nothing(name: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=r"No model is called|does not exist"):
+        load_model(name)
+
+
+def test_importing_the_loader_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "transformer_lens", "numpy", "safetensors")
+    code = f"import sys, ln_probe.models; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_config_cannot_name_another_weight_file(folder: Path) -> None:
+    other = load_file(folder / "model.safetensors")
+    other["transformer.ln_f.weight"] += 1
+    save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
+    change_config(folder, transformers_weights="other.safetensors")
+    model: Any = load_model(folder, device="cpu", world="bridge")
+    assert source_of(model).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert torch.equal(model.ln_final.weight, torch.ones(32))
 
 
 def test_a_file_that_is_not_a_model(folder: Path) -> None:
