@@ -104,6 +104,7 @@ def into_world(
         notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
 
     if processing.names():
+        _check_centring(model, source, processing)
         raw = equivalence.logits_of(cast(Any, model), tokens)
         with _explained(source, processing):
             process(model, chosen, processing)
@@ -113,17 +114,14 @@ def into_world(
         if not change <= allowed:
             raise ValueError(
                 f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "
-                "its logits "
-                f"(less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) in "
-                "TransformerLens "
-                f"{source.transformer_lens_version}. Load it without (known causes: an MLP as wide as the "
-                "residual stream, whose square matrix is folded the wrong way round; centring with RMSNorm)."
+                f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
+                f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: in an "
+                "MLP as wide as the residual stream, the square input matrix is folded the wrong way round)."
             )
+        done = ", ".join(processing.names())
         if change == 0:
-            notes.append(f"{', '.join(processing.names())} changed nothing: not done for this architecture")
-        notes.append(
-            f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}"
-        )
+            notes.append(f"{done} changed nothing: not done for this architecture")
+        notes.append(f"log-probabilities before and after {done} agree to {change:.1e}")
     if pretrained.tokenizer is not None:
         cast(
             Any, model
@@ -139,6 +137,16 @@ def into_world(
         ),
     )
     return model
+
+
+def _check_centring(model: nn.Module, source: ModelSource, processing: Processing) -> None:
+    # TransformerLens skips it without a word, and the record would claim what was not done.
+    norm = getattr(getattr(model, "cfg", None), "normalization_type", None)
+    if processing.center_writing_weights and norm not in ("LN", "LNPre"):
+        raise ValueError(
+            f"{source.name}: center_writing_weights is for LayerNorm, which does not see the mean; the norm "
+            f"of this {source.architecture} is {norm!r}, and centring would change the model. Leave it out."
+        )
 
 
 @contextmanager

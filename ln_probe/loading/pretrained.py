@@ -161,13 +161,20 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
 
 def supported_architectures() -> list[str]:
     """Class names of the language models that TransformerLens can hold and transformers can build."""
-    import transformers
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    # Names only: asking transformers for each class would import every one of their modules.
+    language_models: set[str] = set()
+    for named in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        language_models.update(name for name in named.values() if isinstance(name, str))
     return sorted(
         name
-        for name in SUPPORTED_ARCHITECTURES
-        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) and hasattr(transformers, name)
+        for name in language_models.intersection(SUPPORTED_ARCHITECTURES)
+        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
     )
 
 

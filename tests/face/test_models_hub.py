@@ -230,6 +230,19 @@ def test_what_the_hub_refuses(
         load_model("pythia-70m", revision="nope", device="cpu")
 
 
+def test_a_download_that_stops(hub: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise OSError("connection reset")
+
+    write_repository(tmp_path / "gpt2", tiny_gpt2())
+    hub["gpt2@main"] = tmp_path / "gpt2"
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stop)
+    with pytest.raises(
+        ConnectionError, match=r"the download of gpt2 stopped \(OSError: connection reset\)\. Try"
+    ):
+        load_model("gpt2", device="cpu")
+
+
 def test_an_unknown_name_suggests_the_nearest(cache: Path) -> None:
     with pytest.raises(
         ValueError, match=r"No model is called 'pythia-70n'\. Nearest known names: .*pythia-70m"

@@ -360,6 +360,19 @@ def test_a_pickle_is_read_only_on_request(folder: Path, name: str) -> None:
     assert source.logits_max_difference < 1e-5
 
 
+def test_sharded_pickles(folder: Path) -> None:
+    state = to_pickle(folder)
+    (folder / "pytorch_model.bin").unlink()
+    names = sorted(state)
+    shards = {"pytorch_model-1.bin": names[:3], "pytorch_model-2.bin": names[3:]}
+    for file, part in shards.items():
+        torch.save({name: state[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    source = source_of(load_model(folder, device="cpu", allow_pickle=True))
+    assert source.weights_sha256 == sha256_of_files([folder / file for file in shards])
+
+
 class _Payload:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
