@@ -61,6 +61,11 @@ def into_world(
             f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
             f"{device}: {type(error).__name__}: {error}"
         ) from error
+    if not bool(reference.isfinite().all()):
+        raise ValueError(
+            f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
+            "ordinary tokens. Load it in float32 or bfloat16."
+        )
     bound = equivalence.CONVERSION_BOUND[source.dtype]
 
     obstacle = hooked_obstacle(pretrained)
@@ -115,8 +120,8 @@ def into_world(
             raise ValueError(
                 f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "
                 f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
-                f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: in an "
-                "MLP as wide as the residual stream, the square input matrix is folded the wrong way round)."
+                f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: the "
+                "square input matrix of an MLP as wide as the residual stream is folded the wrong way round)."
             )
         done = ", ".join(processing.names())
         if change == 0:

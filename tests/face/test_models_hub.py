@@ -68,7 +68,7 @@ def write_repository(folder: Path, model: PreTrainedModel, *, pickled: bool = Fa
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
     words = {word: i for i, word in enumerate(["?", "<s>", "</s>", "the", "norm"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="?", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)

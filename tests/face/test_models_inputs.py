@@ -251,6 +251,17 @@ def test_weights_that_float16_cannot_hold(folder: Path) -> None:
         load_model(folder, device="cpu", dtype="float16")
 
 
+def test_activations_that_float16_cannot_hold(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    state["transformer.ln_f.weight"] *= 6e4
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = (
+        r"the original's own logits are not finite in float16 on \d+ ordinary tokens\. Load it in float32"
+    )
+    with pytest.raises(ValueError, match=expected):
+        load_model(folder, device="cpu", dtype="float16")
+
+
 def test_weights_that_are_missing(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     del state["transformer.h.0.attn.c_attn.weight"]
@@ -413,7 +424,7 @@ def add_tokenizer(folder: Path, words: list[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=words[0], bos_token=words[1], eos_token=words[2]
     )
@@ -458,7 +469,7 @@ def test_no_tokenizer_is_invented_for_llama(tmp_path: Path) -> None:
         )
     ).save_pretrained(tmp_path)
     for world in (None, "bridge"):
-        model: Any = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
+        model: Any = load_model(tmp_path, device="cpu", world=world)
         assert model.tokenizer is None
 
 
@@ -496,7 +507,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         return torch.nn.Linear(2, 2)
 
     stand_in = types.ModuleType("ln_probe.analyses.lab.training")
-    stand_in.load_run = load_run  # type: ignore[attr-defined]
+    stand_in.load_run = load_run
     monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.training", stand_in)
     (tmp_path / "lab.json").write_text("{}")
 

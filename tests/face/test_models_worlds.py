@@ -124,7 +124,7 @@ def test_logits_are_those_of_hugging_face(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = original(tokens).logits
     for world in worlds_of(case):
-        model = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
+        model = load_model(tmp_path, device="cpu", world=world)
         with torch.no_grad():
             logits = model(tokens, return_type="logits")
         # float32: 1e-5 of the largest logit (measured: 2.1e-6)
@@ -230,7 +230,7 @@ def test_a_folded_model_has_the_log_probabilities_of_the_raw_one(case: str, tmp_
             load_model(tmp_path, device="cpu", center_writing_weights=True)
     for world in worlds_of(case):
         for flags in ({"fold_ln": True}, everything):
-            model = load_model(tmp_path, device="cpu", world=world, **flags)  # type: ignore[arg-type]
+            model = load_model(tmp_path, device="cpu", world=world, **flags)
             with torch.no_grad():
                 logits = model(tokens, return_type="logits").log_softmax(-1)
             assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max()), (world, flags)
@@ -248,9 +248,9 @@ def _gain_is_folded(model: Any) -> bool:
 def test_a_fold_that_changes_the_model_is_refused(world: str, tmp_path: Path) -> None:
     """An MLP as wide as the residual stream: TransformerLens guesses which way round its matrix stands."""
     write_folder(tmp_path, "OPTConfig", SMALL | OPT | {"ffn_dim": 32})
-    load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
+    load_model(tmp_path, device="cpu", world=world)
     try:
-        source = source_of(load_model(tmp_path, device="cpu", world=world, fold_ln=True))  # type: ignore[arg-type]
+        source = source_of(load_model(tmp_path, device="cpu", world=world, fold_ln=True))
     except ValueError as error:
         message = str(error)
         assert "after fold_ln the model is no longer the same" in message
@@ -271,7 +271,7 @@ def test_other_formats(case: str, dtype: str, tmp_path: Path) -> None:
     config_class, options, _ = CASES[case]
     write_folder(tmp_path, config_class, options)
     for world in worlds_of(case):
-        model = load_model(tmp_path, device="cpu", dtype=dtype, world=world)  # type: ignore[arg-type]
+        model = load_model(tmp_path, device="cpu", dtype=dtype, world=world)
         source = source_of(model)
         assert source.dtype == dtype
         assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
@@ -314,7 +314,7 @@ SHARED = Path(os.environ.get("LN_PROBE_SHARED", Path(__file__).parents[2] / "../
 @pytest.mark.skipif(not (SHARED / "checkpoints/capp_gpt").is_dir(), reason="needs LN_PROBE_SHARED (CAPP-GPT)")
 def test_a_real_checkpoint() -> None:
     for world in worlds_of("gpt2"):
-        source = source_of(load_model(SHARED / "checkpoints/capp_gpt", device="cpu", world=world))  # type: ignore[arg-type]
+        source = source_of(load_model(SHARED / "checkpoints/capp_gpt", device="cpu", world=world))
         assert source.logits_max_difference is not None
         assert source.logits_max_difference < 1e-5
 
@@ -328,7 +328,7 @@ def test_a_real_pickled_checkpoint() -> None:
     with pytest.raises(ValueError, match="allow_pickle=True"):
         load_model(MGM, device="cpu")
     for world in worlds_of("gpt2"):
-        source = source_of(load_model(MGM, device="cpu", allow_pickle=True, world=world))  # type: ignore[arg-type]
+        source = source_of(load_model(MGM, device="cpu", allow_pickle=True, world=world))
         assert source.logits_max_difference is not None
         assert source.logits_max_difference < 1e-5
 
@@ -346,5 +346,5 @@ def test_a_real_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert source.logits_max_difference is not None
     assert source.logits_max_difference < 1e-5
     logits = model("The capital of France is", return_type="logits")
-    assert model.tokenizer.decode(logits[0, -1].argmax()) == " Paris"  # type: ignore[union-attr, operator]
+    assert model.tokenizer.decode(logits[0, -1].argmax()) == " Paris"
     assert capsys.readouterr() == ("", "")
