@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -72,7 +73,10 @@ def load_model(
     if world not in (None, "hooked", "bridge"):
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
-    given, path = str(name), Path(name).expanduser()
+    given = str(name)
+    if not given.strip():
+        raise ValueError("the model's name is empty: give a hub name, a path or a bundled name.")
+    path = Path(os.path.expanduser(given))
     kind = _kind_of(given, path)
 
     if kind in ("lab", "bundled"):
@@ -109,14 +113,15 @@ def _bundled_home() -> Path:
 
 def _kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
     """What `given` names. A path wins over a name, unless it is a folder without a model by a known name."""
-    if path.is_file():
+    # os.path answers False where pathlib raises (a name too long, or not a possible path at all).
+    if os.path.isfile(path):
         if path.suffix == ".gguf":
             return "gguf"
         raise ValueError(
             f"{given} is a file, and only a .gguf file is a whole model. Give the folder that holds it, with "
             "config.json and the weights."
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         if (path / _LAB_FILE).is_file():
             return "lab"
         if (path / "config.json").is_file() or not _is_known_name(given):
@@ -178,9 +183,9 @@ def _load_local(
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.pretrained import from_folder, from_gguf
     from ln_probe.loading.provenance import sha256_of_files
-    from ln_probe.loading.quiet import offline, quiet
+    from ln_probe.loading.quiet import offline, own_random_numbers, quiet
 
-    with quiet(), offline():
+    with quiet(), offline(), own_random_numbers():
         if kind == "gguf":
             files: tuple[Path, ...] = (path,)
             pretrained = from_gguf(path, dtype=dtype, device=device)
@@ -206,7 +211,7 @@ def _load_hub(
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
     from ln_probe.loading.pretrained import from_folder
     from ln_probe.loading.provenance import sha256_of_files
-    from ln_probe.loading.quiet import offline, quiet
+    from ln_probe.loading.quiet import offline, own_random_numbers, quiet
 
     with quiet():
         repository = official_name(given, also=tuple(bundled_models()))
@@ -218,7 +223,11 @@ def _load_hub(
         )
     with quiet(progress=True):
         snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
-    with quiet(), offline():  # everything is on the disk now; nothing below has a reason to ask the hub again
+    with (
+        quiet(),
+        offline(),
+        own_random_numbers(),
+    ):  # everything is on the disk now; nothing below has a reason to ask the hub again
         checkpoint = inspect_folder(snapshot.folder, allow_pickle=allow_pickle)
         pretrained = from_folder(checkpoint, dtype=dtype, device=device)
         source = _source(
@@ -281,7 +290,9 @@ def _load_lab(
     if revision is not None:
         digits = re.fullmatch(r"(?:step)?(\d+)", revision)
         if digits is None:
-            raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
+            raise ValueError(
+                f"revision of a lab run is a training step (1000 or step1000), got {revision!r}."
+            )
         step = int(digits[1])
     from ln_probe.analyses.lab.training import load_run
 

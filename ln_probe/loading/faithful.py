@@ -54,7 +54,18 @@ def into_world(
     hugging_face = cast(Any, pretrained.model)
     tokens = equivalence.probe_tokens(pretrained.config, device)
     # Before any wrapping: the bridge changes the very model it wraps.
-    reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    try:
+        reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    except Exception as error:
+        raise ValueError(
+            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
+            f"{device}: {type(error).__name__}: {error}"
+        ) from error
+    if not bool(reference.isfinite().all()):
+        raise ValueError(
+            f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
+            "ordinary tokens. Load it in float32 or bfloat16."
+        )
     bound = equivalence.CONVERSION_BOUND[source.dtype]
 
     obstacle = hooked_obstacle(pretrained)
@@ -75,7 +86,9 @@ def into_world(
         class_name = CLASS_OF_WORLD[chosen]
         try:
             if chosen == "hooked":
-                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
+                model = to_hooked(
+                    pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision
+                )
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             logits = equivalence.logits_of(cast(Any, model), tokens)
@@ -96,6 +109,7 @@ def into_world(
         notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
 
     if processing.names():
+        _check_centring(model, source, processing)
         raw = equivalence.logits_of(cast(Any, model), tokens)
         with _explained(source, processing):
             process(model, chosen, processing)
@@ -105,17 +119,18 @@ def into_world(
         if not change <= allowed:
             raise ValueError(
                 f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "
-                "its logits "
-                f"(less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) in "
-                "TransformerLens "
-                f"{source.transformer_lens_version}. Load it without (known causes: an MLP as wide as the "
-                "residual stream, whose square matrix is folded the wrong way round; centring with RMSNorm)."
+                f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
+                f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: the "
+                "square input matrix of an MLP as wide as the residual stream is folded the wrong way round)."
             )
+        done = ", ".join(processing.names())
         if change == 0:
-            notes.append(f"{', '.join(processing.names())} changed nothing: not done for this architecture")
-        notes.append(f"log-probabilities before and after {', '.join(processing.names())} agree to {change:.1e}")
+            notes.append(f"{done} changed nothing: not done for this architecture")
+        notes.append(f"log-probabilities before and after {done} agree to {change:.1e}")
     if pretrained.tokenizer is not None:
-        cast(Any, model).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
+        cast(
+            Any, model
+        ).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
     remember(
         model,
         replace(
@@ -127,6 +142,16 @@ def into_world(
         ),
     )
     return model
+
+
+def _check_centring(model: nn.Module, source: ModelSource, processing: Processing) -> None:
+    # TransformerLens skips it without a word, and the record would claim what was not done.
+    norm = getattr(getattr(model, "cfg", None), "normalization_type", None)
+    if processing.center_writing_weights and norm not in ("LN", "LNPre"):
+        raise ValueError(
+            f"{source.name}: center_writing_weights is for LayerNorm, which does not see the mean; the norm "
+            f"of this {source.architecture} is {norm!r}, and centring would change the model. Leave it out."
+        )
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
 
     Raises:
         ValueError: no such repository or revision, no access to it, or weights only as a pickle.
-        ConnectionError: the hub cannot be reached and there is no local copy.
+        ConnectionError: the hub cannot be reached and there is no local copy, or the download stopped.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -109,10 +109,16 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
         raise ValueError(_unknown(repository)) from error
     except Exception as error:
         if not _is_network_failure(error):
-            raise
+            raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
         return _cached(repository, revision, error)
     files = _wanted(repository, [file.rfilename for file in info.siblings or ()], allow_pickle=allow_pickle)
-    folder = snapshot_download(repository, revision=revision, allow_patterns=files)
+    try:
+        folder = snapshot_download(repository, revision=revision, allow_patterns=files)
+    except Exception as error:
+        raise ConnectionError(
+            f"the download of {repository} stopped ({type(error).__name__}: {error}). Try again: what is "
+            "already here is not downloaded again."
+        ) from error
     return HubSnapshot(repository, Path(folder), revision, info.sha, ())
 
 

@@ -64,36 +64,33 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
             config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
             that holds more than tensors.
     """
-    import torch
     from transformers import AutoConfig
 
     folder = checkpoint.folder
     model_class, notes = _model_class(checkpoint)
-    # Missing weights (a headless model's head) are drawn at random: from a seed, leaving the caller's own.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            _complete_token_ids(config)
-            options: dict[str, Any] = {
-                "config": config,
-                "dtype": dtype,
-                "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
-                "output_loading_info": True,
-                "local_files_only": True,
-            }
-            if checkpoint.pickled:
-                options["state_dict"] = _read_pickles(checkpoint.weights)
-                model, info = model_class.from_pretrained(None, **options)
-            else:
-                model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
-        except _PickleRefusedError:
-            raise
-        except Exception as error:  # whatever the config and the file provoke, the answer is the same
-            raise ValueError(
-                f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
-                f"{type(error).__name__}: {_first_lines(error)}"
-            ) from error
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _complete_token_ids(config)
+        config.transformers_weights = None  # would name another weight file than the one that was checked
+        options: dict[str, Any] = {
+            "config": config,
+            "dtype": dtype,
+            "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
+            "output_loading_info": True,
+            "local_files_only": True,
+        }
+        if checkpoint.pickled:
+            options["state_dict"] = _read_pickles(checkpoint.weights)
+            model, info = model_class.from_pretrained(None, **options)
+        else:
+            model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
+    except _PickleRefusedError:
+        raise
+    except Exception as error:  # whatever the config and the file provoke, the answer is the same
+        raise ValueError(
+            f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
+            f"{type(error).__name__}: {_first_lines(error)}"
+        ) from error
     notes += _check_loading_info(folder, checkpoint, model_class.__name__, info)
     notes += _complete_biases(model)
     model = model.to(device).eval()
@@ -114,27 +111,35 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         ImportError: the package `gguf` is not installed.
         ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with file.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
-        raise ValueError(f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again.")
+        raise ValueError(
+            f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again."
+        )
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'.") from error
+        raise ImportError(
+            f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'."
+        ) from error
+    if (file.parent / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{file.parent} holds a PEFT adapter (adapter_config.json), which transformers would follow to "
+            f"another model. Move {file.name} to a folder of its own."
+        )
     where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
-            )
-            model, info = loaded  # the stubs do not know of output_loading_info
-        except Exception as error:
-            raise ValueError(f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}") from error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
+        )
+        model, info = loaded  # the stubs do not know of output_loading_info
+    except Exception as error:
+        raise ValueError(
+            f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}"
+        ) from error
     if info["missing_keys"]:
         raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.
@@ -156,13 +161,20 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
 
 def supported_architectures() -> list[str]:
     """Class names of the language models that TransformerLens can hold and transformers can build."""
-    import transformers
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    # Names only: asking transformers for each class would import every one of their modules.
+    language_models: set[str] = set()
+    for named in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        language_models.update(name for name in named.values() if isinstance(name, str))
     return sorted(
         name
-        for name in SUPPORTED_ARCHITECTURES
-        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) and hasattr(transformers, name)
+        for name in language_models.intersection(SUPPORTED_ARCHITECTURES)
+        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
     )
 
 
@@ -298,7 +310,9 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     if not checkpoint.has_tokenizer:
         return None, (_no_tokenizer("the folder holds no tokenizer files"),)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
     except Exception as error:
@@ -306,7 +320,8 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     vocabulary = checkpoint.config.get("vocab_size")
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         return tokenizer, (
-            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids out of range",
+            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids "
+            "out of range",
         )
     return tokenizer, ()
 

@@ -40,6 +40,19 @@ class _LibraryChatter(logging.Filter):
 
 
 @contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Draw from a seed of our own, and leave the caller's random numbers where they were.
+
+    Weights that a folder lacks (a headless model's head) are drawn at random, and building a model draws too.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+@contextlib.contextmanager
 def quiet(*, progress: bool = False) -> Iterator[None]:
     """Keep the libraries' prints, warnings, log lines and progress bars away from the console.
 

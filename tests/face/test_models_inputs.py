@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -147,8 +148,39 @@ def test_a_path_that_does_not_exist(path: str) -> None:
         load_model(path)
 
 
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name(name: str) -> None:
+    with pytest.raises(ValueError, match="the model's name is empty"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "nul\0byte", "né", "-rf", "owner/", "a b"])
+def test_a_name_that_is_nothing(name: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=r"No model is called|does not exist"):
+        load_model(name)
+
+
+def test_importing_the_loader_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "transformer_lens", "numpy", "safetensors")
+    code = f"import sys, ln_probe.models; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_config_cannot_name_another_weight_file(folder: Path) -> None:
+    other = load_file(folder / "model.safetensors")
+    other["transformer.ln_f.weight"] += 1
+    save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
+    change_config(folder, transformers_weights="other.safetensors")
+    model: Any = load_model(folder, device="cpu", world="bridge")
+    assert source_of(model).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert torch.equal(model.ln_final.weight, torch.ones(32))
+
+
 def test_a_file_that_is_not_a_model(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a file, and only a \.gguf file is a whole model\. Give the folder"):
+    with pytest.raises(
+        ValueError, match=r"is a file, and only a \.gguf file is a whole model\. Give the folder"
+    ):
         load_model(folder / "model.safetensors")
 
 
@@ -184,13 +216,17 @@ def test_a_truncated_weight_file(folder: Path, keep: float) -> None:
     data = file.read_bytes()
     end = int(keep * len(data)) if isinstance(keep, float) else keep
     file.write_bytes(data[:end])
-    with pytest.raises(ValueError, match=r"model\.safetensors( \(\d+ bytes\) is truncated or corrupt: | is empty)"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors( \(\d+ bytes\) is truncated or corrupt: | is empty)"
+    ):
         load_model(folder)
 
 
 def test_a_git_lfs_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(ValueError, match=r"Git LFS pointer of \d+ bytes, not the weights: run `git lfs pull`"):
+    with pytest.raises(
+        ValueError, match=r"Git LFS pointer of \d+ bytes, not the weights: run `git lfs pull`"
+    ):
         load_model(folder)
 
 
@@ -212,6 +248,17 @@ def test_weights_that_float16_cannot_hold(folder: Path) -> None:
     state["transformer.h.0.ln_1.weight"][3] = 1e6
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 infinite entry in float16 \(float16 ends at 65504: try float32"):
+        load_model(folder, device="cpu", dtype="float16")
+
+
+def test_activations_that_float16_cannot_hold(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    state["transformer.ln_f.weight"] *= 6e4
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = (
+        r"the original's own logits are not finite in float16 on \d+ ordinary tokens\. Load it in float32"
+    )
+    with pytest.raises(ValueError, match=expected):
         load_model(folder, device="cpu", dtype="float16")
 
 
@@ -250,7 +297,9 @@ def test_a_config_with_impossible_values(folder: Path, changes: dict[str, Any]) 
 
 def test_an_architecture_that_is_not_supported(folder: Path) -> None:
     change_config(folder, model_type="vit", architectures=["ViTForImageClassification"])
-    expected = r"architecture 'ViTForImageClassification' is not supported\. Tested: .*GPT2LMHeadModel.* more: "
+    expected = (
+        r"architecture 'ViTForImageClassification' is not supported\. Tested: .*GPT2LMHeadModel.* more: "
+    )
     with pytest.raises(ValueError, match=expected):
         load_model(folder)
     change_config(folder, model_type="transmogrifier", architectures=["TransmogrifierForCausalLM"])
@@ -261,7 +310,9 @@ def test_an_architecture_that_is_not_supported(folder: Path) -> None:
 def test_a_folder_that_brings_its_own_code_is_not_run(folder: Path) -> None:
     marker = folder / "ran"
     (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    change_config(folder, model_type="own", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"})
+    change_config(
+        folder, model_type="own", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
+    )
     with pytest.raises(ValueError, match=r"needs Python code of its own to run \(auto_map in config\.json"):
         load_model(folder)
     # A type that transformers knows is loaded with transformers' own class.
@@ -297,7 +348,9 @@ def test_an_index_whose_files_are_missing(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"lacks 2 of the 2 weight files .*: model-1\.safetensors, model-2"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks 2 of the 2 weight files .*: model-1\.safetensors, model-2"
+    ):
         load_model(folder)
     index.write_text("{}")
     with pytest.raises(ValueError, match="is not an index of weight files"):
@@ -316,6 +369,19 @@ def test_a_pickle_is_read_only_on_request(folder: Path, name: str) -> None:
     assert source.weights_sha256 == sha256_of_files([folder / name])
     assert source.logits_max_difference is not None
     assert source.logits_max_difference < 1e-5
+
+
+def test_sharded_pickles(folder: Path) -> None:
+    state = to_pickle(folder)
+    (folder / "pytorch_model.bin").unlink()
+    names = sorted(state)
+    shards = {"pytorch_model-1.bin": names[:3], "pytorch_model-2.bin": names[3:]}
+    for file, part in shards.items():
+        torch.save({name: state[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    source = source_of(load_model(folder, device="cpu", allow_pickle=True))
+    assert source.weights_sha256 == sha256_of_files([folder / file for file in shards])
 
 
 class _Payload:
@@ -349,14 +415,16 @@ def test_a_pickle_that_is_not_a_state_dict(folder: Path) -> None:
 
 def test_safetensors_go_before_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_files(
+        [folder / "model.safetensors"]
+    )
 
 
 def add_tokenizer(folder: Path, words: list[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=words[0], bos_token=words[1], eos_token=words[2]
     )
@@ -376,7 +444,9 @@ def test_a_tokenizer_that_cannot_be_read_is_noted(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer is None
-    assert any(note.startswith("no tokenizer: the folder's could not be read") for note in source_of(model).notes)
+    assert any(
+        note.startswith("no tokenizer: the folder's could not be read") for note in source_of(model).notes
+    )
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_noted(folder: Path) -> None:
@@ -399,7 +469,7 @@ def test_no_tokenizer_is_invented_for_llama(tmp_path: Path) -> None:
         )
     ).save_pretrained(tmp_path)
     for world in (None, "bridge"):
-        model: Any = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
+        model: Any = load_model(tmp_path, device="cpu", world=world)
         assert model.tokenizer is None
 
 
@@ -412,7 +482,9 @@ def test_a_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
         load_model(file)
 
 
-def test_bundled_names_are_the_folders_that_hold_a_lab_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_names_are_the_folders_that_hold_a_lab_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ln_probe import models
 
     monkeypatch.setattr(models, "_bundled_home", lambda: tmp_path / "none")
@@ -435,7 +507,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         return torch.nn.Linear(2, 2)
 
     stand_in = types.ModuleType("ln_probe.analyses.lab.training")
-    stand_in.load_run = load_run  # type: ignore[attr-defined]
+    stand_in.load_run = load_run
     monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.training", stand_in)
     (tmp_path / "lab.json").write_text("{}")
 
