@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses import uniformity
-from ln_probe.analyses.hull import KeyGeometry, key_geometry
+from ln_probe.analyses.attainable import attainable
+from ln_probe.analyses.hull import KeyGeometry, in_threads, key_geometry
+from ln_probe.analyses.query_sets import QuerySet
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
@@ -114,37 +116,40 @@ class Selectability:
         q, q_plain = heads.queries(y), heads.queries(y, rotate=False)
         ellipsoid = heads.query_ellipsoid(site, len(y) - 1)
         axes = None if ellipsoid is None else ellipsoid[1]
-        known: dict[str, tuple[KeyGeometry | None, Uniformity, np.ndarray]] = {}
+        reachable = None if ellipsoid is None else [QuerySet(*(t[h].numpy() for t in ellipsoid)) for h in chosen]
+        known: dict[str, tuple[KeyGeometry | None, Uniformity, np.ndarray, np.ndarray | None]] = {}
         for variant, normalized in outputs.items():
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
                 k = heads.keys(site.affine(normalized))
                 uniform, pattern = uniformity.measure(heads, site, q, k, axes, q_plain)
-                geometry = None
+                geometry = observed = None
                 if self.select:
+                    keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
                     query_set = None if ellipsoid is None else tuple(t[chosen].numpy() for t in ellipsoid)
-                    geometry = key_geometry(
-                        k.permute(1, 0, 2)[chosen].cpu().numpy(),
-                        query_set=query_set,  # type: ignore[arg-type]
-                        causal=True,
-                    )
-                known[same] = geometry, uniform, received(pattern)[chosen].cpu().numpy()
-            geometry, uniform, most = known[same]
+                    geometry = key_geometry(keys, query_set=query_set, causal=True)
+                    if reachable is not None and site.layer in self.radii:
+                        observed = _attainable_observed(keys, reachable, self.radii[site.layer][chosen].numpy())
+                known[same] = geometry, uniform, received(pattern)[chosen].cpu().numpy(), observed
+            geometry, uniform, most, observed = known[same]
             group = self._group(site, HEAD, variant, heads.W_K.shape[-1])
             group.prompts.append(prompt)
             if self.uniform:
                 group.uniform.append((max(0, len(y) - 1), uniform))
             if geometry is not None:
-                self._keep(group, geometry, most)
+                self._keep(group, geometry, most, observed)
 
-    def _keep(self, group: _Group, geometry: KeyGeometry, most: np.ndarray | None) -> None:
+    def _keep(
+        self, group: _Group, geometry: KeyGeometry, most: np.ndarray | None, observed: np.ndarray | None = None
+    ) -> None:
         nothing = np.full(geometry.verdict.shape, np.nan)
         found = {
             "verdict": geometry.verdict,
             "margin_lower": geometry.margin_lower,
             "margin_upper": geometry.margin_upper,
-            "attainable": nothing,
-            "attainable_reachable": nothing,
+            "attainable": nothing if observed is None else observed,
+            # The observed set lies in the reachable one: a weight found there counts here too.
+            "attainable_reachable": np.fmax(geometry.attainable, nothing if observed is None else observed),
             "pattern_max": nothing if most is None else most,
             "first_unselectable_at": geometry.first_unselectable_at,
         }
@@ -230,6 +235,18 @@ class Selectability:
         if not frames:
             return pd.DataFrame(columns=list(KEY_COLUMNS))
         return pd.concat(frames, ignore_index=True)
+
+
+def _attainable_observed(
+    keys: Float64[np.ndarray, "head key d_head"], reachable: list[QuerySet], radii: Float64[np.ndarray, " head"]
+) -> Float64[np.ndarray, "head key"]:
+    """Attainable attention over the observed sets: each reachable ellipsoid shrunk about its center by rho."""
+
+    def one(head: int) -> np.ndarray:
+        queries = QuerySet(reachable[head].center, reachable[head].axes * radii[head])
+        return attainable(keys[head], queries.compact()).weight
+
+    return np.stack(in_threads(one, range(len(keys))))
 
 
 def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
