@@ -128,9 +128,7 @@ def into_world(
             notes.append(f"{done} changed nothing: not done for this architecture")
         notes.append(f"log-probabilities before and after {done} agree to {change:.1e}")
     if pretrained.tokenizer is not None:
-        cast(
-            Any, model
-        ).tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
+        notes.extend(_settle_tokenizer(model, pretrained))
     remember(
         model,
         replace(
@@ -142,6 +140,28 @@ def into_world(
         ),
     )
     return model
+
+
+def _settle_tokenizer(model: Any, pretrained: Pretrained) -> tuple[str, ...]:
+    """Undo what TransformerLens does to a tokenizer without begin, end or padding marks.
+
+    It invents ``<|endoftext|>`` for them, which has no id at all, or the first one beyond the embedding, so
+    that every text would begin with a token that the model cannot look up.
+    """
+    tokenizer = model.tokenizer
+    tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
+    ids = min(int(pretrained.config.vocab_size), len(pretrained.tokenizer))
+
+    def exists(token_id: int | None) -> bool:
+        return token_id is not None and token_id < ids
+
+    if not exists(tokenizer.pad_token_id):
+        stand_in = tokenizer.unk_token if exists(tokenizer.unk_token_id) else None
+        tokenizer.pad_token = stand_in or tokenizer.convert_ids_to_tokens(ids - 1)
+    if exists(tokenizer.bos_token_id):
+        return ()
+    model.cfg.default_prepend_bos = False
+    return ("the tokenizer has no begin or end mark of its own: none is put before a text by default",)
 
 
 def _check_centring(model: nn.Module, source: ModelSource, processing: Processing) -> None:

@@ -440,6 +440,23 @@ def test_a_tokenizer_is_loaded_where_there_is_one(folder: Path, world: Any) -> N
     assert not any("no tokenizer" in note for note in source_of(model).notes)
 
 
+@pytest.mark.parametrize("world", [None, "bridge"])
+def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder: Path, world: Any) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{i}": i for i in range(50)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    model: Any = load_model(folder, device="cpu", world=world)
+    note = "the tokenizer has no begin or end mark of its own: none is put before a text by default"
+    assert note in source_of(model).notes
+    assert model.to_tokens("w3 w4").tolist() == [[3, 4]]
+    tokens = model.to_tokens(["w3 w4", "w5"])
+    assert tokens.max() < 50
+    assert torch.isfinite(model(tokens, return_type="logits")).all()
+
+
 def test_a_tokenizer_that_cannot_be_read_is_noted(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     model: Any = load_model(folder, device="cpu")
