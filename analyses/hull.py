@@ -10,11 +10,8 @@ found. Both cannot hold, since gap <= distance to the hull <= residual of the we
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,13 +23,12 @@ from ln_probe.analyses.certificates import Checker
 from ln_probe.analyses.first_unselectable import FirstUnselectable, first_unselectable
 from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, coordinates
 from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins
+from ln_probe.analyses.parallel import in_threads
 from ln_probe.analyses.query_sets import QuerySet, query_sets
 from ln_probe.analyses.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
 
 Array = np.ndarray | torch.Tensor
 _Floats = NDArray[np.float64]
-_Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,8 @@ def key_geometry(
 
     def one(b: int) -> SetGeometry:
         queries = None if ellipsoids is None else ellipsoids[b]
-        return set_geometry(values[b], None if lift is None else lift[b], queries, causal, gap)
+        inner = threads if len(values) == 1 else 1
+        return set_geometry(values[b], None if lift is None else lift[b], queries, causal, gap, inner)
 
     found = in_threads(one, range(len(values)), threads)
     nothing = np.full(values.shape[:2], np.nan)
@@ -306,12 +303,16 @@ def set_geometry(
     queries: QuerySet | None = None,
     causal: bool = False,
     gap: float | None = RELATIVE_GAP,
+    threads: int | None = 1,
 ) -> SetGeometry:
-    """The geometry of one set of valid float64 keys, in the calling thread; `gap` None leaves margins out."""
+    """The geometry of one set of valid float64 keys; `gap` None leaves margins out.
+
+    It runs in the calling thread, but for the verdicts of more than some hundred keys in `threads`.
+    """
     if queries is not None:
         scores_over(keys, queries, bias)  # raises if they overflow
     sets = coordinates(keys, bias)
-    verdicts = decide(sets)
+    verdicts = decide(sets, threads)
     axes = None if queries is None else queries.axes
     measures = None if gap is None else margins(sets, verdicts, axes, gap)
     reach = None
@@ -325,18 +326,6 @@ def set_geometry(
         first=first_unselectable(sets, verdicts) if causal else None,
         attainable=reach,
     )
-
-
-def in_threads(work: Callable[[int], _Found], items: range, threads: int | None = None) -> list[_Found]:
-    """`[work(i) for i in items]`, several at a time: the compiled kernels do not hold the interpreter."""
-    if threads is None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    if threads == 1 or len(items) < 2:
-        return [work(i) for i in items]
-    with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        return list(pool.map(work, items))
 
 
 def _floats(name: str, values: Any) -> _Floats:

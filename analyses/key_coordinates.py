@@ -180,8 +180,10 @@ def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
     number, dim = rows.shape
     if number > dim:
         values, vectors = np.linalg.eigh(rows.T @ rows)
-        if values[0] > _GRAM_IS_ENOUGH * values[-1]:
-            return np.ascontiguousarray(vectors[:, ::-1])
+        there = values > _GRAM_IS_ENOUGH * values[-1]
+        # What is not there must be empty to within the tolerance, or the Gram matrix cannot tell.
+        if there.all() or np.abs(rows @ vectors[:, ~there]).max(initial=0.0) <= RANK_TOLERANCE:
+            return np.ascontiguousarray(vectors[:, there][:, ::-1])
         rows_or_triangle = np.asarray(np.linalg.qr(rows, mode="r"))
     else:
         rows_or_triangle = rows

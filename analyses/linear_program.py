@@ -6,6 +6,9 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
+# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms.
+TIME_LIMIT = 20.0
+
 
 def separate(
     others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool
@@ -30,7 +33,11 @@ def separate(
         b_ub=np.zeros(number),
         bounds=[*box, (0.0, None)],
         method="highs",
-        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+        options={
+            "primal_feasibility_tolerance": 1e-10,
+            "dual_feasibility_tolerance": 1e-10,
+            "time_limit": TIME_LIMIT,
+        },
     )
     if solved.x is None:
         return np.zeros(dim), np.zeros(number)

@@ -1,0 +1,34 @@
+"""Several pieces of work at a time; the compiled kernels do not hold the interpreter lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_threads(
+    work: Callable[[_Item], _Found], items: Iterable[_Item], threads: int | None = None
+) -> list[_Found]:
+    """`[work(item) for item in items]`, `threads` (default: all processors) at a time.
+
+    Raises:
+        ValueError: `threads` below 1.
+    """
+    threads = processors() if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    todo = list(items)
+    if threads == 1 or len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
+        return list(pool.map(work, todo))

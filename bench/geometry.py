@@ -1,0 +1,187 @@
+"""How fast and how right the geometry of keys is. Prints tables; `python bench/geometry.py [section …]`.
+
+Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds
+of thousands of keys against construction, certificates and linear programs), heads (the shape of GPT-2
+small), pool (10⁴ to 10⁵ keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
+are set to 1 and the script starts itself again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+import baselines
+import families
+import numpy as np
+
+import ln_probe
+
+REPEATS = 5
+SAMPLE = 12  # keys of a set that the slow competitors are timed on, per repeat
+SPEED = [  # family, keys, dimensions, heads, target ratio against (a)
+    ("normal", 512, 64, 1, 1000),
+    ("LayerNorm'd normal", 512, 64, 1, 1000),
+    ("norms × lognormal(1)", 512, 64, 1, 100),
+    ("half planted interior", 512, 64, 1, 100),
+    ("low-rank heavy-tailed", 512, 64, 1, 100),
+    ("normal", 512, 8, 1, 200),
+    ("normal", 128, 2, 12, 200),
+    ("normal", 128, 4, 12, 200),
+]
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def seconds(work: Callable[..., object], *arguments: object, **named: object) -> float:
+    start = time.perf_counter()
+    work(*arguments, **named)
+    return time.perf_counter() - start
+
+
+def row(*cells: object) -> None:
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def each(decide: Callable[[np.ndarray, int], object], keys: np.ndarray, sample: np.ndarray) -> None:
+    for head, i in sample:
+        decide(keys[head], i)
+
+
+def speed(repeats: int = REPEATS) -> None:
+    """Time per key of a verdict with its certificate; margins are timed beside it."""
+    print(f"\nspeed: one thread, medians of {repeats} repeats in μs per key. (a) HiGHS feasibility,")
+    print(f"(b) reflections and Chebyshev centre, both on {SAMPLE} of the same keys per repeat")
+    row("keys", "n", "d", "hidden", "(a)", "(b)", "verdict", "+ margin", "(a)/verdict", "goal", "(b)/verdict")
+    row(*["---"] * 11)
+    for name, n, d, heads, target in SPEED:
+        rng = np.random.default_rng(0)
+        keys = np.stack([families.RANDOM[name](rng, n, d) for _ in range(heads)])
+        geometry = ln_probe.key_geometry(keys, threads=1)  # compiles on the first call
+        taken: list[tuple[float, ...]] = []
+        for _ in range(repeats):
+            sample = np.stack([rng.integers(0, heads, SAMPLE), rng.integers(0, n, SAMPLE)], axis=1)
+            taken.append(
+                (
+                    seconds(each, baselines.feasibility, keys, sample) / SAMPLE,
+                    seconds(each, baselines.published, keys, sample) / SAMPLE,
+                    seconds(ln_probe.key_geometry, keys, margins=False, threads=1) / (n * heads),
+                    seconds(ln_probe.key_geometry, keys, threads=1) / (n * heads),
+                )
+            )
+        a, b, verdict, margin = 1e6 * np.median(taken, axis=0)
+        hidden = (geometry.verdict == "unselectable").mean()
+        dims = f"{d} × {heads} heads" if heads > 1 else d
+        times = f"{a:.0f}", f"{b:.0f}", f"{verdict:.1f}", f"{margin:.1f}"
+        row(name, n, dims, f"{hidden:.2f}", *times, f"{a / verdict:.0f}", target, f"{b / verdict:.1f}")
+
+
+def verdicts(wanted: int = 200_000, by_program: int = 3000) -> None:
+    """Every certificate is checked; adversarial families against construction, samples against HiGHS."""
+    number = undecided = wrong = unproved = seed = 0
+    start = time.perf_counter()
+    while number < wanted:
+        rng = np.random.default_rng(seed)
+        sets: list[tuple[str, np.ndarray, list[str] | None]] = list(families.adversarial(rng))
+        for n, d in ((512, 64), (512, 8), (128, 2), (128, 4)):
+            sets += [(name, family(rng, n, d), None) for name, family in families.RANDOM.items()]
+        for name, keys, expected in sets:
+            geometry = ln_probe.key_geometry(keys, margins=False)
+            number += len(keys)
+            undecided += int((geometry.verdict == "undecided").sum())
+            differ = 0 if expected is None else int((geometry.verdict != np.array(expected)).sum())
+            wrong += differ
+            if differ:
+                print(f"  {differ} wrong: {name}, seed {seed}")
+            try:
+                geometry.certify()
+            except AssertionError as error:
+                unproved += 1
+                print(f"  {name}, seed {seed}: {error}")
+        seed += 1
+    print(f"\nverdicts: {number} keys, {undecided} undecided, {wrong} wrong by construction, ", end="")
+    print(f"{unproved} sets with a certificate that fails; {time.perf_counter() - start:.0f} s")
+    rng = np.random.default_rng(10**6)
+    asked = differ = close = gave_up = 0
+    while asked < by_program:
+        for n, d in ((256, 32), (512, 8), (128, 2), (128, 4)):
+            for family in families.RANDOM.values():
+                keys = family(rng, n, d)
+                geometry = ln_probe.key_geometry(keys)
+                for i in rng.integers(0, n, 10):
+                    asked += 1
+                    selectable = baselines.feasibility(keys, int(i))
+                    gave_up += selectable is None
+                    if selectable is None or selectable == (geometry.verdict[i] == "selectable"):
+                        continue
+                    # HiGHS accepts residuals of 1e-7 per equation: this near, either answer is right.
+                    near = 0.0 < geometry.margin_upper[i] < 1e-6
+                    close += near
+                    differ += not near
+    print(f"HiGHS feasibility: {differ} of {asked} differ, {close} within its tolerance, {gave_up} given up")
+
+
+def heads(layers: int = 12) -> None:
+    """12 heads per layer of d_head 64, 512 keys each, in two threads."""
+    print("\nheads: 12 × 12 heads of d_head 64, 512 keys, 2 threads; seconds, from one layer of them")
+    row("keys", "verdicts", "and margins", "and attainable", "undecided", "margins > 1 %", "weights > 0.01")
+    row(*["---"] * 7)
+    rng = np.random.default_rng(0)
+    for name in ("normal", "norms × lognormal(1)", "low-rank heavy-tailed"):
+        keys = np.stack([families.RANDOM[name](rng, 512, 64) for _ in range(12)])
+        # Queries of the ellipsoid's surface give scores with a standard deviation of about 2.
+        axes = np.stack([16 * np.eye(64) / np.sqrt((one**2).sum(1).mean()) for one in keys])
+        queries = 0.1 * rng.standard_normal((12, 64)), axes
+        geometry = ln_probe.key_geometry(keys, query_set=queries, threads=2)
+        times = [
+            layers * seconds(ln_probe.key_geometry, keys, threads=2, **named)
+            for named in ({"margins": False}, {}, {"query_set": queries})
+        ]
+        here = geometry.verdict == "selectable"
+        wide = geometry.margin_upper[here] > 1.0101 * geometry.margin_lower[here]
+        open_ = geometry.attainable_upper - geometry.attainable > 0.0101
+        undecided = int((geometry.verdict == "undecided").sum())
+        row(name, *(f"{t:.1f}" for t in times), undecided, f"{wide.mean():.4f}", f"{open_.mean():.4f}")
+
+
+def pool(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> None:
+    """Verdicts of large pools, without margins."""
+    print(
+        f"\npool: d = 64, norms × lognormal(1), {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours"
+    )
+    row("keys", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
+    row(*["---"] * 5)
+    for n in sizes:
+        keys = families.lognormal_norms(np.random.default_rng(0), n, 64)
+        start = time.perf_counter()
+        verdict = ln_probe.key_geometry(keys, margins=False).verdict
+        took = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        hidden, open_ = (verdict == "unselectable").mean(), int((verdict == "undecided").sum())
+        row(n, f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak:.2f}")
+
+
+SECTIONS = {"speed": speed, "verdicts": verdicts, "heads": heads, "pool": pool}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all"
+    )
+    chosen = parser.parse_args().sections or list(SECTIONS)
+    for name in chosen:
+        if name not in SECTIONS:
+            parser.error(f"no section {name!r}: choose from {', '.join(SECTIONS)}")
+    if any(name not in os.environ for name in THREADS):  # they count only if they are set before the start
+        os.environ.update({name: os.environ.get(name, "1") for name in THREADS})
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    for name in chosen:
+        SECTIONS[name]()
+
+
+if __name__ == "__main__":
+    main()
