@@ -126,7 +126,9 @@ class Selectability:
                 geometry = observed = None
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
-                    query_set = None if ellipsoid is None else tuple(t[chosen].numpy() for t in ellipsoid)
+                    query_set = (
+                        None if ellipsoid is None else (ellipsoid[0][chosen].numpy(), ellipsoid[1][chosen].numpy())
+                    )
                     geometry = key_geometry(keys, query_set=query_set, causal=True)
                     if reachable is not None and site.layer in self.radii:
                         observed = _attainable_observed(keys, reachable, self.radii[site.layer][chosen].numpy())
@@ -269,7 +271,8 @@ def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -
     center, axes = ellipsoid
     q = plain.queries(y).cpu() / heads.divisor
     inverse = torch.linalg.pinv(axes)
-    return torch.einsum("had,phd->pha", inverse, q - center).norm(dim=-1)
+    distance: Tensor = torch.einsum("had,phd->pha", inverse, q - center).norm(dim=-1)
+    return distance
 
 
 def _order(item: tuple[tuple[int, str, str], _Group]) -> tuple[bool, int, int]:

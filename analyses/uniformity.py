@@ -102,7 +102,8 @@ def spread_floor(
     values = torch.linalg.svdvals(centred)
     if centred.shape[1] < centred.shape[2]:  # fewer keys than directions: some direction sees no difference
         return torch.zeros(k.shape[1], dtype=torch.float64)
-    return values[..., -1] / math.sqrt(k.shape[0])
+    smallest: Tensor = values[..., -1] / math.sqrt(k.shape[0])
+    return smallest
 
 
 def measure(

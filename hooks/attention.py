@@ -147,7 +147,8 @@ def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_h
     if axes.shape[-1] <= axes.shape[-2]:
         return axes
     left, values, _ = torch.linalg.svd(axes, full_matrices=False)
-    return left * values[..., None, :]
+    compact: Tensor = left * values[..., None, :]
+    return compact
 
 
 def _weight(attn: Any, name: str, n_heads: int) -> Tensor:

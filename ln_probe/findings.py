@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def findings(report: Report) -> list[str]:
     if not said and not len(report.layernorms):
         return ["The model has no normalization: there is nothing to take apart."]
     return said
+
+
+def _largest(rows: pd.DataFrame, values: pd.Series[float]) -> pd.Series[Any]:
+    """The row at which `values` is largest."""
+    return rows.iloc[int(np.nanargmax(values.to_numpy(float)))]
 
 
 def _variant(heads: pd.DataFrame, variant: str, space: str = "head") -> pd.DataFrame:
@@ -52,7 +58,7 @@ def _margins(heads: pd.DataFrame) -> list[str]:
 
 
 def _selectable(heads: pd.DataFrame) -> list[str]:
-    said = []
+    said: list[str] = []
     if not len(heads) or heads["keys"].isna().all():
         return said
     for space, where in (
@@ -89,8 +95,8 @@ def _spread(heads: pd.DataFrame) -> list[str]:
     change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
     if not len(change) or change.abs().max() < 0.01:
         return []
-    layer = change.abs().idxmax()
-    one, two = (per_layer[v].loc[layer] for v in ("intact", "no_scaling"))
+    layer = int(change.index[int(change.abs().to_numpy().argmax())])
+    one, two = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
     return [
         f"Scaling decides how widely attention spreads, most of all in layer {layer}: with its divisor constant, the "
         f"median head's entropy goes from {_percent(one)} to {_percent(two)} of the greatest possible."
@@ -103,7 +109,7 @@ def _projection(norms: pd.DataFrame) -> list[str]:
         return []
     if rows["state"].str.contains("centred").all():
         return ["Projection removes nothing: the residual stream is already centred at every norm, by construction."]
-    worst = rows.loc[rows["mean_share_tail"].fillna(rows["mean_share"]).idxmax()]
+    worst = _largest(rows, rows["mean_share_tail"].fillna(rows["mean_share"]))
     share = worst["mean_share_tail"] if not math.isnan(worst["mean_share_tail"]) else worst["mean_share"]
     middle = rows["mean_share_tail"].fillna(rows["mean_share"]).median()
     return [
@@ -118,13 +124,13 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
     if not len(rows):
         return []
     first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
-    spread = rows.loc[rows["norm_before_cv_tail"].fillna(0).idxmax()]
+    spread = _largest(rows, rows["norm_before_cv_tail"].fillna(0))
     text = (
         f"What scaling evens out is largest at {spread['site']}: input lengths there vary by "
         f"{_percent(spread['norm_before_cv_tail'])} of their mean"
     )
     if not math.isnan(first) and first > 1.5:
-        at = rows.loc[(rows["sigma_mean"] / rows["sigma_mean_tail"]).idxmax()]
+        at = _largest(rows, rows["sigma_mean"] / rows["sigma_mean_tail"])
         text += f"; position 0 alone raises the mean divisor {first:.1f}-fold at {at['site']}, so it is kept apart"
     return [text + "."]
 
@@ -133,13 +139,13 @@ def _uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:
     rows = _variant(heads, "intact") if len(heads) else heads
     if not len(rows) or rows["entropy_ratio"].isna().all():
         return []
-    top = rows.loc[rows["entropy_ratio"].idxmax()]
+    top = _largest(rows, rows["entropy_ratio"])
     text = (
         f"The most uniform head is {int(top['layer'])}.{int(top['head'])} (layer.head): its attention has "
         f"{_percent(top['entropy_ratio'])} of the greatest possible entropy"
     )
     if not rows["uniform_angle_deg"].isna().all():
-        near = rows.loc[rows["uniform_angle_deg"].idxmin()]
+        near = _largest(rows, -rows["uniform_angle_deg"])
         text += (
             f"; the queries nearest the uniform direction are those of {int(near['layer'])}.{int(near['head'])}, at "
             f"{near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"

@@ -71,7 +71,7 @@ class TextTask:
                 f"the text is too short: {len(self.train_tokens)} training and {len(self.valid_tokens)} held-out "
                 f"tokens, but a window needs {n_ctx}: give more text or a smaller n_ctx"
             )
-        self.boundary = int(self.tokenizer.token_to_id(TEXT_BOUNDARY))
+        self.boundary = self.tokenizer.get_vocab()[TEXT_BOUNDARY]
 
     def _encode(self, texts: Sequence[str]) -> Int[Tensor, tokens]:
         ids = [np.asarray(self.tokenizer.encode(t).ids, dtype=np.int64) for t in texts]

@@ -210,7 +210,7 @@ class LabTransformer(HookedRootModule):
                 std = INIT_STD / math.sqrt(2 * cfg.n_layers) if leaf in {"W_O", "W_out"} else INIT_STD
                 std = EMBED_STD if leaf == "W_E" else std
                 nn.init.normal_(parameter, std=std)
-        self.setup()
+        self.setup()  # type: ignore[no-untyped-call]
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:

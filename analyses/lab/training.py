@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -96,7 +96,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _identity(task: Task, model: LabConfig, training: TrainConfig) -> dict[str, Any]:
-    return json.loads(
+    plain: dict[str, Any] = json.loads(  # through JSON, to be compared with what a file holds
         json.dumps(
             {
                 "format": FORMAT,
@@ -107,6 +107,7 @@ def _identity(task: Task, model: LabConfig, training: TrainConfig) -> dict[str, 
             }
         )
     )
+    return plain
 
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
     tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()}
-    write_atomically(path, lambda p: save_file(tensors, p))
+    write_atomically(path, lambda p: p.write_bytes(save(tensors)))  # save_file would hide it from other users
 
 
 def train(
@@ -210,7 +211,7 @@ def train(
                 f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
             )
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if training.clip:
             nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
@@ -225,7 +226,7 @@ def train(
         if done % training.state_every == 0 and done < training.steps:
             counters |= {"step": done, "seconds": time.perf_counter() - began}
             packed = _pack(model, optimizer, counters)
-            write_atomically(state, lambda p, packed=packed: save_file(packed, p))  # type: ignore[misc]
+            write_atomically(state, lambda p, packed=packed: p.write_bytes(save(packed)))  # type: ignore[misc]
     save_model(model, checkpoint_path(out, training.steps))
     save_model(model, out / "model.safetensors")
     state.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
     root.addFilter(chatter)
     library.setLevel(logging.ERROR)
     if not progress:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -85,4 +85,4 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
         root.handlers[:] = handlers
         library.setLevel(level)
         if had_bar and not progress:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()

@@ -149,7 +149,7 @@ def to_hooked(
     converted.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
-    converted.move_model_modules_to_device()  # type: ignore[no-untyped-call]
+    converted.move_model_modules_to_device()
     result: nn.Module = converted.eval()
     return result
 

@@ -62,6 +62,7 @@ class IndexEntry:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating):
+        value = float(value)
         if math.isnan(value):
             return "–"
         return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
