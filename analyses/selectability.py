@@ -129,7 +129,8 @@ class Selectability:
                     query_set = (
                         None if ellipsoid is None else (ellipsoid[0][chosen].numpy(), ellipsoid[1][chosen].numpy())
                     )
-                    geometry = key_geometry(keys, query_set=query_set, causal=True)
+                    # Without a bound on queries there are no nats to give a margin in.
+                    geometry = key_geometry(keys, query_set=query_set, causal=True, margins=query_set is not None)
                     if reachable is not None and site.layer in self.radii:
                         observed = _attainable_observed(keys, reachable, self.radii[site.layer][chosen].numpy())
                 known[same] = geometry, uniform, received(pattern)[chosen].cpu().numpy(), observed

@@ -37,24 +37,46 @@ def _variant(heads: pd.DataFrame, variant: str, space: str = "head") -> pd.DataF
 
 
 def _margins(heads: pd.DataFrame) -> list[str]:
+    """How far a key can be raised, and how much attention it can get: median heads."""
     if not len(heads):
         return []
-    intact, frozen = _variant(heads, "intact"), _variant(heads, "no_scaling")
-    one, two = intact["margin_median"].median(), frozen["margin_median"].median()
-    if math.isnan(one) or math.isnan(two):
-        return []
-    low_one, low_two = intact["margin_p05"].median(), frozen["margin_p05"].median()
-    text = (
-        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head "
-        f"can make; with scaling replaced by a constant, {_number(two)}. For the hardest twentieth of "
-        f"keys: {_number(low_one)} against {_number(low_two)} nats."
-    )
-    if (frozen["no_op"] != "").all():
+    frozen = _variant(heads, "no_scaling")
+    changes_nothing = len(frozen) > 0 and bool((frozen["no_op"] != "").all())
+
+    def medians(column: str) -> tuple[float, float]:
+        return float(_variant(heads, "intact")[column].median()), float(frozen[column].median())
+
+    said = []
+    one, two = medians("margin_median")
+    if not math.isnan(one):
         text = (
             f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head "
-            "can make. (Removing scaling changes nothing here by construction.)"
+            "can make"
         )
-    return [text]
+        if changes_nothing:
+            text += " (taking scaling away changes nothing here by construction)"
+        elif not math.isnan(two):
+            text += f"; with scaling replaced by a constant, {_number(two)}"
+            low_one, low_two = medians("margin_p05")
+            if max(low_one, low_two) > 0:
+                text += f". For the hardest twentieth of keys: {_number(low_one)} against {_number(low_two)} nats"
+        said.append(text + ".")
+    one, two = medians("attainable_median")
+    if not math.isnan(one):
+        text = (
+            f"From queries of the size that occur, a typical key can get {_percent(one)} of the attention of the last "
+            "position"
+        )
+        low_one, low_two = medians("attainable_p05")
+        if changes_nothing or math.isnan(two):
+            text += f", one of the hardest twentieth {_percent(low_one)}"
+        else:
+            text += (
+                f" ({_percent(two)} without scaling), one of the hardest twentieth {_percent(low_one)} "
+                f"({_percent(low_two)})"
+            )
+        said.append(text + ".")
+    return said
 
 
 def _selectable(heads: pd.DataFrame) -> list[str]:

@@ -66,6 +66,7 @@ def mean_share_over_depth(report: Report) -> Figure:
 def margins_over_depth(report: Report) -> Figure:
     """Margins of keys per layer and variant: the median head's median key (lines) and hardest twentieth (dashes)."""
     figure, axes = _figure("margin, nats", log=True)
+    drawn = False
     for variant, rows in _by_variant(report):
         grouped = rows.groupby("layer")[["margin_median", "margin_p05"]].median()
         if grouped["margin_median"].isna().all():
@@ -78,7 +79,9 @@ def margins_over_depth(report: Report) -> Figure:
             color=COLOURS[variant],
             alpha=0.6,
         )
-    axes.plot([], [], "v--", color="0.4", label="hardest twentieth")
+        drawn = drawn or bool((grouped["margin_p05"] > 0).any())
+    if drawn:
+        axes.plot([], [], "v--", color="0.4", label="hardest twentieth")
     _layers(axes, report)
     return figure
 
@@ -100,7 +103,7 @@ def unselectable_by_head(report: Report) -> Figure:
             grid.columns, grid.index, grid.to_numpy(float), vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis"
         )
         axes.set_yticks(grid.index[:: max(1, len(grid.index) // 24)])
-        axes.set_xticks(grid.columns[:: max(1, len(grid.columns) // 16)])
+        axes.set_xticks(grid.columns[:: max(1, len(grid.columns) // 8)])
     panels[0].set_ylabel("layer")
     if image is not None:
         figure.colorbar(image, ax=list(panels), label="share of keys")

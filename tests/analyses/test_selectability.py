@@ -180,5 +180,7 @@ def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
     report = ln_probe.analyze(model, TOKENS[None], progress=False)
     head = report.heads.query("space == 'head'")
     assert head["query_radius"].isna().all()
+    assert head["margin_median"].isna().all(), "no bound on queries, no nats"
+    assert report.heads.query("space == 'normalized'")["margin_median"].notna().all()
     assert head["keys"].eq(24).all()
     assert (head.query("variant == 'no_scaling'")["no_op"] == "projection_only: it does not scale").all()

@@ -1,0 +1,57 @@
+"""The checkpoints that come with the package are what their recipes say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.models import bundled_folder
+
+NAMES = ln_probe.bundled_models()
+
+
+def test_the_pair_is_there() -> None:
+    assert {"lm-layernorm", "lm-projection_only"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_and_with_a_recipe(name: str) -> None:
+    folder = bundled_folder(name)
+    assert (folder / "model.safetensors").stat().st_size < 2_000_000
+    recipe = json.loads((folder / "recipe.json").read_text())
+    assert recipe["training_seconds"] > 600
+    assert f"--norm {name.removeprefix('lm-')}" in recipe["command"]
+
+
+def test_they_differ_in_the_norm_before_attention_alone() -> None:
+    labs = [json.loads((bundled_folder(n) / "lab.json").read_text()) for n in NAMES]
+    assert {lab["model"].pop("norm") for lab in labs} == {n.removeprefix("lm-") for n in NAMES}
+    assert all(lab == labs[0] for lab in labs[1:])
+    tokenizers = {(bundled_folder(n) / "tokenizer.json").read_bytes() for n in NAMES}
+    assert len(tokenizers) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_have_learned_to_read(name: str) -> None:
+    """On the bundled prompts, which are not from the training text: far better than chance and than its unigrams."""
+    from ln_probe.prompts import make_prompts
+
+    model = ln_probe.load_model(name)
+    prompts = make_prompts(model)  # type: ignore[arg-type]
+    with torch.no_grad():
+        losses = [float(model(row[None], return_type="loss")) for row in prompts.tokens]
+    assert sum(losses) / len(losses) < 4.6 < math.log(1024) - 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_analyzed(name: str) -> None:
+    report = ln_probe.analyze(ln_probe.load_model(name), max_tokens=40, layers=[1], heads=[0, 1], progress=False)
+    kind = name.removeprefix("lm-")
+    assert report.layernorms.set_index("site").loc["blocks.1.ln1", "kind"] == kind
+    assert report.layernorms["reconstruction_error"].max() < 1e-5
+    assert report.provenance["model"]["kind"] == "bundled"
+    assert len(report.findings()) >= 3
