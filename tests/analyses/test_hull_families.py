@@ -20,8 +20,8 @@ def check(keys, expected):
 @pytest.mark.parametrize("d", [3, 8, 32])
 @pytest.mark.parametrize("exponent", [3, 4, 5, 6, 8, 9])
 def test_near_duplicates(d, exponent):
-    # A corner of the cross-polytope and a copy moved along the plane that touches it there: both are vertices, a
-    # good share of the step away from the hull, unless the step is below tau.
+    # A corner of the cross-polytope and a copy moved along the plane that touches it there: both are
+    # vertices, a good share of the step away from the hull, unless the step is below tau.
     for seed in range(5):
         step = np.random.default_rng(seed).standard_normal(d)
         step[0] = 0
