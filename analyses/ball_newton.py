@@ -22,6 +22,9 @@ from ln_probe.analyses.scores import Floats, Ints, scores_of
 # of the value, the gradient or the bound). Measured at d = 64, 512 heavy-tailed keys, scores up to 50: 1e-3,
 # 1e-2 and 5e-2 take 6.4, 7.3 and 9.6 steps and 0.79, 0.54 and 0.49 ms per key.
 _MODEL_SHARE = 2e-2
+# A step of which the line search leaves less than _BOLD was blocked by keys that the model left out: it is
+# made finer by _FINER, down to _FINEST.
+_BOLD, _FINER, _FINEST = 0.2, 0.1, 1e-12
 # The secular equation is solved to this accuracy; what is left is put right by scaling the point to the
 # sphere.
 _SECULAR = 1e-2
@@ -30,9 +33,6 @@ _SECULAR_STEPS = 30
 _FLAT, _SEARCH_STEPS = 0.3, 40
 # A model step that gains less than this share of what the linear model promises has met rounding.
 _TRUST = 0.01
-# Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats f has kinks, and
-# a few keys in a hundred are left with a wider bound.
-STEPS = 400
 
 
 @compiled
@@ -220,7 +220,7 @@ def _gradient(
 
 
 @compiled
-def _spread(rows: Floats, i: int, weight: Floats, mean: Floats, spread: Floats) -> int:
+def _spread(rows: Floats, i: int, weight: Floats, mean: Floats, model: float, spread: Floats) -> int:
     """Rows whose products sum to the second derivative of f; returns how many."""
     count, dim = rows.shape
     rival = 0.0
@@ -229,7 +229,7 @@ def _spread(rows: Floats, i: int, weight: Floats, mean: Floats, spread: Floats) 
             rival = max(rival, weight[j])
     many = 0
     for j in range(count):
-        if weight[j] >= _MODEL_SHARE * rival:
+        if weight[j] > model * rival:
             root = np.sqrt(weight[j])
             for t in range(dim):
                 spread[many, t] = root * (rows[j, t] - mean[t])
@@ -266,14 +266,15 @@ def _line_search(
 
 @compiled
 def largest_weights(
-    rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float
-) -> tuple[Floats, Floats, Floats, Floats, Ints]:
+    rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float,
+    most: int,
+) -> tuple[Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
     """Largest softmax weight of each target over the unit ball of `u`, for scores `offset + rows @ u`.
 
     Args:
         rows, columns: "key dim" and "dim key", in nats.
         starts: points of the ball, "start target dim"; each target goes on from the best of its own.
-        tolerance: stop when the weight is known to this.
+        tolerance: stop when the weight is known to this, or after `most` steps.
 
     Returns:
         weights found, upper bounds, the points "target dim" that prove the one and the other, steps taken.
@@ -303,8 +304,8 @@ def largest_weights(
                     u[t] = starts[choice, k, t]
                 for j in range(count):
                     scores[j], weight[j] = change[j], trial[j]
-        found[k], bound[k] = 0.0, 1.0
-        for step in range(STEPS):
+        found[k], bound[k], model = 0.0, 1.0, _MODEL_SHARE
+        for step in range(most):
             steps[k] = step
             gap, length = _gradient(rows, i, weight, u, gradient, mean)
             found[k] = np.exp(-value)
@@ -315,7 +316,7 @@ def largest_weights(
                     proofs[k, t] = u[t]
             if bound[k] - found[k] <= tolerance or dim == 0:
                 break
-            many = _spread(rows, i, weight, mean, spread)
+            many = _spread(rows, i, weight, mean, model, spread)
             _model_minimum(spread, many, gram, factor, short, u, gradient, v, work)
             slope = 0.0
             for t in range(dim):
@@ -328,7 +329,12 @@ def largest_weights(
             scores_of(columns, work, count, change)
             share, lower = _line_search(scores, change, i, value, slope, trial)
             if not lower < value:
-                break
+                if model < _FINEST:
+                    break
+                model *= _FINER
+                continue
+            if share < _BOLD:
+                model *= _FINER
             value = lower
             for t in range(dim):
                 u[t] += share * work[t]

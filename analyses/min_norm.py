@@ -161,6 +161,7 @@ def nearest_point(
     slope: Floats,
     tau: float,
     gap: float,
+    patience: int,
     points: Floats,
     inverse: Floats,
     weight: Floats,
@@ -181,6 +182,7 @@ def nearest_point(
         tau: with `gap` < 0, stop when a verdict holds with this tolerance in normalized coordinates.
         gap: if >= 0, stop when lower and upper bound differ by at most this share of the lower, or upper <=
             tau.
+        patience: give up when the inverse has drifted more often; -1: never.
         points … work: workspace; on return `index`, `weight` hold the active set, `x` the last point, `best`
         minus the
             query with the highest lower bound (where it ends SEPARATED: that query).
@@ -204,7 +206,7 @@ def nearest_point(
     border = work[2 * capacity : 3 * capacity]
     solution[0] = inverse[0, 0]
     lower, upper = 0.0, largest
-    fresh, careful = True, False
+    fresh, careful, rebuilt = True, False, 0
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         lift = ray and x[dim - 1] > _NOISE * largest  # some of the ray would shorten x: let it in first
         if ray and not lift and x[dim - 1] > 0.0:
@@ -248,9 +250,14 @@ def nearest_point(
         for a in range(m):
             known = known or index[a] == new
         if known:
-            if fresh or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
+            if (
+                fresh
+                or rebuilt == patience
+                or not _rebuild(inverse, solution, points, border, work, e, m, bordering)
+            ):
                 return STALLED, m, lower, upper
             fresh, careful = True, True
+            rebuilt += 1
         else:
             if m == capacity:
                 return STALLED, m, lower, upper
@@ -269,9 +276,14 @@ def nearest_point(
             if own_square > largest * largest and new >= 0:
                 largest = np.sqrt(own_square)
             if not _append(inverse, solution, border, work, e, m, _PIVOT * border[m]):
-                if fresh or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
+                if (
+                    fresh
+                    or rebuilt == patience
+                    or not _rebuild(inverse, solution, points, border, work, e, m, bordering)
+                ):
                     return STALLED, m, lower, upper
                 fresh, careful = True, True
+                rebuilt += 1
                 continue
             m += 1
             fresh = False
@@ -360,7 +372,7 @@ def nearest_points(
                     closest, start = squares[j] - 2.0 * scores[j], j
         ended[k], m, lower[k], upper[k] = nearest_point(
             rows, columns, targets[k], counts[k], start, ray, stretch, slope, tau, gap,
-            points, inverse, weight, e, index, x, best, scores, work,
+            1 if careful else -1, points, inverse, weight, e, index, x, best, scores, work,
         )  # fmt: skip
         if careful and (ended[k] == STALLED or ended[k] == CONVERGED) and m > 0:
             low = lower[k]

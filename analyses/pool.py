@@ -127,7 +127,7 @@ def _by_columns(
             best[:] = 0.0
             _, m, lower, upper = nearest_point(
                 here, there, many, many, start, ray, stretch, slope, near, _COLUMN_GAP,
-                points, inverse, weight, e, index, x, best, few, work,
+                -1, points, inverse, weight, e, index, x, best, few, work,
             )  # fmt: skip
             if upper <= near:
                 state[k] = 1
