@@ -173,7 +173,8 @@ def _layers(axes: mpl.axes.Axes, report: Report) -> None:
     axes.set_xlabel("layer")
     layers = sorted({int(v) for v in report.heads["layer"]})
     axes.set_xticks(layers[:: max(1, len(layers) // 24)])
-    axes.legend(frameon=False, fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
