@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ln_probe.analyses import uniformity
 from ln_probe.analyses.attainable import attainable
-from ln_probe.analyses.hull import KeyGeometry, in_threads, key_geometry
+from ln_probe.analyses.hull import KeyGeometry, key_geometry
+from ln_probe.analyses.parallel import in_threads
 from ln_probe.analyses.query_sets import QuerySet
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
