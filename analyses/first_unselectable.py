@@ -91,13 +91,12 @@ def _probe(
     ended = np.zeros(len(targets), np.int64)
     units = np.zeros((len(targets), sets.normalized.shape[1]))
     used: list[tuple[Ints, Floats]] = [(np.empty(0, np.int64), np.empty(0))] * len(targets)
-    for rows, to_query, stretch, slope, careful in (
-        (sets.white, sets.query, sets.stretch, sets.slope, False),
-        (sets.flat, sets.flat_query, *sets.unstretched, True),
-    ):
+    for careful in (False, True):
         todo = np.flatnonzero((ended != INSIDE) & (ended != SEPARATED))
         if len(todo) == 0:
             break
+        rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
         ended[todo], _, _, queries, sizes, weights, indices = nearest_points(
             rows, np.ascontiguousarray(rows.T), targets[todo], counts[todo], np.full(len(todo), -1),
             sets.lifted, stretch, slope, TAU, -1.0, careful,
