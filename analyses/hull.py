@@ -48,11 +48,14 @@ class KeyGeometry:
         margin_lower, margin_upper: certified bounds of the distance to the hull of the other keys, in
             `margin_unit`: the best score gap over queries of unit length (of the ellipsoid, if there is one).
             0 for unselectable and duplicate keys; NaN for a single key and where margins were not asked for.
+            A bias is one more coordinate (in nats, or in units of its own RMS) in which the hull reaches down
+            without end. The bracket is 1 % wide, and wider only where a margin is lost in rounding.
         attainable: the largest softmax weight that a query of the set was found to give each key;
-            `attainable_upper`, at most 0.01 more, is what no query of the set exceeds. NaN without a query
-            set.
-        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t,
-            -1 if never; None unless asked for with `causal`.
+            `attainable_upper` is what no query of the set exceeds: at most 0.01 more, except for a few keys
+            where scores differ by many hundreds of nats. NaN without a query set.
+        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t
+            (equal keys count as one, so a duplicate is not inside), -1 if never; None unless asked for with
+            `causal`.
         representative: index of the first key equal to each key within `tau`.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
         tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys.
@@ -197,10 +200,10 @@ class KeyGeometry:
         """A query over normalized keys as one over the keys as they were given."""
         sets = self._found[b].sets
         if not sets.biased:
-            return query
+            return query.copy()
         plain, lift = query[:-1], float(query[-1])
         if not lift > 0.0 or sets.scale == 0.0:
-            return plain
+            return plain.copy()
         return plain / lift * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 else 1.0 / sets.scale)
 
 

@@ -15,7 +15,7 @@ Array = np.ndarray | torch.Tensor
 def key_sets(
     keys: Any, bias: Any
 ) -> tuple[Float64[np.ndarray, "set key d"], Float64[np.ndarray, "set key"] | None, bool]:
-    """Keys and bias as a batch of sets in float64, and whether they were given as a batch.
+    """Copies of keys and bias as a batch of sets in float64, and whether they were given as a batch.
 
     Raises:
         TypeError: not of a floating-point type.
@@ -48,12 +48,12 @@ def _floats(name: str, values: Any) -> NDArray[np.float64]:
     if isinstance(values, torch.Tensor):
         kind, floating = str(values.dtype), values.is_floating_point()
         if floating:
-            return np.ascontiguousarray(values.detach().to(device="cpu", dtype=torch.float64).numpy())
+            return np.array(values.detach().to(device="cpu", dtype=torch.float64).numpy(), order="C")
     else:
         values = np.asarray(values)
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
-            return np.ascontiguousarray(values, dtype=np.float64)
+            return np.array(values, dtype=np.float64, order="C")
     raise TypeError(
         f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
     )
