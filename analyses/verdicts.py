@@ -65,7 +65,7 @@ class Verdicts:
 
     code: Int8[np.ndarray, " key"]  # index into NAMES
     query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
-    weights: SparseWeights  # over the representatives, for the representative of an unselectable key
+    weights: SparseWeights  # over other keys, for the representative of an unselectable key
 
 
 def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
@@ -91,11 +91,11 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
         query[leaders[todo[good]]] = found[good]
         starts[todo] = place[rivals]
 
-    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
+    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints, names: Ints = leaders) -> None:
         keep = indices >= 0  # the ray is not a key
         first = np.concatenate([[0], np.cumsum(sizes)])
         sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
-        weights, indices = weights[keep], leaders[indices[keep]]
+        weights, indices = weights[keep], names[indices[keep]]
         rest = residuals(sets.normalized, leaders[todo], sizes, weights, indices, sets.biased)
         first = np.concatenate([[0], np.cumsum(sizes)])
         for k in np.flatnonzero(rest <= TAU):
@@ -126,6 +126,18 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
         code[leaders[todo[good]]] = SELECTABLE
         query[leaders[todo[good]]] = found[good]
 
+    def try_everyone(k: int) -> None:
+        """Representative k against all keys that differ: they may lie a little further out than theirs do."""
+        i = leaders[k]
+        others = np.flatnonzero(sets.representative != i)
+        points = sets.flat_of(np.append(others, i))
+        ended = nearest_points(
+            points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]),
+            np.array([-1]), sets.lifted, *sets.unstretched, TAU, -1.0, True,
+        )  # fmt: skip
+        try_weights(np.array([k]), *ended[4:], others)
+        try_queries(np.array([k]), sets.flat_query(ended[3]))
+
     def left() -> Ints:
         return np.flatnonzero(code[leaders] == UNDECIDED)
 
@@ -149,6 +161,9 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
             )  # fmt: skip
             try_weights(todo, sizes, weights, indices)
             try_queries(todo, to_query(queries))
+        if len(leaders) <= LARGE and (sets.normalized != sets.normalized[sets.representative]).any():
+            for k in left():
+                try_everyone(int(k))
         # A program over a whole pool would take minutes: what is left of one stays undecided.
         for k in left() if len(leaders) <= LARGE else ():
             others = np.delete(np.arange(len(leaders)), k)
