@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 
 from ln_probe.analyses.ball_newton import largest_weights
-from ln_probe.analyses.query_sets import QuerySet
+from ln_probe.analyses.key_sets import Array, key_sets
+from ln_probe.analyses.parallel import in_threads
+from ln_probe.analyses.query_sets import QuerySet, query_sets
 
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
@@ -66,6 +68,38 @@ def attainable(
         weight[left[better]], point[left[better]] = again[0][better], again[2][better]
         upper[left[tighter]], proof[left[tighter]] = again[1][tighter], again[3][tighter]
     return Attainable(weight, upper, point, proof, queries.axes)
+
+
+def attainable_attention(
+    keys: Float[Array, "*batch key d"],
+    query_set: float | tuple[Float[Array, "*batch d"], Float[Array, "*batch d r"]],
+    bias: Float[Array, "*batch key"] | None = None,
+    *,
+    gap: float = WEIGHT_GAP,
+    threads: int | None = None,
+) -> tuple[Float64[np.ndarray, "*batch key"], Float64[np.ndarray, "*batch key"]]:
+    """The largest softmax weight every key can get from a query of a set, without the rest of `key_geometry`.
+
+    Args:
+        keys, query_set, bias: as for `key_geometry`; scores are plain products in nats.
+        gap: how far apart weight and upper bound may be.
+        threads: how many sets to work on at a time, by default as many as there are processors.
+
+    Returns:
+        the weight that some query of the set gives, and an upper bound for all of them.
+
+    Raises:
+        TypeError, ValueError: as for `key_geometry`; scores that overflow.
+    """
+    values, lift, batched = key_sets(keys, bias)
+    queries = query_sets(query_set, len(values), values.shape[2])
+
+    def one(b: int) -> Attainable:
+        return attainable(values[b], queries[b], None if lift is None else lift[b], None, gap)
+
+    found = in_threads(one, range(len(values)), threads)
+    weight, upper = np.stack([f.weight for f in found]), np.stack([f.upper for f in found])
+    return (weight, upper) if batched else (weight[0], upper[0])
 
 
 def scores_over(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -23,6 +25,17 @@ def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """
     try:
         made = numba.njit(function, nogil=True, fastmath=_FAST_MATH, error_model="numpy", cache=True)
-    except RuntimeError:  # numba: "no locator available": no folder it may write to
+        # numba takes cached code for valid while the function's own file is unchanged, but it contains what
+        # the function calls in other files: any change in the folder makes it stale.
+        index = cast("Any", made)._cache._cache_file
+        index._source_stamp = _sources(Path(function.__code__.co_filename).resolve().parent)
+    except (RuntimeError, AttributeError):  # "no locator available": no folder to write to; or another numba
         made = numba.njit(function, nogil=True, fastmath=_FAST_MATH, error_model="numpy")
     return cast("Callable[_Args, _Result]", made)
+
+
+@cache
+def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of every source file in a folder."""
+    found = [(path.name, path.stat()) for path in sorted(folder.glob("*.py"))]
+    return tuple((name, status.st_mtime_ns, status.st_size) for name, status in found)

@@ -34,14 +34,12 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     """Smallest t >= i at which key i lies in the hull of the other keys 0..t (equal keys count as one)."""
     number = len(verdicts.code)
     leaders = sets.leaders
-    place = np.full(number, -1)
-    place[leaders] = np.arange(len(leaders))
     todo = np.flatnonzero(verdicts.code[leaders] == UNSELECTABLE)
     rows = {int(leaders[k]): verdicts.weights.row(int(leaders[k])) for k in todo}
     query = np.full(sets.normalized.shape, np.nan)
     ordered = np.ascontiguousarray(sets.normalized[leaders].T)
     # With the first `enough` representatives visible a key is inside, with the first `few` it is not.
-    enough = np.array([max(k + 1, int(place[rows[int(leaders[k])][0]].max()) + 1) for k in todo], np.int64)
+    enough = np.array([_seen(leaders, int(k), rows[int(leaders[k])][0]) for k in todo], np.int64)
     few = np.maximum(todo, 1)
     proved = few.copy()
     scores = np.empty(len(leaders))
@@ -56,7 +54,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
             key = int(leaders[todo[k]])
             if ended[a] == INSIDE:
                 rows[key] = leaders[used[a][0]], used[a][1]
-                enough[k] = max(int(used[a][0].max()) + 1, int(todo[k]) + 1)
+                enough[k] = _seen(leaders, int(todo[k]), rows[key][0])
                 continue
             few[k] = counts[a]
             unit = units[a]
@@ -79,9 +77,22 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     query[leaders[todo[proved < few]]] = np.nan
     at = np.full(number, -1)
     at[leaders[todo]] = leaders[enough - 1]
+    for key, (index, _) in rows.items():  # weights may be on a copy that comes after its representative
+        at[key] = max(int(at[key]), int(index.max()))
+        if np.isfinite(query[key]).all():
+            scores = sets.normalized[: at[key]] @ query[key]
+            rivals = sets.representative[: at[key]] != key
+            own = float(sets.normalized[key] @ query[key])
+            if (own - scores[rivals] <= TAU).any():
+                query[key] = np.nan
     at = at[sets.representative]
     at = np.where(at >= 0, np.maximum(at, np.arange(number)), -1)
     return FirstUnselectable(at, query, SparseWeights.of_rows(rows, number))
+
+
+def _seen(leaders: Ints, own: int, used: Ints) -> int:
+    """How many representatives are visible when a key and all those with weights are."""
+    return max(own + 1, int(np.searchsorted(leaders, used.max(), side="right")))
 
 
 def _probe(
@@ -91,13 +102,12 @@ def _probe(
     ended = np.zeros(len(targets), np.int64)
     units = np.zeros((len(targets), sets.normalized.shape[1]))
     used: list[tuple[Ints, Floats]] = [(np.empty(0, np.int64), np.empty(0))] * len(targets)
-    for rows, to_query, stretch, slope, careful in (
-        (sets.white, sets.query, sets.stretch, sets.slope, False),
-        (sets.flat, sets.flat_query, *sets.unstretched, True),
-    ):
+    for careful in (False, True):
         todo = np.flatnonzero((ended != INSIDE) & (ended != SEPARATED))
         if len(todo) == 0:
             break
+        rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
         ended[todo], _, _, queries, sizes, weights, indices = nearest_points(
             rows, np.ascontiguousarray(rows.T), targets[todo], counts[todo], np.full(len(todo), -1),
             sets.lifted, stretch, slope, TAU, -1.0, careful,

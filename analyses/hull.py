@@ -14,21 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float, Float64, Int64, Shaped
-from numpy.typing import NDArray
 
 from ln_probe.analyses.attainable import WEIGHT_GAP, Attainable, attainable, scores_over
 from ln_probe.analyses.certificates import Checker
 from ln_probe.analyses.first_unselectable import FirstUnselectable, first_unselectable
 from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, coordinates
+from ln_probe.analyses.key_sets import Array, key_sets
 from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins
 from ln_probe.analyses.parallel import in_threads
 from ln_probe.analyses.query_sets import QuerySet, query_sets
 from ln_probe.analyses.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
-
-Array = np.ndarray | torch.Tensor
-_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class SetGeometry:
     attainable: Attainable | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class KeyGeometry:
     """Verdicts, margins and certificates of a set of keys, or of a batch of sets (arrays lead with "batch").
 
@@ -52,11 +48,14 @@ class KeyGeometry:
         margin_lower, margin_upper: certified bounds of the distance to the hull of the other keys, in
             `margin_unit`: the best score gap over queries of unit length (of the ellipsoid, if there is one).
             0 for unselectable and duplicate keys; NaN for a single key and where margins were not asked for.
+            A bias is one more coordinate (in nats, or in units of its own RMS) in which the hull reaches down
+            without end. The bracket is 1 % wide, and wider only where a margin is lost in rounding.
         attainable: the largest softmax weight that a query of the set was found to give each key;
-            `attainable_upper`, at most 0.01 more, is what no query of the set exceeds. NaN without a query
-            set.
-        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t,
-            -1 if never; None unless asked for with `causal`.
+            `attainable_upper` is what no query of the set exceeds: at most 0.01 more, except for a few keys
+            where scores differ by many hundreds of nats. NaN without a query set.
+        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t
+            (equal keys count as one, so a duplicate is not inside), -1 if never; None unless asked for with
+            `causal`.
         representative: index of the first key equal to each key within `tau`.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
         tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys.
@@ -75,6 +74,12 @@ class KeyGeometry:
     _bias: Float64[np.ndarray, "set key"] | None = field(repr=False)
     _queries: list[QuerySet] | None = field(repr=False)
     _found: list[SetGeometry] = field(repr=False)
+
+    def __repr__(self) -> str:
+        names, counts = np.unique(self.verdict, return_counts=True)
+        what = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True))
+        shape = " × ".join(str(size) for size in self.verdict.shape)
+        return f"KeyGeometry({shape} keys of dimension {self._keys.shape[2]}: {what}; tau {self.tau:g})"
 
     def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:
         """A query that selects key `i` (of a batch: `witness(b, i)`): it scores every other key lower.
@@ -195,10 +200,10 @@ class KeyGeometry:
         """A query over normalized keys as one over the keys as they were given."""
         sets = self._found[b].sets
         if not sets.biased:
-            return query
+            return query.copy()
         plain, lift = query[:-1], float(query[-1])
         if not lift > 0.0 or sets.scale == 0.0:
-            return plain
+            return plain.copy()
         return plain / lift * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 else 1.0 / sets.scale)
 
 
@@ -236,28 +241,7 @@ def key_geometry(
     """
     if margins not in (True, False, "exact"):
         raise ValueError(f'margins must be True, False or "exact", got {margins!r}')
-    values = _floats("keys", keys)
-    if values.ndim not in (2, 3):
-        raise ValueError(f'keys must have the shape "keys d" or "batch keys d", got {values.shape}')
-    batched = values.ndim == 3
-    for size, what in zip(values.shape[-2:], ("keys", "dimensions"), strict=True):
-        if size == 0:
-            raise ValueError(f"there are no {what}: keys have the shape {values.shape}")
-    if batched and len(values) == 0:
-        raise ValueError(f"there are no sets of keys: keys have the shape {values.shape}")
-    _finite("key", values)
-    lift = None
-    if bias is not None:
-        lift = _floats("bias", bias)
-        if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
-            raise ValueError(
-                f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}"
-            )
-        lift = np.broadcast_to(lift, values.shape[:-1])
-        _finite("bias", lift[..., None])
-    if not batched:
-        values = values[None]
-        lift = None if lift is None else lift[None]
+    values, lift, batched = key_sets(keys, bias)
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
 
@@ -326,28 +310,3 @@ def set_geometry(
         first=first_unselectable(sets, verdicts) if causal else None,
         attainable=reach,
     )
-
-
-def _floats(name: str, values: Any) -> _Floats:
-    if isinstance(values, torch.Tensor):
-        kind, floating = str(values.dtype), values.is_floating_point()
-        if floating:
-            return np.ascontiguousarray(values.detach().to(device="cpu", dtype=torch.float64).numpy())
-    else:
-        values = np.asarray(values)
-        kind, floating = str(values.dtype), values.dtype.kind == "f"
-        if floating:
-            return np.ascontiguousarray(values, dtype=np.float64)
-    raise TypeError(
-        f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
-    )
-
-
-def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:
-    bad = ~np.isfinite(values).all(axis=-1)
-    if bad.any():
-        place = np.argwhere(bad)[0]
-        value = values[tuple(place)]
-        what = "NaN" if np.isnan(value).any() else "an infinite value"
-        where = f"{name} {place[-1]}" + (f" of set {place[0]}" if len(place) > 1 else "")
-        raise ValueError(f"{where} contains {what} ({bad.sum()} of {bad.size} do): remove or repair it first")

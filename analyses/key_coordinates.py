@@ -49,7 +49,6 @@ class KeyCoordinates:
     normalized: Float64[np.ndarray, "key dim"]
     representative: Int64[np.ndarray, " key"]  # the first key of those equal to it within TAU
     leaders: Int64[np.ndarray, " group"]  # the representatives, in order
-    flat: Float64[np.ndarray, "group rank"]
     white: Float64[np.ndarray, "group rank"]
     basis: Float64[np.ndarray, "d rank"]  # columns: the directions of flat and white, without the bias
     stretch: Float64[np.ndarray, " rank"]
@@ -58,6 +57,20 @@ class KeyCoordinates:
     biased: bool  # whether normalized has one
     scale: float  # the RMS norm of the centred keys: normalized = (key - mean) / scale
     bias_scale: float
+
+    @property
+    def flat(self) -> Float64[np.ndarray, "group rank"]:
+        """The representatives in flat coordinates, computed when asked for: few sets need them."""
+        rank = len(self.stretch)
+        plain = self.white[:, :rank] * self.stretch
+        return np.concatenate([plain, self.white @ self.slope[:, None]], axis=1) if self.lifted else plain
+
+    def flat_of(self, keys: Int64[np.ndarray, " key"]) -> Float64[np.ndarray, "key rank"]:
+        """Any keys in flat coordinates, up to a common shift."""
+        d = len(self.basis)
+        rows = self.normalized[keys]
+        plain = rows[:, :d] @ self.basis
+        return np.concatenate([plain, rows[:, d:]], axis=1) if self.lifted else plain
 
     def query(self, white: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
         """Queries over white keys as unit queries over normalized keys (zero stays zero)."""
@@ -218,10 +231,9 @@ def coordinates(
         slope[rank] = np.sqrt(np.mean(rest * rest))
         lifted = bool(slope[rank] > _AFFINE_BIAS)
         if lifted:
-            flat = np.concatenate([flat, lift[:, None]], axis=1)
             white = np.concatenate([white, rest[:, None] / slope[rank]], axis=1)
     return KeyCoordinates(
-        normalized=normalized, representative=representative, leaders=leaders, flat=flat, white=white,
+        normalized=normalized, representative=representative, leaders=leaders, white=white,
         basis=basis, stretch=stretch, slope=slope, lifted=lifted, biased=biased, scale=scale,
         bias_scale=bias_scale,
     )  # fmt: skip

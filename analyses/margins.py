@@ -17,6 +17,9 @@ from ln_probe.analyses.verdicts import SELECTABLE, UNDECIDED, SparseWeights, Ver
 
 # Default width of a margin's bracket, (upper - lower) / lower: a margin is read to two digits.
 RELATIVE_GAP = 0.01
+# A margin below this (relative to the RMS norm of the measured keys) is not bracketed further: degenerate
+# axes give selectable keys a margin of exactly zero.
+_ZERO = 0.01 * TAU
 # What "exact" asks for: float64 leaves about six digits of a distance of TAU.
 EXACT_GAP = 1e-6
 
@@ -74,7 +77,7 @@ def margins(
     size = float(np.sqrt(np.mean(np.sum((here - here.mean(axis=0)) ** 2, axis=1))))
     _, low, high, queries, sizes, weights, indices = nearest_points(
         here, np.ascontiguousarray(here.T), todo, np.full(len(todo), len(here)), np.full(len(todo), -1),
-        sets.bias_scale > 0.0, np.ones(here.shape[1]), np.ones(1), TAU * size, gap, True,
+        sets.bias_scale > 0.0, np.ones(here.shape[1]), np.ones(1), _ZERO * size, gap, True,
     )  # fmt: skip
     keys = sets.leaders[todo]
     lower[keys], upper[keys], query[keys] = low, high, queries

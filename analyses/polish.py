@@ -27,17 +27,19 @@ _STEPS_PER_DIMENSION = 10
 
 
 @compiled
-def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats) -> bool:
+def _affine_step(
+    points: Floats, weight: Floats, e: Floats, m: int, step: Floats, basis: Floats
+) -> tuple[bool, int]:
     """Change of the weights towards the affine minimizer of the active points; False if along a dependency.
 
     A point that depends on the others gives a direction in which the weights change and the point does not.
+    `basis` receives an orthonormal basis of the active points' differences; its size is returned, too.
     """
     dim = points.shape[1]
     base, most = -1, -1.0
     for a in range(m):
         if e[a] > 0.0 and weight[a] > most:
             base, most = a, weight[a]
-    basis = np.zeros((m, dim))  # orthonormal rows, by Gram-Schmidt done twice
     upper = np.zeros((m, m))
     column = np.zeros(m, np.int64)
     rest = np.zeros(dim)
@@ -79,7 +81,7 @@ def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats
             for b in range(m):
                 total += e[b] * step[b]
             step[base] -= total
-            return False
+            return False, used
         upper[used, used] = left
         column[used] = a
         for t in range(dim):
@@ -96,7 +98,7 @@ def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats
     for b in range(m):
         total += e[b] * step[b]
     step[base] -= total
-    return True
+    return True, used
 
 
 @compiled
@@ -109,6 +111,8 @@ def polish(
     dim = rows.shape[1]
     capacity = index.shape[0]
     step = np.empty(capacity)
+    basis = np.empty((capacity, dim))  # orthonormal rows, by Gram-Schmidt done twice
+    used = 0
     lower, upper = 0.0, np.inf
     largest = 0.0
     for j in range(count):
@@ -119,7 +123,7 @@ def polish(
     moved = True
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         while True:
-            exact = _affine_step(points, weight, e, m, step)
+            exact, used = _affine_step(points, weight, e, m, step, basis)
             length, blocking = 1.0 if exact else np.inf, -1
             for a in range(m):
                 if step[a] < 0.0 and weight[a] + length * step[a] <= 0.0:
@@ -135,6 +139,7 @@ def polish(
                 points[blocking, t] = points[m, t]
             weight[blocking], e[blocking], index[blocking] = weight[m], e[m], index[m]
             if m == 1:
+                used = 0
                 break
         total = 0.0
         for a in range(m):
@@ -166,6 +171,20 @@ def polish(
             return BRACKETED, m, lower, upper
         new = -1
         if not lift:
+            # The exact x is orthogonal to the differences of the active points; what rounding left along them
+            # would drown the products with the others, which can be as small as |x|².
+            for b in range(used):
+                share = 0.0
+                for t in range(dim):
+                    share += basis[b, t] * x[t]
+                for t in range(dim):
+                    x[t] -= share * basis[b, t]
+            square, own = 0.0, 0.0
+            for t in range(dim):
+                square += x[t] * x[t]
+                own += x[t] * rows[target, t]
+            if ray and x[dim - 1] > 0.0:
+                x[dim - 1] = 0.0
             scores_of(columns, x, count, scores)
             if target < count:
                 scores[target] = np.inf
@@ -174,8 +193,9 @@ def polish(
                 if scores[j] < value:
                     value, new = scores[j], j
             value -= own
-            if value > lower * upper:
-                lower = value / upper
+            length = np.sqrt(square)
+            if value > lower * length:
+                lower = value / length
                 for t in range(dim):
                     best[t] = x[t]
             if gap < 0.0:

@@ -199,11 +199,16 @@ class Pool:
         longest = np.argsort(-length, kind="stable")[:_LONGEST]
         own = self.white @ self.white[longest].T
         own[longest, np.arange(len(longest))] = -np.inf
-        hopeful = np.flatnonzero(length > own.max(axis=1))
-        best, winner = self._best(self.white[hopeful], np.arange(len(self.white)), hopeful)
-        won = length[hopeful] > best
+        # (Below zero in the bias, a key's own query has another length: all of those are tried.)
+        low = self.white[:, -1] < 0.0 if self.sets.lifted else np.zeros(len(length), bool)
+        hopeful = np.flatnonzero((length > own.max(axis=1)) | low)
+        queries = self.white[hopeful]
+        if self.sets.lifted:  # a query must not count the bias negatively
+            queries[:, -1] = np.maximum(queries[:, -1], 0.0)
+        best, winner = self._best(queries, np.arange(len(self.white)), hopeful)
+        won = np.einsum("ij,ij->i", queries, self.white[hopeful]) > best
         self.generator[hopeful[won]] = True
-        self.query[hopeful[won]] = self.white[hopeful[won]]
+        self.query[hopeful[won]] = queries[won]
         self.generator[winner[~won]] = True
 
     def _open(self) -> Ints:

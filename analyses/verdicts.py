@@ -65,7 +65,7 @@ class Verdicts:
 
     code: Int8[np.ndarray, " key"]  # index into NAMES
     query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
-    weights: SparseWeights  # over the representatives, for the representative of an unselectable key
+    weights: SparseWeights  # over other keys, for the representative of an unselectable key
 
 
 def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
@@ -82,19 +82,20 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
     place = place[sets.representative]
 
     def try_queries(todo: Ints, found: Floats) -> None:
-        if sets.biased:
-            found = _count_bias(found, columns, leaders[todo], sets.representative)
         gaps, rivals = score_gaps(columns, leaders[todo], found, sets.representative)
+        if sets.biased and (found[:, -1] <= 0.0).any():
+            found = _count_bias(found, gaps, columns[-1])
+            gaps, rivals = score_gaps(columns, leaders[todo], found, sets.representative)
         good = gaps > TAU
         code[leaders[todo[good]]] = SELECTABLE
         query[leaders[todo[good]]] = found[good]
         starts[todo] = place[rivals]
 
-    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
+    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints, names: Ints = leaders) -> None:
         keep = indices >= 0  # the ray is not a key
         first = np.concatenate([[0], np.cumsum(sizes)])
         sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
-        weights, indices = weights[keep], leaders[indices[keep]]
+        weights, indices = weights[keep], names[indices[keep]]
         rest = residuals(sets.normalized, leaders[todo], sizes, weights, indices, sets.biased)
         first = np.concatenate([[0], np.cumsum(sizes)])
         for k in np.flatnonzero(rest <= TAU):
@@ -118,9 +119,24 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
         todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (code[leaders] == UNDECIDED))
         found = sets.query(pool.query[todo])
         gaps = gaps_in_blocks(sets.normalized, leaders[todo], found, sets.representative)
-        good = (gaps > TAU) & ((found[:, -1] > 0.0) | (not sets.biased))
+        if sets.biased and (found[:, -1] <= 0.0).any():
+            found = _count_bias(found, gaps, columns[-1])
+            gaps = gaps_in_blocks(sets.normalized, leaders[todo], found, sets.representative)
+        good = gaps > TAU
         code[leaders[todo[good]]] = SELECTABLE
         query[leaders[todo[good]]] = found[good]
+
+    def try_everyone(k: int) -> None:
+        """Representative k against all keys that differ: they may lie a little further out than theirs do."""
+        i = leaders[k]
+        others = np.flatnonzero(sets.representative != i)
+        points = sets.flat_of(np.append(others, i))
+        ended = nearest_points(
+            points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]),
+            np.array([-1]), sets.lifted, *sets.unstretched, TAU, -1.0, True,
+        )  # fmt: skip
+        try_weights(np.array([k]), *ended[4:], others)
+        try_queries(np.array([k]), sets.flat_query(ended[3]))
 
     def left() -> Ints:
         return np.flatnonzero(code[leaders] == UNDECIDED)
@@ -133,19 +149,21 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
             try_queries(left(), sets.query(sets.white))
         if len(leaders) > POOL and len(left()):
             try_pool()
-        for rows_of, to_query, stretch, slope, careful in (
-            (sets.white, sets.query, sets.stretch, sets.slope, False),
-            (sets.flat, sets.flat_query, *sets.unstretched, True),
-        ):
+        for careful in (False, True):
             todo = left()
             if len(todo) == 0:
                 break
+            rows_of, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+            stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
             _, _, _, queries, sizes, weights, indices = nearest_points(
                 rows_of, np.ascontiguousarray(rows_of.T), todo, np.full(len(todo), len(leaders)),
                 starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful,
             )  # fmt: skip
             try_weights(todo, sizes, weights, indices)
             try_queries(todo, to_query(queries))
+        if len(leaders) <= LARGE and (sets.normalized != sets.normalized[sets.representative]).any():
+            for k in left():
+                try_everyone(int(k))
         # A program over a whole pool would take minutes: what is left of one stays undecided.
         for k in left() if len(leaders) <= LARGE else ():
             others = np.delete(np.arange(len(leaders)), k)
@@ -161,16 +179,13 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
     return Verdicts(code=code, query=query, weights=SparseWeights.of_rows(rows, number))
 
 
-def _count_bias(queries: Floats, columns: Floats, targets: Ints, group: Ints) -> Floats:
+def _count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
     """Queries that give the bias a positive weight, as a query that is added to biased scores must.
 
     A query without one (it wins at any bias, if it is long enough) gives up half of its score gap for it.
     """
     without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
-    if without.any():
-        gaps, _ = score_gaps(columns, targets[without], queries[without], group)
-        spread = max(float(np.ptp(columns[-1])), 1.0)
-        queries = queries.copy()
-        queries[without, -1] = np.maximum(gaps, TAU) / (2.0 * spread)
-        queries = unit_rows(queries)
-    return queries
+    found = queries.copy()
+    found[without, -1] = np.maximum(gaps[without], TAU) / (2.0 * max(float(np.ptp(bias)), 1.0))
+    found[without] = unit_rows(found[without])
+    return found

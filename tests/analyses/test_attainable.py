@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import minimize
 
 import ln_probe
-from ln_probe.analyses.attainable import WEIGHT_GAP, attainable
+from ln_probe.analyses.attainable import WEIGHT_GAP, attainable, attainable_attention
 from ln_probe.analyses.certificates import CertificateError
 from ln_probe.analyses.query_sets import QuerySet
 
@@ -177,3 +177,19 @@ def test_scores_that_overflow():
         ValueError, match="scores of the keys over the query set overflow float64: scale keys"
     ):
         ln_probe.key_geometry(keys, query_set=1e200)
+
+
+def test_attention_alone_is_that_of_the_geometry():
+    rng = np.random.default_rng(0)
+    keys, bias = rng.standard_normal((3, 20, 4)), rng.standard_normal((3, 20))
+    queries = rng.standard_normal((3, 4)), rng.standard_normal((3, 4, 6))
+    geometry = ln_probe.key_geometry(keys, bias=bias, query_set=queries)
+    weight, upper = attainable_attention(keys, queries, bias)
+    np.testing.assert_allclose(weight, geometry.attainable, atol=WEIGHT_GAP)
+    assert (weight <= geometry.attainable_upper + 1e-12).all()
+    assert (geometry.attainable <= upper + 1e-12).all()
+    alone, _ = attainable_attention(keys[1], (queries[0][1], queries[1][1]), bias[1])
+    np.testing.assert_allclose(alone, weight[1], rtol=1e-9)
+    tight, above = attainable_attention(keys, queries, bias, gap=1e-6)
+    assert (above - tight <= 1e-6).all()
+    assert (tight >= weight - 1e-9).all()

@@ -32,3 +32,27 @@ def test_without_a_folder_for_the_cache(monkeypatch):
 def test_the_package_does_not_import_the_compiler():
     code = "import sys, ln_probe; assert not {'numba', 'torch', 'scipy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
+    (tmp_path / "outer.py").write_text(
+        "from inner import inner\n"
+        "from ln_probe.analyses.compiled import compiled\n"
+        "@compiled\n"
+        "def outer(x):\n"
+        "    return 10 * inner(x)\n"
+    )
+
+    def run(inner):
+        (tmp_path / "inner.py").write_text(
+            f"from ln_probe.analyses.compiled import compiled\n@compiled\ndef inner(x):\n    return {inner}\n"
+        )
+        code = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from outer import outer; print(outer(3.0))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+    assert run("x + 1") == 40
+    assert run("x + 22") == 250
+    assert list(tmp_path.rglob("*.nbi"))  # it was cached

@@ -345,3 +345,20 @@ def test_table_of_random_keys(d, any_, mean):
 def test_layernorm_puts_every_random_key_on_a_sphere(d):
     keys = normalized(np.random.default_rng(0).standard_normal((100, 60, d)))
     assert (ln_probe.key_geometry(keys, margins=False).verdict == "selectable").all()
+
+
+def test_the_result_does_not_share_memory_with_the_keys():
+    keys = np.concatenate([circle(8), [[0.1, -0.2]]])
+    for given in (keys, torch.from_numpy(keys)):
+        geometry = ln_probe.key_geometry(given)
+        before = geometry.witness(0).copy()
+        given[:] = 0
+        geometry.witness(0)[:] = 7
+        geometry.certify()
+        assert (geometry.witness(0) == before).all()
+        keys[:] = np.concatenate([circle(8), [[0.1, -0.2]]])
+
+
+def test_what_it_says_of_itself():
+    geometry = ln_probe.key_geometry(np.concatenate([circle(8), [[0.1, -0.2]]]))
+    assert repr(geometry) == "KeyGeometry(9 keys of dimension 2: 8 selectable, 1 unselectable; tau 1e-07)"

@@ -30,6 +30,20 @@ def test_near_duplicates(d, exponent):
         check(np.concatenate([cross(d), copy[None]]), [twin] + ["selectable"] * (2 * d - 1) + [twin])
 
 
+@pytest.mark.parametrize("d", [3, 8, 64])
+def test_pairs_as_far_apart_as_the_tolerance(d):
+    rng = np.random.default_rng(d)
+    keys = rng.standard_normal((256, d))
+    rms = np.sqrt((keys**2).sum(1).mean())
+    keys = np.concatenate([keys, keys + 1e-7 * rms / np.sqrt(d) * rng.standard_normal((256, d))])
+    geometry = ln_probe.key_geometry(keys, causal=True)
+    geometry.certify()
+    assert "undecided" not in geometry.verdict
+    assert 50 < (geometry.representative[256:] < 256).sum() < 206  # about half are one key
+    vertex = geometry.verdict == "selectable"
+    assert (geometry.margin_upper[vertex] <= 1.0101 * geometry.margin_lower[vertex]).all()
+
+
 @pytest.mark.parametrize("d", [3, 8, 32])
 @pytest.mark.parametrize("offset", [1e-6, -1e-6, 0])
 def test_a_point_near_a_facet(d, offset):

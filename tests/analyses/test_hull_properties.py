@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
+from scipy.optimize import linprog, nnls
 
 import ln_probe
 from ln_probe.analyses.key_coordinates import TAU
@@ -97,6 +97,31 @@ def test_the_margin_is_the_gap_of_the_best_query(keys, seed):
     bracket = ln_probe.key_geometry(keys)
     assert (bracket.margin_lower <= exact.margin_upper * (1 + 1e-5) + 1e-12).all()
     assert (bracket.margin_upper >= exact.margin_lower * (1 - 1e-5) - 1e-12).all()
+
+
+@pytest.mark.parametrize(("n", "d"), [(60, 2), (80, 6), (120, 24)])
+def test_margins_are_those_of_nonnegative_least_squares(n, d):
+    # The shortest convex combination of p_j minimizes |Σ λ_j p_j|² + (Σ λ_j - 1)², up to its scale.
+    rng = np.random.default_rng(n)
+    for keys in (rng.standard_normal((n, d)), rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1))):
+        exact, bracket = ln_probe.key_geometry(keys, margins="exact"), ln_probe.key_geometry(keys)
+        centred = keys - keys.mean(0)
+        centred /= np.sqrt((centred**2).sum(1).mean())
+        for i in range(n):
+            steps = np.delete(centred, i, axis=0) - centred[i]
+            weights, _ = nnls(np.vstack([steps.T, np.ones(n - 1)]), np.append(np.zeros(d), 1.0))
+            distance = np.linalg.norm(weights @ steps) / weights.sum()
+            if exact.verdict[i] == "unselectable":
+                assert distance < TAU
+            else:
+                assert exact.margin_lower[i] == pytest.approx(distance, rel=1e-5)
+                assert exact.margin_upper[i] == pytest.approx(distance, rel=1e-5)
+                assert (
+                    bracket.margin_lower[i]
+                    <= distance * (1 + 1e-9)
+                    <= 1.0101 * bracket.margin_lower[i] * (1 + 1e-9)
+                )
+                assert distance <= bracket.margin_upper[i] * (1 + 1e-9)
 
 
 def by_linear_program(keys, i, bias=None):

@@ -1,0 +1,94 @@
+"""What decides where the fast methods give up: the polish of thin hulls, and the linear program."""
+
+import numpy as np
+import pytest
+
+import ln_probe
+from ln_probe.analyses import verdicts
+from ln_probe.analyses.linear_program import separate
+from ln_probe.analyses.min_norm import nearest_points
+from ln_probe.analyses.polish import BRACKETED, STALLED
+
+SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+
+
+def test_the_program_separates_or_reproduces():
+    query, _ = separate(SQUARE, np.array([1.5, 0.2]), ray=False)
+    assert ((np.array([1.5, 0.2]) - SQUARE) @ query).min() > 0.1
+    _, weights = separate(SQUARE, np.array([0.3, -0.2]), ray=False)
+    assert weights.sum() == pytest.approx(1)
+    np.testing.assert_allclose(weights @ SQUARE, [0.3, -0.2], atol=1e-9)
+
+
+def test_the_program_counts_the_bias_upwards_only():
+    lifted = np.column_stack([SQUARE, np.zeros(4)])
+    query, _ = separate(lifted, np.array([0.0, 0.0, 0.5]), ray=True)
+    assert ((np.array([0.0, 0.0, 0.5]) - lifted) @ query).min() > 0.1
+    query, _ = separate(lifted, np.array([0.0, 0.0, -0.5]), ray=True)
+    assert ((np.array([0.0, 0.0, -0.5]) - lifted) @ query).min() <= 1e-9
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((60, 4))
+    bias = rng.standard_normal(60) if biased else None
+    expected = ln_probe.key_geometry(keys, bias=bias, margins=False).verdict
+
+    def stalled(rows, columns, targets, *rest):
+        none = np.zeros(len(targets))
+        return (
+            np.full(len(targets), STALLED), none, none, np.zeros((len(targets), rows.shape[1])),
+            np.zeros(len(targets), np.int64), np.empty(0), np.empty(0, np.int64),
+        )  # fmt: skip
+
+    monkeypatch.setattr(verdicts, "nearest_points", stalled)
+    geometry = ln_probe.key_geometry(keys, bias=bias, margins=False)
+    assert (geometry.verdict == expected).all()
+    assert (expected == "unselectable").sum() > 5
+    geometry.certify()
+
+
+def test_what_nothing_decides_is_undecided(monkeypatch):
+    keys = np.concatenate([SQUARE, [[0.1, 0.2]]])
+
+    def stalled(rows, columns, targets, *rest):
+        none = np.zeros(len(targets))
+        return (
+            np.full(len(targets), STALLED), none, none, np.zeros((len(targets), rows.shape[1])),
+            np.zeros(len(targets), np.int64), np.empty(0), np.empty(0, np.int64),
+        )  # fmt: skip
+
+    monkeypatch.setattr(verdicts, "nearest_points", stalled)
+    monkeypatch.setattr(
+        verdicts.linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0])
+    )
+    geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
+    assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
+    assert geometry.first_unselectable_at[4] == -1
+    geometry.certify()
+    with pytest.raises(ValueError, match="key 4 is undecided: it has no witness query"):
+        geometry.witness(4)
+    with pytest.raises(ValueError, match="key 4 is undecided: no convex weights of the other keys repro"):
+        geometry.weights(4)
+
+
+def test_thin_hulls_are_bracketed_by_the_polish():
+    # A cloud 1e-8 thick in one direction: float64 leaves a Gram matrix nothing of it.
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal((40, 6)) * np.array([1, 1, 1, 1, 1, 1e-8])
+    here = np.arange(40)
+    given = np.ones(6), np.ones(1), 1e-13, 0.01
+    columns = np.ascontiguousarray(wide.T)
+    count, start = np.full(40, 40), np.full(40, -1)
+    ended, lower, upper, queries, *_ = nearest_points(wide, columns, here, count, start, False, *given, True)
+    fast, *_ = nearest_points(wide, columns, here, count, start, False, *given, False)
+    assert (fast == STALLED).any()
+    assert (ended == BRACKETED).all()
+    assert (upper < 1e-13).sum() == 1  # one key is inside
+    thin = (upper < 1e-6) & (upper > 1e-13)
+    assert thin.sum() == 4
+    assert (upper[thin] <= 1.0101 * lower[thin]).all()
+    for i in np.flatnonzero(thin):
+        query = queries[i] / np.linalg.norm(queries[i])
+        assert np.delete((wide[i] - wide) @ query, i).min() >= lower[i] * (1 - 1e-6)
