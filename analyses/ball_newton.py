@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.compiled import compiled, room, table
 from ln_probe.analyses.scores import Floats, Ints, scores_of
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
@@ -139,7 +139,7 @@ def _model_minimum(
     trace = 0.0
     for a in range(size):
         trace += gram[a, a]
-    right = np.empty(dim)
+    right = room(dim)
     for t in range(dim):
         right[t] = -gradient[t]
     for a in range(many):
@@ -281,13 +281,14 @@ def largest_weights(
     """
     count, dim = rows.shape
     number = targets.shape[0]
-    found, bound = np.empty(number), np.empty(number)
-    points, proofs = np.zeros((number, dim)), np.zeros((number, dim))
+    found, bound = room(number), room(number)
+    points, proofs = table(number, dim), table(number, dim)
+    points[:], proofs[:] = 0.0, 0.0
     steps = np.zeros(number, np.int64)
-    scores, change, weight, trial = np.empty(count), np.empty(count), np.empty(count), np.empty(count)
-    gradient, v, work, mean = np.empty(dim), np.empty(dim), np.empty(dim), np.empty(dim)
-    spread, size = np.empty((count, dim)), max(dim, 1)
-    gram, factor, short = np.empty((size, size)), np.empty((size, size)), np.empty(count)
+    scores, change, weight, trial = room(count), room(count), room(count), room(count)
+    gradient, v, work, mean = room(dim), room(dim), room(dim), room(dim)
+    spread, size = table(count, dim), max(dim, 1)
+    gram, factor, short = table(size, size), table(size, size), room(count)
     nothing = np.zeros(count)
     for k in range(number):
         i = targets[k]

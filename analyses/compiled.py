@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -15,6 +17,12 @@ _Result = TypeVar("_Result")
 # Sums may be reordered (that is what lets them run on vector registers) and products fused, but NaN and
 # infinity keep their meaning: an overflow must stay visible.
 _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
+
+# Arrays that compiled loops write stand this many numbers away from all others in memory: more than one step of an
+# unrolled loop on 512-bit registers. Before it writes, such a loop checks how far apart its arrays lie and takes a
+# scalar path if that is less, which rounds otherwise: without the distance, the same keys gave weights that differed in
+# the tenth digit from call to call, with whatever addresses the allocator had to give.
+_APART = 64
 
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -39,3 +47,15 @@ def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Name, time and size of every source file in a folder."""
     found = [(path.name, path.stat()) for path in sorted(folder.glob("*.py"))]
     return tuple((name, status.st_mtime_ns, status.st_size) for name, status in found)
+
+
+@compiled
+def room(count: int) -> NDArray[np.float64]:
+    """An array of `count` numbers, not set to anything, for a compiled loop to write to."""
+    return np.empty(count + 2 * _APART)[_APART : _APART + count]
+
+
+@compiled
+def table(rows: int, columns: int) -> NDArray[np.float64]:
+    """The same with two axes."""
+    return room(rows * columns).reshape((rows, columns))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from ln_probe.analyses.compiled import room
 from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.min_norm import nearest_points
 from ln_probe.analyses.polish import INSIDE, SEPARATED
@@ -42,7 +43,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     enough = np.array([_seen(leaders, int(k), rows[int(leaders[k])][0]) for k in todo], np.int64)
     few = np.maximum(todo, 1)
     proved = few.copy()
-    scores = np.empty(len(leaders))
+    scores = room(len(leaders))
     while True:
         open_ = np.flatnonzero(enough - few > 1)
         if len(open_) == 0:

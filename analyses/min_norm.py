@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.compiled import compiled, room, table
 from ln_probe.analyses.polish import BRACKETED, CLEAR, CONVERGED, INSIDE, SEPARATED, STALLED, polish
 from ln_probe.analyses.scores import Floats, Ints, query_norm, residual_norm, scores_of
 
@@ -348,17 +348,17 @@ def nearest_points(
     number, dim = targets.shape[0], rows.shape[1]
     capacity = dim + 2
     ended = np.empty(number, np.int64)
-    lower, upper = np.empty(number), np.empty(number)
-    queries = np.empty((number, dim))
+    lower, upper = room(number), room(number)
+    queries = table(number, dim)
     sizes = np.empty(number, np.int64)
-    weights = np.empty(number * capacity)
+    weights = room(number * capacity)
     indices = np.empty(number * capacity, np.int64)
-    points, inverse = np.empty((capacity, dim)), np.empty((capacity, capacity))
-    weight, e, index = np.empty(capacity), np.empty(capacity), np.empty(capacity, np.int64)
-    x, best, kept = np.empty(dim), np.empty(dim), np.empty(dim)
-    scores, work = np.empty(rows.shape[0]), np.empty(3 * capacity)
+    points, inverse = table(capacity, dim), table(capacity, capacity)
+    weight, e, index = room(capacity), room(capacity), np.empty(capacity, np.int64)
+    x, best, kept = room(dim), room(dim), room(dim)
+    scores, work = room(rows.shape[0]), room(3 * capacity)
     used = 0
-    squares = np.empty(rows.shape[0])
+    squares = room(rows.shape[0])
     for j in range(rows.shape[0]):
         squares[j] = np.sum(rows[j] * rows[j])
     for k in range(number):

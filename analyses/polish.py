@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.compiled import compiled, room, table
 from ln_probe.analyses.scores import Floats, Ints, query_norm, residual_norm, scores_of
 
 # How a search for the nearest point ended.
@@ -40,10 +40,11 @@ def _affine_step(
     for a in range(m):
         if e[a] > 0.0 and weight[a] > most:
             base, most = a, weight[a]
-    upper = np.zeros((m, m))
+    upper = table(m, m)
+    upper[:] = 0.0
     column = np.zeros(m, np.int64)
-    rest = np.zeros(dim)
-    x = np.zeros(dim)
+    rest, x = room(dim), room(dim)
+    rest[:], x[:] = 0.0, 0.0
     for a in range(m):
         for t in range(dim):
             x[t] += weight[a] * points[a, t]
@@ -110,8 +111,8 @@ def polish(
     """Go on from the active set of `nearest_point`; arguments and results are the same."""
     dim = rows.shape[1]
     capacity = index.shape[0]
-    step = np.empty(capacity)
-    basis = np.empty((capacity, dim))  # orthonormal rows, by Gram-Schmidt done twice
+    step = room(capacity)
+    basis = table(capacity, dim)  # orthonormal rows, by Gram-Schmidt done twice
     used = 0
     lower, upper = 0.0, np.inf
     largest = 0.0

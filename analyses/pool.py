@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.compiled import compiled, room, table
 from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.min_norm import nearest_point, nearest_points
 from ln_probe.analyses.parallel import in_threads
@@ -71,17 +71,17 @@ def _by_columns(
     number, dim = keys.shape
     generators = rows.shape[0]
     capacity = dim + 2
-    room = min(capacity + most, generators)
+    places = min(capacity + most, generators)
     state = np.full(number, -1)
     queries = np.zeros((number, dim))
     sizes = np.zeros(number, np.int64)
-    weights, indices = np.empty(number * capacity), np.empty(number * capacity, np.int64)
-    points, inverse = np.empty((capacity, dim)), np.empty((capacity, capacity))
-    weight, e, index = np.empty(capacity), np.empty(capacity), np.empty(capacity, np.int64)
-    x, best = np.empty(dim), np.empty(dim)
-    scores, few, work = np.empty(generators), np.empty(room + 1), np.empty(3 * capacity)
-    chosen = np.empty(room + 1, np.int64)
-    here, there = np.empty((room + 1, dim)), np.empty((dim, room + 1))
+    weights, indices = room(number * capacity), np.empty(number * capacity, np.int64)
+    points, inverse = table(capacity, dim), table(capacity, capacity)
+    weight, e, index = room(capacity), room(capacity), np.empty(capacity, np.int64)
+    x, best = room(dim), room(dim)
+    scores, few, work = room(generators), room(places + 1), room(3 * capacity)
+    chosen = np.empty(places + 1, np.int64)
+    here, there = table(places + 1, dim), table(dim, places + 1)
     used = 0
     for k in range(number):
         many = 0
@@ -105,7 +105,7 @@ def _by_columns(
             for a in range(many):
                 scores[chosen[a]] = np.inf
             for new in _lowest(scores, _COLUMNS):
-                if many >= room or scores[new] == np.inf:
+                if many >= places or scores[new] == np.inf:
                     break
                 chosen[many] = new
                 for t in range(dim):

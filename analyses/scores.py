@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.compiled import compiled, room
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -73,9 +73,9 @@ def score_gaps(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> 
         group: representative of every key, " key".
     """
     number, total = targets.shape[0], columns.shape[1]
-    gaps = np.empty(number)
+    gaps = room(number)
     rivals = np.empty(number, np.int64)
-    scores = np.empty(total)
+    scores = room(total)
     for k in range(number):
         i = targets[k]
         scores_of(columns, queries[k], total, scores)
@@ -94,8 +94,8 @@ def residuals(
 ) -> Floats:
     """How far each target is from its convex combination; if `biased`, a surplus of bias does not count."""
     number, dim = targets.shape[0], rows.shape[1]
-    found = np.empty(number)
-    rest = np.empty(dim)
+    found = room(number)
+    rest = room(dim)
     used = 0
     for k in range(number):
         for t in range(dim):
