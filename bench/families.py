@@ -38,6 +38,13 @@ def low_rank(rng: Rng, n: int, d: int) -> Keys:
     return rng.standard_normal((n, d)) * np.exp(-np.arange(d) / 6) * rng.lognormal(0, 1, (n, 1))
 
 
+def pairs(rng: Rng, n: int, d: int, apart: float) -> Keys:
+    """Normal keys and a copy of each, moved in any direction."""
+    keys = rng.standard_normal((n, d))
+    rms = np.sqrt((keys**2).sum(1).mean())
+    return np.concatenate([keys, keys + apart * rms / np.sqrt(d) * rng.standard_normal((n, d))])
+
+
 RANDOM: dict[str, Callable[[Rng, int, int], Keys]] = {
     "normal": normal,
     "LayerNorm'd normal": layernormed,

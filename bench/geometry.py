@@ -88,6 +88,9 @@ def verdicts(wanted: int = 200_000, by_program: int = 3000) -> None:
         sets: list[tuple[str, np.ndarray, list[str] | None]] = list(families.adversarial(rng))
         for n, d in ((512, 64), (512, 8), (128, 2), (128, 4)):
             sets += [(name, family(rng, n, d), None) for name, family in families.RANDOM.items()]
+            for exponent in range(3, 10):
+                keys = families.pairs(rng, n // 2, d, 10.0**-exponent)
+                sets.append((f"pairs about 1e-{exponent} apart", keys, None))
         for name, keys, expected in sets:
             geometry = ln_probe.key_geometry(keys, margins=False)
             number += len(keys)
