@@ -21,7 +21,8 @@ lint: $(VENV)/.installed-dev    ## style and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
-	$(BIN)/python -m bench
+	$(BIN)/python bench/geometry.py
+	$(BIN)/python bench/probe.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

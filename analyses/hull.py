@@ -16,15 +16,15 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Float64, Int64, Shaped
 
-from ln_probe.analyses.attainable import WEIGHT_GAP, Attainable, attainable, scores_over
-from ln_probe.analyses.certificates import Checker
-from ln_probe.analyses.first_unselectable import FirstUnselectable, first_unselectable
-from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, coordinates
-from ln_probe.analyses.key_sets import Array, key_sets
-from ln_probe.analyses.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins
-from ln_probe.analyses.parallel import in_threads
-from ln_probe.analyses.query_sets import QuerySet, query_sets
-from ln_probe.analyses.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
+from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable, attainable, scores_over
+from ln_probe.analyses.geometry.certificates import Checker
+from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable, first_unselectable
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates
+from ln_probe.analyses.geometry.key_sets import Array, key_sets
+from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP, Margins, margins
+from ln_probe.analyses.geometry.parallel import in_threads
+from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE, Verdicts, decide
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,7 @@ class KeyGeometry:
         if name not in ("selectable", "duplicate"):
             raise ValueError(
                 f"key {i} is {name}: it has no witness query"
-                + (
-                    f", weights({i}) gives the convex weights that reproduce it"
-                    if name == "unselectable"
-                    else ""
-                )
+                + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
             )
         return self._original(b, self._found[b].verdicts.query[i])
 
@@ -126,11 +122,7 @@ class KeyGeometry:
         else:
             raise ValueError(
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
-                + (
-                    f", witness({i}) gives the query that selects it"
-                    if name == "selectable"
-                    else " as far as is known"
-                )
+                + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
             )
         return found
 
@@ -258,15 +250,9 @@ def key_geometry(
 
     return KeyGeometry(
         verdict=shaped([NAMES[f.verdicts.code] for f in found]),
-        margin_lower=shaped(
-            [nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]
-        ),
-        margin_upper=shaped(
-            [nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]
-        ),
-        attainable=shaped(
-            [nothing[b] if f.attainable is None else f.attainable.weight for b, f in enumerate(found)]
-        ),
+        margin_lower=shaped([nothing[b] if f.margins is None else f.margins.lower for b, f in enumerate(found)]),
+        margin_upper=shaped([nothing[b] if f.margins is None else f.margins.upper for b, f in enumerate(found)]),
+        attainable=shaped([nothing[b] if f.attainable is None else f.attainable.weight for b, f in enumerate(found)]),
         attainable_upper=shaped(
             [nothing[b] if f.attainable is None else f.attainable.upper for b, f in enumerate(found)]
         ),

@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses import uniformity
-from ln_probe.analyses.attainable import attainable
+from ln_probe.analyses.geometry.attainable import attainable_attention
 from ln_probe.analyses.hull import KeyGeometry, key_geometry
-from ln_probe.analyses.parallel import in_threads
-from ln_probe.analyses.query_sets import QuerySet
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
@@ -117,7 +115,7 @@ class Selectability:
         q, q_plain = heads.queries(y), heads.queries(y, rotate=False)
         ellipsoid = heads.query_ellipsoid(site, len(y) - 1)
         axes = None if ellipsoid is None else ellipsoid[1]
-        reachable = None if ellipsoid is None else [QuerySet(*(t[h].numpy() for t in ellipsoid)) for h in chosen]
+        query_set = None if ellipsoid is None else (ellipsoid[0][chosen].numpy(), ellipsoid[1][chosen].numpy())
         known: dict[str, tuple[KeyGeometry | None, Uniformity, np.ndarray, np.ndarray | None]] = {}
         for variant, normalized in outputs.items():
             same = "intact" if no_op(site, variant) else variant
@@ -127,13 +125,11 @@ class Selectability:
                 geometry = observed = None
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
-                    query_set = (
-                        None if ellipsoid is None else (ellipsoid[0][chosen].numpy(), ellipsoid[1][chosen].numpy())
-                    )
                     # Without a bound on queries there are no nats to give a margin in.
                     geometry = key_geometry(keys, query_set=query_set, causal=True, margins=query_set is not None)
-                    if reachable is not None and site.layer in self.radii:
-                        observed = _attainable_observed(keys, reachable, self.radii[site.layer][chosen].numpy())
+                    if query_set is not None and site.layer in self.radii:
+                        rho = self.radii[site.layer][chosen].numpy()[:, None, None]
+                        observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
                 known[same] = geometry, uniform, received(pattern)[chosen].cpu().numpy(), observed
             geometry, uniform, most, observed = known[same]
             group = self._group(site, HEAD, variant, heads.W_K.shape[-1])
@@ -239,18 +235,6 @@ class Selectability:
         if not frames:
             return pd.DataFrame(columns=list(KEY_COLUMNS))
         return pd.concat(frames, ignore_index=True)
-
-
-def _attainable_observed(
-    keys: Float64[np.ndarray, "head key d_head"], reachable: list[QuerySet], radii: Float64[np.ndarray, " head"]
-) -> Float64[np.ndarray, "head key"]:
-    """Attainable attention over the observed sets: each reachable ellipsoid shrunk about its center by rho."""
-
-    def one(head: int) -> np.ndarray:
-        queries = QuerySet(reachable[head].center, reachable[head].axes * radii[head])
-        return attainable(keys[head], queries.compact()).weight
-
-    return np.stack(in_threads(one, range(len(keys))))
 
 
 def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:

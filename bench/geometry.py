@@ -152,9 +152,7 @@ def heads(layers: int = 12) -> None:
 
 def pool(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> None:
     """Verdicts of large pools, without margins."""
-    print(
-        f"\npool: d = 64, norms × lognormal(1), {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours"
-    )
+    print(f"\npool: d = 64, norms × lognormal(1), {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours")
     row("keys", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
     row(*["---"] * 5)
     for n in sizes:
@@ -172,9 +170,7 @@ SECTIONS = {"speed": speed, "verdicts": verdicts, "heads": heads, "pool": pool}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all"
-    )
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
     chosen = parser.parse_args().sections or list(SECTIONS)
     for name in chosen:
         if name not in SECTIONS:

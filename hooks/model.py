@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 
@@ -92,3 +93,26 @@ def evaluating(model: HookedModel) -> Iterator[None]:
         yield
     finally:
         module.train(training)
+
+
+def read_unembedding(
+    model: HookedModel,
+) -> tuple[Float64[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
+    """W_U as a row per token and its bias (None where there is none), float64; None if the model shows no W_U.
+
+    Rows past the tokens that are really used (padded vocabularies) are left out where the config tells.
+    """
+    try:
+        weight = cast(Any, model).W_U
+    except AttributeError:
+        weight = None
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return None
+    try:
+        bias = cast(Any, model).b_U
+    except AttributeError:
+        bias = None
+    rows = weight.detach().double().cpu().numpy().T
+    lift = bias.detach().double().cpu().numpy() if isinstance(bias, Tensor) else None
+    size = min(len(rows), vocabulary_size(model))
+    return rows[:size], None if lift is None else lift[:size]

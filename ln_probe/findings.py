@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.render.text import visible
+
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
@@ -20,6 +22,7 @@ def findings(report: Report) -> list[str]:
         *_selectable(report.heads),
         *_projection(report.layernorms),
         *_scaling(report.layernorms),
+        *_unembedding(report.unembedding),
         *_uniform(report.heads, float(report.provenance.get("random_angle_deg", math.nan))),
     ]
     if not said and not len(report.layernorms):
@@ -154,6 +157,20 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
     if not math.isnan(first) and first > 1.5:
         at = _largest(rows, rows["sigma_mean"] / rows["sigma_mean_tail"])
         text += f"; position 0 alone raises the mean divisor {first:.1f}-fold at {at['site']}, so it is kept apart"
+    return [text + "."]
+
+
+def _unembedding(tokens: pd.DataFrame) -> list[str]:
+    if not len(tokens):
+        return []
+    stuck = int((tokens["verdict"] != "selectable").sum())
+    text = f"{stuck} tokens can never be the most likely one" if stuck else "Every token can be the most likely one"
+    if not tokens["attainable"].isna().all():
+        low = tokens.iloc[int(np.nanargmin(tokens["attainable"].to_numpy(float)))]
+        text += (
+            f"; the hardest of those looked at ({visible(low['token'])}) can get at most "
+            f"{_percent(low['attainable_upper'])} of the probability, from any residual vector"
+        )
     return [text + "."]
 
 

@@ -290,9 +290,7 @@ def _load_lab(
     if revision is not None:
         digits = re.fullmatch(r"(?:step)?(\d+)", revision)
         if digits is None:
-            raise ValueError(
-                f"revision of a lab run is a training step (1000 or step1000), got {revision!r}."
-            )
+            raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
         step = int(digits[1])
     from ln_probe.analyses.lab.training import load_run
 

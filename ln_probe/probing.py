@@ -6,7 +6,6 @@ occur; the second, which needs them, asks of every layer what its queries can se
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections import defaultdict
@@ -23,17 +22,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import ln_probe
-from ln_probe.analyses import decomposition, selectability, uniformity
+from ln_probe.analyses import decomposition, selectability, unembedding, uniformity
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
+from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers, read_unembedding
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.models import source_of
 from ln_probe.prompts import Prompts, make_prompts
 from ln_probe.report import Report
 
-PROBES = ("decomposition", "selectability", "uniformity")
+PROBES = ("decomposition", "selectability", "uniformity", "unembedding")
 KEYS = ("hardest", "all")
 
 
@@ -54,7 +53,7 @@ def analyze(
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
         prompts: texts, token ids [batch pos], a file, "sampled", or None for the bundled prompts.
-        probes: any of "decomposition", "selectability", "uniformity".
+        probes: any of "decomposition", "selectability", "uniformity", "unembedding".
         layers, heads: indices to look at; None means all.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
@@ -78,6 +77,8 @@ def analyze(
         clock.lap("first pass")
         run.second_pass()
         clock.lap("second pass")
+        tables = run.tables(every=keys == "all", seed=seed)
+        clock.lap("tables")
     provenance = {
         "ln_probe": ln_probe.__version__,
         "model": asdict(source_of(cast(nn.Module, model))),
@@ -96,7 +97,6 @@ def analyze(
         "started": clock.started,
         "seconds": clock.laps,
     }  # fmt: skip
-    tables = run.tables(every=keys == "all", seed=seed)
     return Report(**tables, provenance=provenance, notes=(*ready.notes, *run.notes()))
 
 
@@ -156,6 +156,7 @@ class _Run:
         self.attends = any("attention" in s.reads.split("+") for s in sites)
         self.wants_heads = self.attends and bool({"selectability", "uniformity"} & set(probes))
         self.result: Selectability | None = None
+        self.skipped: list[str] = []
 
     def _bar(self, text: str) -> Any:
         return tqdm(
@@ -228,8 +229,21 @@ class _Run:
         return {
             "layernorms": decomposition.table(statistics),
             "heads": self.result.heads_table() if self.result else empty_heads,
+            "unembedding": self.unembedding(),
             "keys": self.result.keys_table(self.prompts.strings, every=every, seed=seed) if self.result else empty_keys,
         }
+
+    def unembedding(self) -> pd.DataFrame:
+        """The `unembedding` table; empty if not asked for, or if the model shows no unembedding behind a final norm."""
+        nothing = pd.DataFrame(columns=list(unembedding.COLUMNS))
+        if "unembedding" not in self.probes or not self.sites:
+            return nothing
+        final = [s for s in self.sites if s.reads == "unembed"]
+        weights = read_unembedding(self.model)
+        if not final or weights is None:
+            self.skipped.append("the unembedding was not measured: the model shows no W_U behind a final norm")
+            return nothing
+        return unembedding.measure(*weights, final[0], self.prompts.name_of)
 
     def notes(self) -> list[str]:
         notes = []
@@ -238,6 +252,7 @@ class _Run:
         elif not self.attends:
             notes.append("no norm of this model is read by attention: selectability and uniformity were not measured")
         notes += [f"head space was not measured. {text}" for text in self.unsupported.values()]
+        notes += self.skipped
         states = {s.state for s in self.sites}
         if any("centred" in s for s in states):
             count = sum("centred" in s.state for s in self.sites)
@@ -250,13 +265,13 @@ class _Run:
                 "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
             )
         shares = [s for s in self.statistics if s.site.projects and s.everywhere.mean(0) > 0]
-        if shares and not math.isnan(shares[0].everywhere.mean(0)):
+        if self.result is not None and shares:
             notes.append("no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)")
         return notes
 
 
 def _thresholds() -> dict[str, float]:
-    from ln_probe.analyses.key_coordinates import RANK_TOLERANCE, TAU
+    from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
     from ln_probe.hooks.attention import PATTERN_TOLERANCE
     from ln_probe.hooks.sites import CENTRED, SAME_OUTPUT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -32,12 +32,14 @@ class Prompts:
         strings: token strings by prompt and position (the ids themselves where there is no tokenizer).
         source: "bundled", "sampled", "tokens", "texts" or a file's name.
         notes: what was done to them (cut, sampled), in plain sentences.
+        name_of: the string of a token id.
     """
 
     tokens: tuple[Int[Tensor, pos], ...]
     strings: tuple[tuple[str, ...], ...]
     source: str
     notes: tuple[str, ...]
+    name_of: Callable[[int], str]
 
     @property
     def sha256(self) -> str:
@@ -184,14 +186,13 @@ def _finish(
             f"{max(len(rows[i]) for i in long)}; context {context_length(model)})",
         )
     cut = tuple(row[:limit] for row in rows)
-    return Prompts(cut, tuple(_strings(model, row) for row in cut), source, notes)
+    name_of = _namer(model)
+    return Prompts(cut, tuple(tuple(map(name_of, row.tolist())) for row in cut), source, notes, name_of)
 
 
-def _strings(model: HookedModel, row: Tensor) -> tuple[str, ...]:
+def _namer(model: HookedModel) -> Callable[[int], str]:
     tokenizer = _tokenizer(model)
-    if tokenizer is None:
-        return tuple(str(i) for i in row.tolist())
-    return tuple(str(tokenizer.decode([i])) for i in row.tolist())
+    return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
 
 
 def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:

@@ -19,7 +19,7 @@ CAUSAL_COLUMNS = (
     "sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "kl", "top1_agreement",
     "entropy_change",
 )  # fmt: skip
-UNEMBEDDING_COLUMNS = ("token", "verdict", "margin_lower", "margin_upper", "attainable")
+UNEMBEDDING_COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "attainable", "attainable_upper")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

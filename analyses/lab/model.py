@@ -216,6 +216,10 @@ class LabTransformer(HookedRootModule):
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
         return self.unembed.W_U
 
+    @property
+    def b_U(self) -> Float[Tensor, d_vocab]:
+        return self.unembed.b_U
+
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch pos], got shape {tuple(tokens.shape)}")

@@ -86,9 +86,7 @@ def into_world(
         class_name = CLASS_OF_WORLD[chosen]
         try:
             if chosen == "hooked":
-                model = to_hooked(
-                    pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision
-                )
+                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             logits = equivalence.logits_of(cast(Any, model), tokens)

@@ -130,8 +130,7 @@ def _weight_files(folder: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...]
         )
     if not allow_pickle:
         raise ValueError(
-            f"{folder} holds its weights only as a pickle ({', '.join(f.name for f in found)}). "
-            f"{PICKLE_WARNING}"
+            f"{folder} holds its weights only as a pickle ({', '.join(f.name for f in found)}). {PICKLE_WARNING}"
         )
     if found[0] == index:
         return _shards(index), True

@@ -116,15 +116,11 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     with file.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
-        raise ValueError(
-            f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again."
-        )
+        raise ValueError(f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again.")
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'."
-        ) from error
+        raise ImportError(f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'.") from error
     if (file.parent / "adapter_config.json").is_file():
         raise ValueError(
             f"{file.parent} holds a PEFT adapter (adapter_config.json), which transformers would follow to "
@@ -137,9 +133,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         )
         model, info = loaded  # the stubs do not know of output_loading_info
     except Exception as error:
-        raise ValueError(
-            f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}"
-        ) from error
+        raise ValueError(f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}") from error
     if info["missing_keys"]:
         raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.
@@ -310,9 +304,7 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     if not checkpoint.has_tokenizer:
         return None, (_no_tokenizer("the folder holds no tokenizer files"),)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
     except Exception as error:
@@ -320,8 +312,7 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     vocabulary = checkpoint.config.get("vocab_size")
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         return tokenizer, (
-            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids "
-            "out of range",
+            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids out of range",
         )
     return tokenizer, ()
 

@@ -154,9 +154,7 @@ def to_hooked(
     return result
 
 
-def to_bridge(
-    pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None
-) -> nn.Module:
+def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
     """Wrap in a TransformerBridge, weights unprocessed. The bridge takes the model over and changes it.
 
     Args:

@@ -5,9 +5,9 @@ import pytest
 from scipy.optimize import minimize
 
 import ln_probe
-from ln_probe.analyses.attainable import WEIGHT_GAP, attainable, attainable_attention
-from ln_probe.analyses.certificates import CertificateError
-from ln_probe.analyses.query_sets import QuerySet
+from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, attainable, attainable_attention
+from ln_probe.analyses.geometry.certificates import CertificateError
+from ln_probe.analyses.geometry.query_sets import QuerySet
 
 
 def log_weights(keys, queries, bias=0.0):
@@ -173,9 +173,7 @@ def test_a_wrong_weight_is_found():
 
 def test_scores_that_overflow():
     keys = np.random.default_rng(0).standard_normal((9, 3)) * 1e200
-    with pytest.raises(
-        ValueError, match="scores of the keys over the query set overflow float64: scale keys"
-    ):
+    with pytest.raises(ValueError, match="scores of the keys over the query set overflow float64: scale keys"):
         ln_probe.key_geometry(keys, query_set=1e200)
 
 

@@ -6,7 +6,7 @@ import sys
 import numba
 import pytest
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.geometry.compiled import compiled
 
 
 def test_without_a_folder_for_the_cache(monkeypatch):
@@ -37,7 +37,7 @@ def test_the_package_does_not_import_the_compiler():
 def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
     (tmp_path / "outer.py").write_text(
         "from inner import inner\n"
-        "from ln_probe.analyses.compiled import compiled\n"
+        "from ln_probe.analyses.geometry.compiled import compiled\n"
         "@compiled\n"
         "def outer(x):\n"
         "    return 10 * inner(x)\n"
@@ -45,11 +45,9 @@ def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
 
     def run(inner):
         (tmp_path / "inner.py").write_text(
-            f"from ln_probe.analyses.compiled import compiled\n@compiled\ndef inner(x):\n    return {inner}\n"
+            f"from ln_probe.analyses.geometry.compiled import compiled\n@compiled\ndef inner(x):\n    return {inner}\n"
         )
-        code = (
-            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from outer import outer; print(outer(3.0))"
-        )
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from outer import outer; print(outer(3.0))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         return float(done.stdout)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses import verdicts
+from ln_probe.analyses.geometry import verdicts
 
 
 def cross(d):

@@ -81,13 +81,9 @@ def test_errors_say_what_was_wrong(arguments, error, text):
 
 def test_certificates_that_do_not_exist():
     geometry = ln_probe.key_geometry(np.array([[0.0], [1.0], [2.0]]))
-    with pytest.raises(
-        ValueError, match=r"key 1 is unselectable: it has no witness query, weights\(1\) gives"
-    ):
+    with pytest.raises(ValueError, match=r"key 1 is unselectable: it has no witness query, weights\(1\) gives"):
         geometry.witness(1)
-    with pytest.raises(
-        ValueError, match=r"key 0 is selectable: no convex weights of the other keys reproduce it, wit"
-    ):
+    with pytest.raises(ValueError, match=r"key 0 is selectable: no convex weights of the other keys reproduce it, wit"):
         geometry.weights(0)
     with pytest.raises(IndexError, match=r"index \(3,\) is out of range: there are 3 along axis 0"):
         geometry.witness(3)

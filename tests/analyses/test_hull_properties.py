@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, nnls
 
 import ln_probe
-from ln_probe.analyses.key_coordinates import TAU
+from ln_probe.analyses.geometry.key_coordinates import TAU
 
 # Small sets of keys on a coarse grid (ties, lines and planes are common) and generic ones.
 GRID = st.integers(0, 10**6).map(
@@ -116,11 +116,7 @@ def test_margins_are_those_of_nonnegative_least_squares(n, d):
             else:
                 assert exact.margin_lower[i] == pytest.approx(distance, rel=1e-5)
                 assert exact.margin_upper[i] == pytest.approx(distance, rel=1e-5)
-                assert (
-                    bracket.margin_lower[i]
-                    <= distance * (1 + 1e-9)
-                    <= 1.0101 * bracket.margin_lower[i] * (1 + 1e-9)
-                )
+                assert bracket.margin_lower[i] <= distance * (1 + 1e-9) <= 1.0101 * bracket.margin_lower[i] * (1 + 1e-9)
                 assert distance <= bracket.margin_upper[i] * (1 + 1e-9)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses import verdicts
-from ln_probe.analyses.linear_program import separate
-from ln_probe.analyses.min_norm import nearest_points
-from ln_probe.analyses.polish import BRACKETED, STALLED
+from ln_probe.analyses.geometry import verdicts
+from ln_probe.analyses.geometry.linear_program import separate
+from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.polish import BRACKETED, STALLED
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
 
@@ -60,9 +60,7 @@ def test_what_nothing_decides_is_undecided(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(verdicts, "nearest_points", stalled)
-    monkeypatch.setattr(
-        verdicts.linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0])
-    )
+    monkeypatch.setattr(verdicts.linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0]))
     geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
     assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
     assert geometry.first_unselectable_at[4] == -1

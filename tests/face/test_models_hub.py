@@ -74,9 +74,7 @@ def write_repository(folder: Path, model: PreTrainedModel, *, pickled: bool = Fa
     ).save_pretrained(folder)
 
 
-def put_in_cache(
-    cache: Path, repository: str, folder: Path, revision: str = "main", files: Any = None
-) -> Path:
+def put_in_cache(cache: Path, repository: str, folder: Path, revision: str = "main", files: Any = None) -> Path:
     """What a download leaves behind: snapshots/COMMIT and a ref that points to it."""
     home = cache / f"models--{repository.replace('/', '--')}"
     snapshot = home / "snapshots" / COMMIT
@@ -145,9 +143,7 @@ def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # n_ctx stands in the real gpt2's config.json; newer versions of transformers do not write it.
 @pytest.mark.parametrize(("name", "more"), [("gpt2", {"n_ctx": 32}), ("GPT2-small", {})])
-def test_the_local_copy_is_used_without_a_network(
-    name: str, more: dict[str, Any], cache: Path, tmp_path: Path
-) -> None:
+def test_the_local_copy_is_used_without_a_network(name: str, more: dict[str, Any], cache: Path, tmp_path: Path) -> None:
     write_repository(tmp_path / "gpt2", tiny_gpt2(**more))
     put_in_cache(cache, "gpt2", tmp_path / "gpt2")
     model: Any = load_model(name, device="cpu")
@@ -202,9 +198,7 @@ def test_a_repository_without_weights(hub: dict[str, Path], tmp_path: Path) -> N
     write_repository(tmp_path / "empty", tiny_gpt2())
     (tmp_path / "empty" / "model.safetensors").unlink()
     hub["gpt2@main"] = tmp_path / "empty"
-    with pytest.raises(
-        ValueError, match=r"gpt2 has no weights that can be read here: looked for .*, found .*config"
-    ):
+    with pytest.raises(ValueError, match=r"gpt2 has no weights that can be read here: looked for .*, found .*config"):
         load_model("gpt2", device="cpu")
 
 
@@ -219,9 +213,7 @@ def test_a_repository_without_weights(hub: dict[str, Path], tmp_path: Path) -> N
         (GatedRepoError, r"asks for an agreement before it can be downloaded: .*hf auth login"),
     ],
 )
-def test_what_the_hub_refuses(
-    failure: Any, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_refuses(failure: Any, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise failure("refused", response=SimpleNamespace(headers={}, request=None, status_code=404))
 
@@ -237,27 +229,19 @@ def test_a_download_that_stops(hub: dict[str, Path], tmp_path: Path, monkeypatch
     write_repository(tmp_path / "gpt2", tiny_gpt2())
     hub["gpt2@main"] = tmp_path / "gpt2"
     monkeypatch.setattr(huggingface_hub, "snapshot_download", stop)
-    with pytest.raises(
-        ConnectionError, match=r"the download of gpt2 stopped \(OSError: connection reset\)\. Try"
-    ):
+    with pytest.raises(ConnectionError, match=r"the download of gpt2 stopped \(OSError: connection reset\)\. Try"):
         load_model("gpt2", device="cpu")
 
 
 def test_an_unknown_name_suggests_the_nearest(cache: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"No model is called 'pythia-70n'\. Nearest known names: .*pythia-70m"
-    ):
+    with pytest.raises(ValueError, match=r"No model is called 'pythia-70n'\. Nearest known names: .*pythia-70m"):
         load_model("pythia-70n")
-    with pytest.raises(
-        ValueError, match=r"No model is called 'qqqqqqqq'\. A model is a name on the model hub"
-    ):
+    with pytest.raises(ValueError, match=r"No model is called 'qqqqqqqq'\. A model is a name on the model hub"):
         load_model("qqqqqqqq")
 
 
 def test_transformer_lens_own_older_format_is_refused(cache: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"gelu-1l \(NeelNanda/.*\) is stored in TransformerLens's own older format"
-    ):
+    with pytest.raises(ValueError, match=r"gelu-1l \(NeelNanda/.*\) is stored in TransformerLens's own older format"):
         load_model("gelu-1l")
 
 

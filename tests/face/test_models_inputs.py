@@ -178,9 +178,7 @@ def test_a_config_cannot_name_another_weight_file(folder: Path) -> None:
 
 
 def test_a_file_that_is_not_a_model(folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"is a file, and only a \.gguf file is a whole model\. Give the folder"
-    ):
+    with pytest.raises(ValueError, match=r"is a file, and only a \.gguf file is a whole model\. Give the folder"):
         load_model(folder / "model.safetensors")
 
 
@@ -216,17 +214,13 @@ def test_a_truncated_weight_file(folder: Path, keep: float) -> None:
     data = file.read_bytes()
     end = int(keep * len(data)) if isinstance(keep, float) else keep
     file.write_bytes(data[:end])
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors( \(\d+ bytes\) is truncated or corrupt: | is empty)"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors( \(\d+ bytes\) is truncated or corrupt: | is empty)"):
         load_model(folder)
 
 
 def test_a_git_lfs_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(
-        ValueError, match=r"Git LFS pointer of \d+ bytes, not the weights: run `git lfs pull`"
-    ):
+    with pytest.raises(ValueError, match=r"Git LFS pointer of \d+ bytes, not the weights: run `git lfs pull`"):
         load_model(folder)
 
 
@@ -255,9 +249,7 @@ def test_activations_that_float16_cannot_hold(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     state["transformer.ln_f.weight"] *= 6e4
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    expected = (
-        r"the original's own logits are not finite in float16 on \d+ ordinary tokens\. Load it in float32"
-    )
+    expected = r"the original's own logits are not finite in float16 on \d+ ordinary tokens\. Load it in float32"
     with pytest.raises(ValueError, match=expected):
         load_model(folder, device="cpu", dtype="float16")
 
@@ -297,9 +289,7 @@ def test_a_config_with_impossible_values(folder: Path, changes: dict[str, Any]) 
 
 def test_an_architecture_that_is_not_supported(folder: Path) -> None:
     change_config(folder, model_type="vit", architectures=["ViTForImageClassification"])
-    expected = (
-        r"architecture 'ViTForImageClassification' is not supported\. Tested: .*GPT2LMHeadModel.* more: "
-    )
+    expected = r"architecture 'ViTForImageClassification' is not supported\. Tested: .*GPT2LMHeadModel.* more: "
     with pytest.raises(ValueError, match=expected):
         load_model(folder)
     change_config(folder, model_type="transmogrifier", architectures=["TransmogrifierForCausalLM"])
@@ -310,9 +300,7 @@ def test_an_architecture_that_is_not_supported(folder: Path) -> None:
 def test_a_folder_that_brings_its_own_code_is_not_run(folder: Path) -> None:
     marker = folder / "ran"
     (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    change_config(
-        folder, model_type="own", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
-    )
+    change_config(folder, model_type="own", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"})
     with pytest.raises(ValueError, match=r"needs Python code of its own to run \(auto_map in config\.json"):
         load_model(folder)
     # A type that transformers knows is loaded with transformers' own class.
@@ -348,9 +336,7 @@ def test_an_index_whose_files_are_missing(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    with pytest.raises(
-        FileNotFoundError, match=r"lacks 2 of the 2 weight files .*: model-1\.safetensors, model-2"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"lacks 2 of the 2 weight files .*: model-1\.safetensors, model-2"):
         load_model(folder)
     index.write_text("{}")
     with pytest.raises(ValueError, match="is not an index of weight files"):
@@ -415,9 +401,7 @@ def test_a_pickle_that_is_not_a_state_dict(folder: Path) -> None:
 
 def test_safetensors_go_before_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_files(
-        [folder / "model.safetensors"]
-    )
+    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
 
 
 def add_tokenizer(folder: Path, words: list[str]) -> None:
@@ -461,9 +445,7 @@ def test_a_tokenizer_that_cannot_be_read_is_noted(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer is None
-    assert any(
-        note.startswith("no tokenizer: the folder's could not be read") for note in source_of(model).notes
-    )
+    assert any(note.startswith("no tokenizer: the folder's could not be read") for note in source_of(model).notes)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_noted(folder: Path) -> None:
@@ -499,9 +481,7 @@ def test_a_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
         load_model(file)
 
 
-def test_bundled_names_are_the_folders_that_hold_a_lab_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundled_names_are_the_folders_that_hold_a_lab_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ln_probe import models
 
     monkeypatch.setattr(models, "_bundled_home", lambda: tmp_path / "none")

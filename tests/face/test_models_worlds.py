@@ -60,8 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "neox": ("GPTNeoXConfig", SMALL | {"rotary_pct": 0.25}, True),
     "neox_theta": (
         "GPTNeoXConfig",
-        SMALL
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
+        SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
         True,
     ),
     "neox_sequential": ("GPTNeoXConfig", SMALL | {"use_parallel_residual": False}, True),
@@ -166,18 +165,14 @@ def test_a_folders_name_does_not_decide_what_is_loaded(trap: str, tmp_path: Path
 
 
 @needs_hooked
-def test_a_temporary_folder_with_a_loaded_name_is_avoided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_folder_with_a_loaded_name_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
     elsewhere = tmp_path / "bert" / "llama"
     elsewhere.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     write_folder(tmp_path / "model", "GPT2Config", GPT2)
-    assert (
-        source_of(load_model(tmp_path / "model", device="cpu", world="hooked")).world == "HookedTransformer"
-    )
+    assert source_of(load_model(tmp_path / "model", device="cpu", world="hooked")).world == "HookedTransformer"
 
 
 @needs_hooked

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 
-from ln_probe.analyses.ball_newton import largest_weights
-from ln_probe.analyses.key_sets import Array, key_sets
-from ln_probe.analyses.parallel import in_threads
-from ln_probe.analyses.query_sets import QuerySet, query_sets
+from ln_probe.analyses.geometry.ball_newton import largest_weights
+from ln_probe.analyses.geometry.key_sets import Array, key_sets
+from ln_probe.analyses.geometry.parallel import in_threads
+from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
 
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
@@ -42,6 +42,7 @@ def attainable(
     bias: Float64[np.ndarray, " key"] | None = None,
     starts: Float64[np.ndarray, "key r"] | None = None,
     gap: float = WEIGHT_GAP,
+    only: Int64[np.ndarray, " some"] | None = None,
 ) -> Attainable:
     """The largest softmax weight of every key over a set of queries.
 
@@ -51,19 +52,21 @@ def attainable(
         starts: directions of u in which good queries are expected, of any length; NaN or 0 where there are
             none.
         gap: how far apart weight and upper bound may be.
+        only: of these keys (among all of them): the result and `starts` have a row for each.
 
     Raises:
         ValueError: scores that overflow.
     """
     rows, offset = scores_over(keys, queries, bias)
-    first = _into_ball(rows)
-    both = np.stack([first] if starts is None else [first, _into_ball(np.nan_to_num(starts))])
-    columns, everyone = np.ascontiguousarray(rows.T), np.arange(len(keys))
-    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, everyone, both, gap, _STEPS)
+    targets = np.arange(len(keys)) if only is None else only
+    first = into_ball(rows[targets])
+    both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
+    columns = np.ascontiguousarray(rows.T)
+    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, _STEPS)
     left = np.flatnonzero(upper - weight > gap)
     if len(left):  # once more, from the middle
         middle = np.zeros((1, len(left), rows.shape[1]))
-        again = largest_weights(rows, columns, offset, left, middle, gap, _STEPS)
+        again = largest_weights(rows, columns, offset, targets[left], middle, gap, _STEPS)
         better, tighter = again[0] > weight[left], again[1] < upper[left]
         weight[left[better]], point[left[better]] = again[0][better], again[2][better]
         upper[left[tighter]], proof[left[tighter]] = again[1][tighter], again[3][tighter]
@@ -116,13 +119,11 @@ def scores_over(
         offset = centred @ queries.center + (0.0 if bias is None else bias)
         largest = np.sum(rows * rows)
     if not (np.isfinite(largest) and np.isfinite(offset).all()):
-        raise ValueError(
-            "the scores of the keys over the query set overflow float64: scale keys or queries down"
-        )
+        raise ValueError("the scores of the keys over the query set overflow float64: scale keys or queries down")
     return rows, offset
 
 
-def _into_ball(rows: Float64[np.ndarray, "key r"]) -> Float64[np.ndarray, "key r"]:
+def into_ball(rows: Float64[np.ndarray, "key r"]) -> Float64[np.ndarray, "key r"]:
     """Each row over its length; zero stays zero."""
     length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
     return rows / np.where(length > 0.0, length, 1.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled, room, table
-from ln_probe.analyses.scores import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
 
 # How a search for the nearest point ended.
 SEPARATED = 1  # the query -x has a relative score gap above tau
@@ -27,9 +27,7 @@ _STEPS_PER_DIMENSION = 10
 
 
 @compiled
-def _affine_step(
-    points: Floats, weight: Floats, e: Floats, m: int, step: Floats, basis: Floats
-) -> tuple[bool, int]:
+def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats, basis: Floats) -> tuple[bool, int]:
     """Change of the weights towards the affine minimizer of the active points; False if along a dependency.
 
     A point that depends on the others gives a direction in which the weights change and the point does not.

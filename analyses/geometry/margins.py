@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
-from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates
-from ln_probe.analyses.min_norm import nearest_points
-from ln_probe.analyses.verdicts import SELECTABLE, UNDECIDED, SparseWeights, Verdicts
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.verdicts import SELECTABLE, UNDECIDED, SparseWeights, Verdicts
 
 # Default width of a margin's bracket, (upper - lower) / lower: a margin is read to two digits.
 RELATIVE_GAP = 0.01
@@ -30,9 +30,7 @@ class Margins:
 
     lower: Float64[np.ndarray, " key"]
     upper: Float64[np.ndarray, " key"]
-    query: Float64[
-        np.ndarray, "key dim"
-    ]  # proves lower; over `measured` keys; NaN where the margin is 0 or undefined
+    query: Float64[np.ndarray, "key dim"]  # proves lower; over `measured` keys; NaN where the margin is 0 or undefined
     weights: SparseWeights  # prove upper
 
 
@@ -53,6 +51,7 @@ def margins(
     verdicts: Verdicts,
     axes: Float64[np.ndarray, "d r"] | None,
     gap: float = RELATIVE_GAP,
+    only: Int64[np.ndarray, " some"] | None = None,
 ) -> Margins:
     """Bracket the margin of every key.
 
@@ -61,6 +60,7 @@ def margins(
         axes: half axes of the ellipsoid of queries, as columns; without them margins are relative to the RMS
             norm of the centred keys.
         gap: asked for (upper - lower) / lower.
+        only: of these keys (among all of them); the others' bounds mean nothing.
     """
     number = len(verdicts.code)
     rows = measured(sets, axes)
@@ -73,6 +73,8 @@ def margins(
         return Margins(lower, upper, query, SparseWeights.of_rows(found, number))
     here = np.ascontiguousarray(rows[sets.leaders])
     wanted = (verdicts.code == SELECTABLE) | (verdicts.code == UNDECIDED)
+    if only is not None:
+        wanted &= np.isin(sets.representative, sets.representative[only])
     todo = np.flatnonzero(wanted[sets.leaders])
     size = float(np.sqrt(np.mean(np.sum((here - here.mean(axis=0)) ** 2, axis=1))))
     _, low, high, queries, sizes, weights, indices = nearest_points(

@@ -16,9 +16,7 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_threads(
-    work: Callable[[_Item], _Found], items: Iterable[_Item], threads: int | None = None
-) -> list[_Found]:
+def in_threads(work: Callable[[_Item], _Found], items: Iterable[_Item], threads: int | None = None) -> list[_Found]:
     """`[work(item) for item in items]`, `threads` (default: all processors) at a time.
 
     Raises:

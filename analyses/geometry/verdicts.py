@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int8, Int64
 
-from ln_probe.analyses import linear_program
-from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates, unit_rows
-from ln_probe.analyses.min_norm import nearest_points
-from ln_probe.analyses.pool import Pool, gaps_in_blocks
-from ln_probe.analyses.scores import Floats, Ints, residuals, score_gaps
+from ln_probe.analyses.geometry import linear_program
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
+from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.pool import Pool, gaps_in_blocks
+from ln_probe.analyses.geometry.scores import Floats, Ints, residuals, score_gaps
 
 # From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled, room, table
-from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates
-from ln_probe.analyses.min_norm import nearest_point, nearest_points
-from ln_probe.analyses.parallel import in_threads
-from ln_probe.analyses.scores import Floats, Ints, scores_of
+from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.min_norm import nearest_point, nearest_points
+from ln_probe.analyses.geometry.parallel import in_threads
+from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 
 # Entries of one block of scores: 64 MB.
 _BLOCK = 8_000_000

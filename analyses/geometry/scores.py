@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.compiled import compiled, room
+from ln_probe.analyses.geometry.compiled import compiled, room
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -21,9 +21,7 @@ def scores_of(columns: Floats, query: Floats, count: int, out: Floats) -> None:
     while t + 4 <= dim:
         a, b, c, d = query[t], query[t + 1], query[t + 2], query[t + 3]
         for j in range(count):
-            out[j] += (
-                a * columns[t, j] + b * columns[t + 1, j] + c * columns[t + 2, j] + d * columns[t + 3, j]
-            )
+            out[j] += a * columns[t, j] + b * columns[t + 1, j] + c * columns[t + 2, j] + d * columns[t + 3, j]
         t += 4
     while t < dim:
         a = query[t]
@@ -89,9 +87,7 @@ def score_gaps(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> 
 
 
 @compiled
-def residuals(
-    rows: Floats, targets: Ints, sizes: Ints, weights: Floats, indices: Ints, biased: bool
-) -> Floats:
+def residuals(rows: Floats, targets: Ints, sizes: Ints, weights: Floats, indices: Ints, biased: bool) -> Floats:
     """How far each target is from its convex combination; if `biased`, a surplus of bias does not count."""
     number, dim = targets.shape[0], rows.shape[1]
     found = room(number)

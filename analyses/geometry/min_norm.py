@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled, room, table
-from ln_probe.analyses.polish import BRACKETED, CLEAR, CONVERGED, INSIDE, SEPARATED, STALLED, polish
-from ln_probe.analyses.scores import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.polish import BRACKETED, CLEAR, CONVERGED, INSIDE, SEPARATED, STALLED, polish
+from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
 
 # Pivots of the bordered Gram matrix below this share of the new point's own squared length mean that the
 # point lies in the affine hull of the active set as far as float64 can tell (its square root, 1e-7, is the
@@ -35,9 +35,7 @@ _STEPS_PER_DIMENSION = 60
 
 
 @compiled
-def _append(
-    inverse: Floats, solution: Floats, border: Floats, work: Floats, e: Floats, m: int, floor: float
-) -> bool:
+def _append(inverse: Floats, solution: Floats, border: Floats, work: Floats, e: Floats, m: int, floor: float) -> bool:
     """Border the inverse by one point, whose Gram column is `border`. False if it is affinely dependent."""
     for a in range(m):
         total = 0.0
@@ -250,11 +248,7 @@ def nearest_point(
         for a in range(m):
             known = known or index[a] == new
         if known:
-            if (
-                fresh
-                or rebuilt == patience
-                or not _rebuild(inverse, solution, points, border, work, e, m, bordering)
-            ):
+            if fresh or rebuilt == patience or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
                 return STALLED, m, lower, upper
             fresh, careful = True, True
             rebuilt += 1

@@ -34,9 +34,7 @@ def key_sets(
     if bias is not None:
         lift = _floats("bias", bias)
         if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
-            raise ValueError(
-                f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}"
-            )
+            raise ValueError(f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}")
         lift = np.broadcast_to(lift, values.shape[:-1])
         _finite("bias", lift[..., None])
     if values.ndim == 3:
@@ -54,9 +52,7 @@ def _floats(name: str, values: Any) -> NDArray[np.float64]:
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
             return np.array(values, dtype=np.float64, order="C")
-    raise TypeError(
-        f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64"
-    )
+    raise TypeError(f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64")
 
 
 def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ln_probe.analyses.compiled import compiled
+from ln_probe.analyses.geometry.compiled import compiled
 
 # The one tolerance of the geometry, relative to the RMS norm of the centred keys. It must be above what
 # float32 rounding leaves of keys that lie in a plane: of 5,400 interior keys projected in float32 (d = 4 to
@@ -205,9 +205,7 @@ def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
     return np.ascontiguousarray(vectors[:, extent > RANK_TOLERANCE])
 
 
-def coordinates(
-    keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None = None
-) -> KeyCoordinates:
+def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None = None) -> KeyCoordinates:
     """Merge equal keys and find the coordinates in which the rest are judged."""
     normalized, scale, bias_scale = normalize(keys, bias)
     biased = bias is not None

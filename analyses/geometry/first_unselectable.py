@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ln_probe.analyses.compiled import room
-from ln_probe.analyses.key_coordinates import TAU, KeyCoordinates
-from ln_probe.analyses.min_norm import nearest_points
-from ln_probe.analyses.polish import INSIDE, SEPARATED
-from ln_probe.analyses.scores import Floats, Ints, scores_of
-from ln_probe.analyses.verdicts import UNSELECTABLE, SparseWeights, Verdicts
+from ln_probe.analyses.geometry.compiled import room
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.polish import INSIDE, SEPARATED
+from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.geometry.verdicts import UNSELECTABLE, SparseWeights, Verdicts
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
             scores_of(ordered, unit, len(leaders), scores)
             if sets.biased and unit[-1] <= 0.0:  # give up half of the gap to count the bias, see verdicts.py
                 rest = np.delete(scores[: counts[a]], todo[k]) if todo[k] < counts[a] else scores[: counts[a]]
-                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (
-                    2.0 * max(float(np.ptp(ordered[-1])), 1.0)
-                )
+                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (2.0 * max(float(np.ptp(ordered[-1])), 1.0))
                 unit /= np.linalg.norm(unit)
                 scores_of(ordered, unit, len(leaders), scores)
             gaps = scores[todo[k]] - scores
@@ -96,9 +94,7 @@ def _seen(leaders: Ints, own: int, used: Ints) -> int:
     return max(own + 1, int(np.searchsorted(leaders, used.max(), side="right")))
 
 
-def _probe(
-    sets: KeyCoordinates, targets: Ints, counts: Ints
-) -> tuple[Ints, Floats, list[tuple[Ints, Floats]]]:
+def _probe(sets: KeyCoordinates, targets: Ints, counts: Ints) -> tuple[Ints, Floats, list[tuple[Ints, Floats]]]:
     """Is each target inside the hull of the first `counts` representatives? First in white coordinates."""
     ended = np.zeros(len(targets), np.int64)
     units = np.zeros((len(targets), sets.normalized.shape[1]))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.compiled import compiled, room, table
-from ln_probe.analyses.scores import Floats, Ints, scores_of
+from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
 # of the value, the gradient or the bound). Measured at d = 64, 512 heavy-tailed keys, scores up to 50: 1e-3,
@@ -114,9 +114,7 @@ def _gram(spread: Floats, many: int, small: bool, gram: Floats) -> None:
         for a in range(dim):
             p, q, r, s = spread[c, a], spread[c + 1, a], spread[c + 2, a], spread[c + 3, a]
             for b in range(a + 1):
-                gram[a, b] += (
-                    p * spread[c, b] + q * spread[c + 1, b] + r * spread[c + 2, b] + s * spread[c + 3, b]
-                )
+                gram[a, b] += p * spread[c, b] + q * spread[c + 1, b] + r * spread[c + 2, b] + s * spread[c + 3, b]
         c += 4
     while c < many:
         for a in range(dim):
@@ -196,9 +194,7 @@ def _log_sum(base: Floats, change: Floats, t: float, out: Floats) -> float:
 
 
 @compiled
-def _gradient(
-    rows: Floats, i: int, weight: Floats, u: Floats, gradient: Floats, mean: Floats
-) -> tuple[float, float]:
+def _gradient(rows: Floats, i: int, weight: Floats, u: Floats, gradient: Floats, mean: Floats) -> tuple[float, float]:
     """Gradient of f at u, and the mean key; returns how much lower f can be in the ball, and |gradient|."""
     count, dim = rows.shape
     others = 0.0

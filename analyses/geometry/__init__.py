@@ -1,0 +1,1 @@
+"""Inside `hull`: how verdicts, margins and attainable attention are found and certified."""

@@ -1,0 +1,106 @@
+"""Which tokens can a model predict at all, and with how much probability? The unembedding's rows as keys.
+
+A logit is `W_Uᵀ y + b_U` with y the final norm's output, so a token that lies in the convex hull of the others (with at
+least its bias) is never the most likely one: unargmaxable (Demeter, Kimmel & Downey 2020; Grivas, Bogoychev & Lopez
+2022). The final norm bounds y: gain·x̂ + bias with x̂ in a ball of radius √d, so the largest probability that any
+residual vector can give a token is a concave problem over an ellipsoid, solved with a certificate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64
+
+from ln_probe.analyses.geometry.attainable import attainable, into_ball, scores_over
+from ln_probe.analyses.geometry.key_coordinates import coordinates
+from ln_probe.analyses.geometry.margins import margins
+from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.verdicts import NAMES, SELECTABLE, decide
+from ln_probe.hooks.sites import Site
+
+COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "attainable", "attainable_upper")
+
+# Tokens shown beside those that no residual vector predicts: the ones that get the least probability from the vector
+# that points at them.
+HARDEST = 40
+_BLOCK = 20_000_000  # scores computed at once: 160 MB
+
+
+def final_queries(site: Site) -> QuerySet | None:
+    """What the final norm can put out: center and axes of gain·x̂ + bias; None if it does not scale (unbounded)."""
+    if not site.scales:
+        return None
+    gain = np.ones(site.d) if site.gain is None else site.gain.double().cpu().numpy()
+    bias = np.zeros(site.d) if site.bias is None else site.bias.double().cpu().numpy()
+    axes = site.radius * np.diag(gain)
+    if site.projects:
+        axes = axes - axes.mean(axis=1, keepdims=True)
+    return QuerySet(bias, axes)
+
+
+def measure(
+    rows: Float64[np.ndarray, "token d_model"],
+    bias: Float64[np.ndarray, " token"] | None,
+    site: Site,
+    name: Callable[[int], str],
+    *,
+    hardest: int = HARDEST,
+) -> pd.DataFrame:
+    """The `unembedding` table: every token that cannot be predicted, and the hardest of the others.
+
+    Args:
+        rows: the unembedding, a row per token.
+        bias: added to the logits; None or zeros mean none.
+        site: the final norm.
+        name: how a token is shown.
+        hardest: number of predictable tokens shown.
+
+    Returns:
+        COLUMNS; margins in nats over unit steps of the final norm's ball, probabilities over all its outputs (NaN where
+        the final norm does not bound them).
+    """
+    lift = None if bias is None or not np.any(bias) else np.ascontiguousarray(bias, np.float64)
+    rows = np.ascontiguousarray(rows, np.float64)
+    queries = final_queries(site)
+    sets = coordinates(rows, lift)
+    verdicts = decide(sets)
+    selectable = verdicts.code == SELECTABLE
+    ease = np.where(selectable, _pointed_at(rows, lift, queries), -np.inf)
+    shown = int((~selectable).sum()) + min(hardest, int(selectable.sum()))
+    chosen = np.argsort(ease, kind="stable")[:shown]
+    nothing = np.full(shown, math.nan)
+    found = {"margin_lower": nothing, "margin_upper": nothing, "attainable": nothing, "attainable_upper": nothing}
+    if queries is not None:
+        bracket = margins(sets, verdicts, queries.axes, only=chosen)
+        reach = attainable(rows, queries, lift, only=chosen)
+        found = {
+            "margin_lower": bracket.lower[chosen], "margin_upper": bracket.upper[chosen],
+            "attainable": reach.weight, "attainable_upper": reach.upper,
+        }  # fmt: skip
+    names = [name(int(i)) for i in chosen]
+    made = pd.DataFrame(
+        {"token_id": chosen, "token": names, "verdict": NAMES[verdicts.code[chosen]], **found}, columns=list(COLUMNS)
+    )
+    return made.sort_values("attainable", kind="stable", ignore_index=True) if queries is not None else made
+
+
+def _pointed_at(
+    rows: Float64[np.ndarray, "token d_model"], bias: Float64[np.ndarray, " token"] | None, queries: QuerySet | None
+) -> Float64[np.ndarray, " token"]:
+    """log of the probability each token gets from the output that points at it: a cheap order of hardness."""
+    queries = QuerySet(np.zeros(rows.shape[1]), np.eye(rows.shape[1])) if queries is None else queries
+    scored, offset = scores_over(rows, queries, bias)
+    outputs = into_ball(scored)
+    found = np.empty(len(rows))
+    step = max(1, _BLOCK // len(rows))
+    for first in range(0, len(rows), step):
+        block = slice(first, first + step)
+        scores = outputs[block] @ scored.T + offset
+        own = scores[np.arange(len(scores)), np.arange(first, first + len(scores))]
+        largest = scores.max(axis=1, keepdims=True)
+        found[block] = own - largest[:, 0] - np.log(np.exp(scores - largest).sum(axis=1))
+    return found

@@ -1,0 +1,127 @@
+"""What the whole probe costs on a model of GPT-2 small's shape, in forward passes and in memory.
+
+Random weights (made so that scores deviate by about 2 nats) on one prompt of 512 tokens, two threads: a bare forward
+pass, verdicts and bracketed margins of the intact variant, then everything `analyze` does. With `--lognormal`, the
+norm inputs' lengths vary, so that keys without scaling are heavy-tailed. Each part runs in a process of its own, whose
+peak memory is reported beside that of the forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+import ln_probe
+from ln_probe.analyses.hull import key_geometry
+from ln_probe.hooks.attention import read_heads
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.model import run
+from ln_probe.hooks.sites import find_sites
+
+TOKENS, THREADS, REPEATS = 512, 2, 5
+PARTS = ("forward", "intact", "whole")
+
+
+def gpt2_small(lognormal: bool) -> Any:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=5000)  # a smaller vocabulary: not what is measured
+    config._attn_implementation = "eager"
+    hf = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for block in hf.transformer.h:
+            block.attn.c_attn.weight.normal_(std=0.06)  # scores of about 2 nats
+        if lognormal:  # token lengths × lognormal(1)
+            hf.transformer.wte.weight.mul_(torch.randn(config.vocab_size, 1).exp())
+    return build_bridge_from_module(
+        hf, "GPT2LMHeadModel", hf_config=config, tokenizer=None, model_name="gpt2-small-shape"
+    )
+
+
+def intact(model: Any, tokens: torch.Tensor) -> dict[str, float]:
+    """Verdicts and margins to 1 % of the intact keys of all heads, in head space."""
+    sites = find_sites(model)
+    spent, deviation = [], []
+
+    def measure(seen: AttentionInput) -> None:
+        heads = read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
+        keys, queries = heads.keys(seen.y), heads.queries(seen.y)
+        deviation.append(float((torch.einsum("qhd,khd->hqk", queries, keys) / heads.divisor).std()))
+        ellipsoid = heads.query_ellipsoid(seen.site, TOKENS - 1)
+        assert ellipsoid is not None
+        # In the axes' coordinates a margin in nats is a plain distance; attainable attention is left out.
+        scaled = torch.einsum("khd,hda->hka", keys, ellipsoid[1]).numpy()
+        start = time.perf_counter()
+        key_geometry(scaled, threads=THREADS)
+        spent.append(time.perf_counter() - start)
+
+    stream(model, tokens, sites, on_attention=measure)
+    return {"seconds": sum(spent), "score_deviation": statistics.median(deviation)}
+
+
+def part(name: str, lognormal: bool) -> dict[str, float]:
+    torch.set_num_threads(THREADS)
+    model = gpt2_small(lognormal)
+    tokens = torch.randint(0, 5000, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    run(model, tokens[None])
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run(model, tokens[None])
+        times.append(time.perf_counter() - start)
+    found: dict[str, float] = {"forward": statistics.median(times)}
+    short = tokens[:40]
+    if name == "intact":
+        key_geometry(torch.randn(2, 40, 64).numpy(), threads=THREADS)  # compile
+        found |= intact(model, tokens)
+    elif name == "whole":
+        ln_probe.analyze(model, short[None], layers=[0], progress=False)  # compile
+        start = time.perf_counter()
+        report = ln_probe.analyze(model, tokens[None], progress=False)
+        found["seconds"] = time.perf_counter() - start
+        found["undecided"] = float(report.heads["undecided"].sum())
+    return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--lognormal", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(part(arguments.part, arguments.lognormal)))
+        return
+    environment = os.environ | {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    print(f"\nprobe: 12 layers × 12 heads, d 768, {TOKENS} tokens, {THREADS} threads")
+    print("| token lengths | part | seconds | forward pass, s | passes | peak, MB | … of forward |")
+    print("|---|---|---|---|---|---|---|")
+    for lognormal in (False, True):
+        base = 0.0
+        for name in PARTS:
+            command = [sys.executable, __file__, "--part", name, *(["--lognormal"] if lognormal else [])]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            base = base or found["peak_mb"]
+            seconds = found.get("seconds", found["forward"])
+            extra = f" (scores ± {found['score_deviation']:.1f} nats)" if "score_deviation" in found else ""
+            extra += f" (undecided {found['undecided']:.0f})" if "undecided" in found else ""
+            print(
+                f"| {'× lognormal(1)' if lognormal else 'equal'} | {name}{extra} | {seconds:.2f} | {found['forward']:.2f} | "
+                f"{seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | {found['peak_mb'] / base:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

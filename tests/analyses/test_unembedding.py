@@ -1,0 +1,110 @@
+"""Tokens that cannot be predicted: planted ones are found, and probabilities are what an optimizer finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+import ln_probe
+from ln_probe.analyses import unembedding
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.hooks.sites import Site, find_sites
+
+
+def a_final_norm(d: int = 6) -> Site:
+    torch.manual_seed(0)
+    model = LabTransformer(LabConfig(n_layers=1, d_model=d, n_heads=2, d_vocab=30, n_ctx=8)).double()
+    with torch.no_grad():
+        model.ln_final.w.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+        model.ln_final.b.normal_()  # type: ignore[union-attr]
+    return find_sites(model)[-1]
+
+
+def test_planted_rows_are_found() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(60, 8))
+    rows[7] = rng.dirichlet(np.ones(20)) @ rows[20:40]
+    rows[9] = rows[50]
+    table = unembedding.measure(rows, None, a_final_norm(8), str, hardest=5).set_index("token_id")
+    assert table.loc[7, "verdict"] == "unselectable"
+    assert set(table.index[table["verdict"] == "duplicate"]) == {9, 50}
+    assert (table.loc[[7, 9, 50], "margin_upper"] == 0).all()
+    assert table.loc[[7, 9, 50], "attainable"].max() <= 0.5 + 1e-9
+    assert list(table["attainable"]) == sorted(table["attainable"])
+
+
+def test_a_bias_can_save_or_bury_a_token() -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(60, 8))
+    rows[7] = rng.dirichlet(np.ones(20)) @ rows[20:40]
+    bias = np.zeros(60)
+    bias[7] = 0.5  # above what the mixture has: now it wins somewhere
+    verdicts = [
+        unembedding.measure(rows, b, a_final_norm(8), str, hardest=60).set_index("token_id")["verdict"][7]
+        for b in (bias, -bias)
+    ]
+    assert verdicts == ["selectable", "unselectable"]
+
+
+def test_probability_is_what_an_optimizer_finds() -> None:
+    site = a_final_norm()
+    rng = np.random.default_rng(2)
+    rows, bias = rng.normal(size=(25, 6)), rng.normal(size=25)
+    table = unembedding.measure(rows, bias, site, str, hardest=25)
+    assert len(table) == 25
+
+    def loss(x: np.ndarray, i: int) -> float:
+        y = site.affine(torch.tensor((x - x.mean()) / np.sqrt(((x - x.mean()) ** 2).mean() + site.eps))).numpy()
+        logits = rows @ y + bias
+        return float(np.logaddexp.reduce(logits) - logits[i])
+
+    for row in table.itertuples():
+        found = max(
+            np.exp(-minimize(loss, rng.normal(size=6) * s, args=(row.token_id,), method="BFGS").fun)
+            for s in (0.001, 0.01, 1, 1, 1, 1)
+        )
+        assert found <= row.attainable_upper + 1e-6, "an ordinary vector beats the bound"
+        assert row.attainable <= row.attainable_upper <= row.attainable + 0.01 + 1e-9
+        # The ball is larger than the sphere that eps = 1e-5 nearly leaves of it, so this is one-sided near its middle.
+        assert found >= row.attainable - 0.05
+
+
+def test_the_queries_are_the_final_norms_outputs() -> None:
+    site = a_final_norm()
+    queries = unembedding.final_queries(site)
+    assert queries is not None
+    x = torch.randn(200, 6, dtype=torch.float64) * torch.logspace(-3, 3, 200, dtype=torch.float64)[:, None]
+    kept = x - x.mean(-1, keepdim=True)
+    y = site.affine(kept / site.sigma(x)).numpy()
+    u = (y - queries.center) @ np.linalg.pinv(queries.axes).T
+    np.testing.assert_allclose(queries.center + u @ queries.axes.T, y, atol=1e-9)
+    assert np.linalg.norm(u, axis=1).max() <= 1 + 1e-9
+
+
+def test_a_planted_token_in_a_real_checkpoint(capp: Path) -> None:
+    model: Any = ln_probe.load_model(capp)
+    before = ln_probe.analyze(model, torch.tensor([[1, 2]]), probes=("unembedding",), progress=False).unembedding
+    assert (before["verdict"] == "selectable").all()
+    with torch.no_grad():
+        parameters = dict(model.named_parameters())
+        weight = parameters.get("unembed.W_U", model.W_U)
+        weight[:, 20] = weight[:, [3, 30, 41]].mean(1)
+    after = ln_probe.analyze(model, torch.tensor([[1, 2]]), probes=("unembedding",), progress=False)
+    stuck = after.unembedding[after.unembedding["verdict"] != "selectable"]
+    assert stuck["token_id"].tolist() == [20]
+    assert stuck["attainable_upper"].item() < 0.5
+    assert any("1 tokens can never be the most likely one" in f for f in after.findings())
+
+
+def test_worlds_agree(make_bridge: Callable[..., Any]) -> None:
+    report = ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[1, 2, 3]]), probes=("unembedding",), progress=False)
+    assert set(report.unembedding.columns) == set(unembedding.COLUMNS)
+    assert len(report.unembedding) == unembedding.HARDEST
+    with pytest.raises(ValueError, match="unknown probes"):
+        ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[1]]), probes=("unembeding",), progress=False)
