@@ -117,8 +117,9 @@ def main() -> None:
             extra = f" (scores ± {found['score_deviation']:.1f} nats)" if "score_deviation" in found else ""
             extra += f" (undecided {found['undecided']:.0f})" if "undecided" in found else ""
             print(
-                f"| {'× lognormal(1)' if lognormal else 'equal'} | {name}{extra} | {seconds:.2f} | {found['forward']:.2f} | "
-                f"{seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | {found['peak_mb'] / base:.2f} |",
+                f"| {'× lognormal(1)' if lognormal else 'equal'} | {name}{extra} | {seconds:.2f} | "
+                f"{found['forward']:.2f} | {seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | "
+                f"{found['peak_mb'] / base:.2f} |",
                 flush=True,
             )
 

@@ -243,7 +243,13 @@ class _Run:
         if not final or weights is None:
             self.skipped.append("the unembedding was not measured: the model shows no W_U behind a final norm")
             return nothing
-        return unembedding.measure(*weights, final[0], self.prompts.name_of)
+        found, undecided = unembedding.measure(*weights, final[0], self.prompts.name_of)
+        if undecided:
+            self.skipped.append(
+                f"{undecided} of {len(weights[0])} tokens of the unembedding are undecided: solving for all would cost "
+                "too much, so the hardest were solved for, and the easy ones decided by a query that selects them"
+            )
+        return found
 
     def notes(self) -> list[str]:
         notes = []

@@ -68,8 +68,12 @@ class Verdicts:
     weights: SparseWeights  # over other keys, for the representative of an unselectable key
 
 
-def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
-    """Verdict and certificate for every key of a set; `threads` are used for large ones only."""
+def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None) -> Verdicts:
+    """Verdict and certificate for every key of a set; `threads` are used for large ones only.
+
+    With `only`, white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
+    that white queries leave stay undecided.
+    """
     number, dim = sets.normalized.shape
     leaders = sets.leaders
     code = np.zeros(number, np.int8)
@@ -138,16 +142,34 @@ def decide(sets: KeyCoordinates, threads: int | None = 1) -> Verdicts:
         try_weights(np.array([k]), *ended[4:], others)
         try_queries(np.array([k]), sets.flat_query(ended[3]))
 
+    allowed = np.ones(len(leaders), bool)
+    if only is not None:
+        allowed = np.isin(leaders, sets.representative[only])
+        starts[:] = -1
+
     def left() -> Ints:
-        return np.flatnonzero(code[leaders] == UNDECIDED)
+        return np.flatnonzero((code[leaders] == UNDECIDED) & allowed)
+
+    def try_white() -> None:
+        """White queries of a large set, by matrix products."""
+        found = sets.query(sets.white)
+        gaps = gaps_in_blocks(sets.normalized, leaders, found, sets.representative)
+        if sets.biased and (found[:, -1] <= 0.0).any():
+            found = _count_bias(found, gaps, columns[-1])
+            gaps = gaps_in_blocks(sets.normalized, leaders, found, sets.representative)
+        good = gaps > TAU
+        code[leaders[good]] = SELECTABLE
+        query[leaders[good]] = found[good]
 
     if len(leaders) == 1:  # nothing to compete with
         code[:] = SELECTABLE
         query[:] = 0.0
     else:
-        if len(leaders) <= LARGE:
+        if only is not None:
+            try_white()
+        elif len(leaders) <= LARGE:
             try_queries(left(), sets.query(sets.white))
-        if len(leaders) > POOL and len(left()):
+        if only is None and len(leaders) > POOL and len(left()):
             try_pool()
         for careful in (False, True):
             todo = left()

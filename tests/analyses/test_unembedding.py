@@ -31,7 +31,9 @@ def test_planted_rows_are_found() -> None:
     rows = rng.normal(size=(60, 8))
     rows[7] = rng.dirichlet(np.ones(20)) @ rows[20:40]
     rows[9] = rows[50]
-    table = unembedding.measure(rows, None, a_final_norm(8), str, hardest=5).set_index("token_id")
+    table, undecided = unembedding.measure(rows, None, a_final_norm(8), str, hardest=5)
+    assert undecided == 0
+    table = table.set_index("token_id")
     assert table.loc[7, "verdict"] == "unselectable"
     assert set(table.index[table["verdict"] == "duplicate"]) == {9, 50}
     assert (table.loc[[7, 9, 50], "margin_upper"] == 0).all()
@@ -46,7 +48,7 @@ def test_a_bias_can_save_or_bury_a_token() -> None:
     bias = np.zeros(60)
     bias[7] = 0.5  # above what the mixture has: now it wins somewhere
     verdicts = [
-        unembedding.measure(rows, b, a_final_norm(8), str, hardest=60).set_index("token_id")["verdict"][7]
+        unembedding.measure(rows, b, a_final_norm(8), str, hardest=60)[0].set_index("token_id")["verdict"][7]
         for b in (bias, -bias)
     ]
     assert verdicts == ["selectable", "unselectable"]
@@ -56,7 +58,7 @@ def test_probability_is_what_an_optimizer_finds() -> None:
     site = a_final_norm()
     rng = np.random.default_rng(2)
     rows, bias = rng.normal(size=(25, 6)), rng.normal(size=25)
-    table = unembedding.measure(rows, bias, site, str, hardest=25)
+    table, _ = unembedding.measure(rows, bias, site, str, hardest=25)
     assert len(table) == 25
 
     def loss(x: np.ndarray, i: int) -> float:
@@ -100,6 +102,40 @@ def test_a_planted_token_in_a_real_checkpoint(capp: Path) -> None:
     assert stuck["token_id"].tolist() == [20]
     assert stuck["attainable_upper"].item() < 0.5
     assert any("1 tokens can never be the most likely one" in f for f in after.findings())
+
+
+@pytest.mark.slow
+def test_every_token_of_mgm_is_decided(mgm: Path) -> None:
+    """9669 × 256: none unargmaxable, and a planted interior row found among them."""
+    from ln_probe.hooks.model import read_unembedding
+
+    model: Any = ln_probe.load_model(mgm, allow_pickle=True)
+    final = find_sites(model)[-1]
+    weights = read_unembedding(model)
+    assert weights is not None
+    rows = weights[0].copy()
+    table, undecided = unembedding.measure(rows, weights[1], final, str)
+    assert undecided == 0
+    assert (table["verdict"] == "selectable").all()
+    rows[5000] = rows[[10, 400, 9000, 77]].mean(0)
+    bias = None if weights[1] is None else weights[1] * 0
+    table, undecided = unembedding.measure(rows, bias, final, str)
+    assert undecided == 0
+    assert table.loc[table["verdict"] == "unselectable", "token_id"].tolist() == [5000]
+
+
+def test_heavy_tails_leave_some_undecided_and_say_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(400, 12)) * rng.lognormal(size=(400, 1))
+    everything, none_left = unembedding.measure(rows, None, a_final_norm(12), str, hardest=400)
+    assert none_left == 0
+    monkeypatch.setattr(unembedding, "_BUDGET", 1.0)
+    some, undecided = unembedding.measure(rows, None, a_final_norm(12), str, hardest=400)
+    assert undecided > 0
+    assert (some["verdict"] == "undecided").sum() == undecided
+    both = some.merge(everything, on="token_id")
+    decided = both[both["verdict_x"] != "undecided"]
+    assert (decided["verdict_x"] == decided["verdict_y"]).all()
 
 
 def test_worlds_agree(make_bridge: Callable[..., Any]) -> None:
