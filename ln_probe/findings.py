@@ -167,10 +167,14 @@ def _unembedding(tokens: pd.DataFrame) -> list[str]:
     text = f"{stuck} tokens can never be the most likely one" if stuck else "Every token can be the most likely one"
     if not tokens["attainable"].isna().all():
         low = tokens.iloc[int(np.nanargmin(tokens["attainable"].to_numpy(float)))]
-        text += (
-            f"; the hardest of those looked at ({visible(low['token'])}) can get at most "
-            f"{_percent(low['attainable_upper'])} of the probability, from any residual vector"
-        )
+        hardest = f"the hardest of those looked at ({visible(low['token'])})"
+        if low["attainable"] > 0.5:
+            text += f", and even {hardest} can get {_percent(low['attainable'])} of the probability"
+        else:
+            text += (
+                f"; {hardest} can get at most {_percent(low['attainable_upper'])} of the probability, from any "
+                "residual vector"
+            )
     return [text + "."]
 
 
