@@ -65,10 +65,6 @@ def device_of(model: HookedModel) -> torch.device:
     return next((p.device for _, p in model.named_parameters()), torch.device("cpu"))
 
 
-def dtype_of(model: HookedModel) -> torch.dtype:
-    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
-
-
 def context_length(model: HookedModel) -> int:
     return int(model.cfg.n_ctx)
 

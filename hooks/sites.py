@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -350,8 +350,3 @@ def find_sites(model: object) -> list[Site]:
             )
         )  # fmt: skip
     return sites
-
-
-def select_sites(sites: Sequence[Site], reads: str) -> list[Site]:
-    """Sites that `reads` ("attention", "mlp", "unembed", …) takes its input from, shared ones included."""
-    return [s for s in sites if reads in s.reads.split("+")]

@@ -108,8 +108,8 @@ def report(
         "prompts": prompts, "probes": wanted, "layers": _numbers(layers), "max_tokens": max_tokens, "dtype": dtype,
         "revision": revision, "keys": keys, "seed": seed,
     }  # fmt: skip
+    from ln_probe.analyses.files import write_atomically
     from ln_probe.render.page import IndexEntry, index_page
-    from ln_probe.report import _write
 
     entries: list[IndexEntry] = []
     for name, folder in zip(names, _folders(names, out), strict=True):
@@ -122,7 +122,7 @@ def report(
         else:
             entries.append(IndexEntry(name, f"{folder.name}/report.html", found))
             typer.echo(f"  {'already done' if skipped else 'done'}: {folder / 'report.html'}", err=True)
-        _write(out / "index.html", index_page(entries).encode())
+        write_atomically(out / "index.html", index_page(entries).encode())
     failed = [e for e in entries if e.error]
     if as_json:
         done = [

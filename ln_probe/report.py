@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from ln_probe.analyses.files import write_atomically
+
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 REPORT_FILE = "report.json"
 FORMAT = 1
@@ -66,7 +68,7 @@ class Report:
         from ln_probe.render.page import report_page
 
         path = Path(path)
-        _write(path, report_page(self).encode())
+        write_atomically(path, report_page(self).encode())
         return path
 
     def save(self, folder: str | Path) -> Path:
@@ -87,15 +89,8 @@ class Report:
             os.replace(aside, folder / f"{name}.parquet")
         self.to_html(folder / "report.html")
         content = {"format": FORMAT, "provenance": dict(self.provenance), "notes": list(self.notes)}
-        _write(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        write_atomically(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
         return folder
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_bytes(content)
-    os.replace(aside, path)
 
 
 def load_report(folder: str | Path) -> Report:

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.training import (
@@ -30,7 +31,6 @@ from ln_probe.analyses.lab.training import (
     save_model,
     step_generator,
     train,
-    write_atomically,
 )
 
 VALID_SHARE = 0.05  # the end of every text is held out
@@ -108,7 +108,7 @@ class TextTask:
         return {"valid_loss": sum(losses) / len(windows)}
 
     def write_files(self, out: Path) -> None:
-        write_atomically(out / "tokenizer.json", lambda p: p.write_text(self.tokenizer.to_str()))
+        write_atomically(out / "tokenizer.json", self.tokenizer.to_str().encode())
 
 
 def train_tokenizer(texts: Sequence[str], d_vocab: int) -> Tokenizer:

@@ -83,8 +83,6 @@ class LabConfig:
 class Attention(nn.Module):
     """Multi-head attention; W_Q, W_K, W_V [head d_model d_head], W_O [head d_head d_model], as in TransformerLens."""
 
-    mask: Tensor
-
     def __init__(self, cfg: LabConfig) -> None:
         super().__init__()
         assert cfg.d_head is not None

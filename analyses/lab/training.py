@@ -16,9 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +27,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
 
@@ -89,12 +88,6 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    aside = path.with_name(path.name + ".partial")
-    write(aside)
-    os.replace(aside, path)
-
-
 def _identity(task: Task, model: LabConfig, training: TrainConfig) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(  # through JSON, to be compared with what a file holds
         json.dumps(
@@ -124,7 +117,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda p: p.write_text(json.dumps(identity, indent=1) + "\n"))
+    write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
 
 
 def _pack(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> dict[str, Tensor]:
@@ -155,7 +148,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
     tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()}
-    write_atomically(path, lambda p: p.write_bytes(save(tensors)))  # save_file would hide it from other users
+    write_atomically(path, save(tensors))
 
 
 def train(
@@ -225,8 +218,7 @@ def train(
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
         if done % training.state_every == 0 and done < training.steps:
             counters |= {"step": done, "seconds": time.perf_counter() - began}
-            packed = _pack(model, optimizer, counters)
-            write_atomically(state, lambda p, packed=packed: p.write_bytes(save(packed)))  # type: ignore[misc]
+            write_atomically(state, save(_pack(model, optimizer, counters)))
     save_model(model, checkpoint_path(out, training.steps))
     save_model(model, out / "model.safetensors")
     state.unlink(missing_ok=True)
