@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -121,7 +121,7 @@ class Selectability:
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
                 k = heads.keys(site.affine(normalized))
-                uniform, pattern = uniformity.measure(heads, site, q, k, axes, q_plain)
+                uniform, most = uniformity.measure(heads, site, q, k, axes, q_plain)
                 geometry = observed = None
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
@@ -130,7 +130,7 @@ class Selectability:
                     if query_set is not None and site.layer in self.radii:
                         rho = self.radii[site.layer][chosen].numpy()[:, None, None]
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
-                known[same] = geometry, uniform, received(pattern)[chosen].cpu().numpy(), observed
+                known[same] = geometry, uniform, most[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
             group = self._group(site, HEAD, variant, heads.W_K.shape[-1])
             group.prompts.append(prompt)
@@ -237,20 +237,12 @@ class Selectability:
         return pd.concat(frames, ignore_index=True)
 
 
-def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """The largest weight each key really got, from queries at t ≥ max(position, 1); NaN if there is no such query."""
-    rows = pattern.shape[-2]
-    if rows < 2:
-        return torch.full_like(pattern[:, 0], math.nan)
-    return pattern[:, 1:].amax(1)  # causal: rows before a key hold zeros
-
-
 def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
     """|A⁺(q - c)| of the queries of one prompt, before rotary positions: 1 on the edge of the reachable ellipsoid.
 
     None if the norm does not scale (the reachable set is unbounded).
     """
-    plain = Heads(**{**vars(heads), "rotary": None})
+    plain = replace(heads, rotary=None)
     ellipsoid = plain.query_ellipsoid(site, 0)
     if ellipsoid is None:
         return None

@@ -27,7 +27,7 @@ COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "atta
 # Tokens shown beside those that no residual vector predicts: the ones that get the least probability from the vector
 # that points at them.
 HARDEST = 40
-_BLOCK = 20_000_000  # scores computed at once: 160 MB
+_BLOCK = 2_000_000  # scores computed at once: 16 MB
 # Floating-point operations to spend on tokens that no white query selects, the hardest first: an active set of up to
 # d_model tokens, each found by a product with all. About two minutes; enough for every such token of MGM (9669 × 256),
 # for 35 of 5000 × 768 with lognormal lengths, where all of them would take hours.
@@ -109,13 +109,13 @@ def _pointed_at(
     """log of the probability each token gets from the output that points at it: a cheap order of hardness."""
     queries = QuerySet(np.zeros(rows.shape[1]), np.eye(rows.shape[1])) if queries is None else queries
     scored, offset = scores_over(rows, queries, bias)
-    outputs = into_ball(scored)
     found = np.empty(len(rows))
     step = max(1, _BLOCK // len(rows))
     for first in range(0, len(rows), step):
         block = slice(first, first + step)
-        scores = outputs[block] @ scored.T + offset
+        scores = into_ball(scored[block]) @ scored.T
+        scores += offset
+        scores -= scores.max(axis=1, keepdims=True)
         own = scores[np.arange(len(scores)), np.arange(first, first + len(scores))]
-        largest = scores.max(axis=1, keepdims=True)
-        found[block] = own - largest[:, 0] - np.log(np.exp(scores - largest).sum(axis=1))
+        found[block] = own - np.log(np.exp(scores, out=scores).sum(axis=1))
     return found

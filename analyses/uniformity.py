@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.attention import Heads, attention_pattern
+from ln_probe.hooks.attention import Heads, causal_softmax, heads_at_once
 from ln_probe.hooks.sites import Site
 
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
@@ -113,8 +113,10 @@ def measure(
     k: Float[Tensor, "key head d_head"],
     axes: Float[Tensor, "head d_head axis"] | None,
     q_plain: Float[Tensor, "query head d_head"],
-) -> tuple[Uniformity, Float[Tensor, "head query key"]]:
-    """Uniformity of one layer on one prompt, and the attention pattern it was computed from.
+) -> tuple[Uniformity, Float[Tensor, "head key"]]:
+    """Uniformity of one layer on one prompt, and the largest weight that each key received (`received`).
+
+    A few heads at a time: scores and patterns of all heads at once would take more memory than the forward pass.
 
     Args:
         heads: the layer's maps.
@@ -123,21 +125,29 @@ def measure(
         k: keys as attention sees them (of any variant).
         axes: of the reachable ellipsoid, or None.
     """
-    s = scores(q, k, heads.divisor)
-    pattern = attention_pattern(q, k, heads.divisor)
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
+    entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
+    for some in heads_at_once((heads.n_heads, len(q), len(k))):
+        s = scores(q[:, some], k[:, some], heads.divisor)
+        if len(q) > 1:
+            spread[some] = score_spread(s)[:, 1:].mean(-1).cpu()
+        pattern = causal_softmax(s)
+        del s
+        most[some] = received(pattern).cpu()
+        if len(q) > 1:
+            entropy[some] = entropy_ratio(pattern)[:, 1:].mean(-1).cpu()
     if len(q) < 2:
-        return Uniformity(nothing, nothing, nothing, nothing), pattern
+        return Uniformity(nothing, nothing, nothing, nothing), most
     angle = angle_to_uniform(heads, site.gain, q_plain)[1:].nanmean(0).cpu() if site.projects else nothing
-    return (
-        Uniformity(
-            entropy_ratio=entropy_ratio(pattern)[:, 1:].mean(-1).cpu(),
-            uniform_angle_deg=angle,
-            score_spread=score_spread(s)[:, 1:].mean(-1).cpu(),
-            score_spread_floor=spread_floor(k, axes),
-        ),
-        pattern,
-    )
+    return Uniformity(entropy, angle, spread, spread_floor(k, axes)), most
+
+
+def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
+    """The largest weight each key really got, from queries at t ≥ max(position, 1); NaN if there is no such query."""
+    rows = pattern.shape[-2]
+    if rows < 2:
+        return torch.full_like(pattern[:, 0], math.nan)
+    return pattern[:, 1:].amax(1)  # causal: rows before a key hold zeros
 
 
 def random_angle(d: int, *, seed: int = 0, draws: int = 2000) -> float:

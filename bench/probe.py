@@ -1,15 +1,17 @@
-"""What the whole probe costs on a model of GPT-2 small's shape, in forward passes and in memory.
+"""What the whole probe costs, in forward passes and in memory, on one prompt of 512 tokens with two threads.
 
-Random weights (made so that scores deviate by about 2 nats) on one prompt of 512 tokens, two threads: a bare forward
-pass, verdicts and bracketed margins of the intact variant, then everything `analyze` does. With `--lognormal`, the
-norm inputs' lengths vary, so that keys without scaling are heavy-tailed. Each part runs in a process of its own, whose
-peak memory is reported beside that of the forward pass.
+Three models: GPT-2 small's shape with random weights, made so that scores deviate by about 2 nats (easy: keys behind a
+norm have equal lengths); the same with every token's keys stretched by a lognormal(1) factor, which no weights behind a
+norm could do, so it is done to the keys that ln_probe rebuilds; and the MGM checkpoint, if LN_PROBE_MGM names its
+folder. Of each: a bare forward pass, verdicts and bracketed margins of the intact variant, then everything `analyze`
+does. Each part runs in a process of its own, whose peak memory is reported beside that of the forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -22,16 +24,21 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.hull import key_geometry
-from ln_probe.hooks.attention import read_heads
+from ln_probe.hooks import attention
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
 
 TOKENS, THREADS, REPEATS = 512, 2, 5
 PARTS = ("forward", "intact", "whole")
+MODELS = {"equal": "GPT-2 small's shape", "lognormal": "… keys × lognormal(1)", "mgm": "MGM"}
 
 
-def gpt2_small(lognormal: bool) -> Any:
+def load(name: str) -> Any:
+    if name == "mgm":
+        return ln_probe.load_model(os.environ["LN_PROBE_MGM"], allow_pickle=True)
+    if name == "lognormal":
+        stretch_keys()
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -42,11 +49,17 @@ def gpt2_small(lognormal: bool) -> Any:
     with torch.no_grad():
         for block in hf.transformer.h:
             block.attn.c_attn.weight.normal_(std=0.06)  # scores of about 2 nats
-        if lognormal:  # token lengths × lognormal(1)
-            hf.transformer.wte.weight.mul_(torch.randn(config.vocab_size, 1).exp())
     return build_bridge_from_module(
         hf, "GPT2LMHeadModel", hf_config=config, tokenizer=None, model_name="gpt2-small-shape"
     )
+
+
+def stretch_keys() -> None:
+    """Multiply all keys that ln_probe rebuilds by a factor per token, and leave out the check against the model."""
+    lengths = torch.randn(TOKENS, 1, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64).exp() / math.e
+    plain = attention.Heads.keys
+    attention.Heads.keys = lambda heads, y: plain(heads, y) * lengths[: len(y)]  # type: ignore[method-assign]
+    attention._disagreement = lambda *_: 0.0
 
 
 def intact(model: Any, tokens: torch.Tensor) -> dict[str, float]:
@@ -55,7 +68,7 @@ def intact(model: Any, tokens: torch.Tensor) -> dict[str, float]:
     spent, deviation = [], []
 
     def measure(seen: AttentionInput) -> None:
-        heads = read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
+        heads = attention.read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
         keys, queries = heads.keys(seen.y), heads.queries(seen.y)
         deviation.append(float((torch.einsum("qhd,khd->hqk", queries, keys) / heads.divisor).std()))
         ellipsoid = heads.query_ellipsoid(seen.site, TOKENS - 1)
@@ -70,10 +83,11 @@ def intact(model: Any, tokens: torch.Tensor) -> dict[str, float]:
     return {"seconds": sum(spent), "score_deviation": statistics.median(deviation)}
 
 
-def part(name: str, lognormal: bool) -> dict[str, float]:
+def part(name: str, kind: str) -> dict[str, float]:
     torch.set_num_threads(THREADS)
-    model = gpt2_small(lognormal)
-    tokens = torch.randint(0, 5000, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    model = load(kind)
+    vocabulary = int(model.cfg.d_vocab)
+    tokens = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
     run(model, tokens[None])
     times = []
     for _ in range(REPEATS):
@@ -97,29 +111,31 @@ def part(name: str, lognormal: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--lognormal", action="store_true")
+    parser.add_argument("--model", choices=MODELS, default="equal")
     arguments = parser.parse_args()
     if arguments.part:
-        print(json.dumps(part(arguments.part, arguments.lognormal)))
+        print(json.dumps(part(arguments.part, arguments.model)))
         return
     environment = os.environ | {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    print(f"\nprobe: 12 layers × 12 heads, d 768, {TOKENS} tokens, {THREADS} threads")
-    print("| token lengths | part | seconds | forward pass, s | passes | peak, MB | … of forward |")
+    print(f"\nprobe: {TOKENS} tokens, {THREADS} threads; GPT-2 small's shape: 12 layers × 12 heads, d 768")
+    print("| model | part | seconds | forward pass, s | passes | peak, MB | … of forward |")
     print("|---|---|---|---|---|---|---|")
-    for lognormal in (False, True):
+    for kind, title in MODELS.items():
+        if kind == "mgm" and "LN_PROBE_MGM" not in os.environ:
+            print("(MGM left out: LN_PROBE_MGM is not set)")
+            continue
         base = 0.0
         for name in PARTS:
-            command = [sys.executable, __file__, "--part", name, *(["--lognormal"] if lognormal else [])]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            command = [sys.executable, __file__, "--part", name, "--model", kind]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.strip().splitlines()[-1])
             base = base or found["peak_mb"]
             seconds = found.get("seconds", found["forward"])
             extra = f" (scores ± {found['score_deviation']:.1f} nats)" if "score_deviation" in found else ""
             extra += f" (undecided {found['undecided']:.0f})" if "undecided" in found else ""
             print(
-                f"| {'× lognormal(1)' if lognormal else 'equal'} | {name}{extra} | {seconds:.2f} | "
-                f"{found['forward']:.2f} | {seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | "
-                f"{found['peak_mb'] / base:.2f} |",
+                f"| {title} | {name}{extra} | {seconds:.2f} | {found['forward']:.2f} | "
+                f"{seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | {found['peak_mb'] / base:.2f} |",
                 flush=True,
             )
 

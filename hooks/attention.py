@@ -10,8 +10,8 @@ reported as unsupported, by name and with the difference, instead of being measu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,10 @@ PATTERN_TOLERANCE = {
     torch.float32: 2e-4,
 }  # float64: rotary tables stay float32 in some models
 PATTERN_TOLERANCE_HALF = 5e-2
+
+# Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small
+# beside a forward pass (12 heads of 512 tokens have 3.1 million).
+_PAIRS = 1_000_000
 
 
 class UnsupportedAttentionError(ValueError):
@@ -101,7 +105,7 @@ class Heads:
 
     def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
         """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
-        plain = Heads(**{**vars(self), "rotary": self.rotary if rotate else None})
+        plain = self if rotate else replace(self, rotary=None)
         return plain._make(y, self.W_Q, self.b_Q, self.q_norm, torch.arange(len(y), device=y.device))
 
     def query_ellipsoid(
@@ -223,11 +227,8 @@ def read_heads(
             layer, W_Q, _bias(module, "b_Q", W_Q), W_K, _bias(module, "b_K", W_K), divisor, rotary,
             qk_norms.get("query"), qk_norms.get("key"), kv_heads,
         )  # fmt: skip
-        ours = attention_pattern(heads.queries(norm_output), heads.keys(norm_output), divisor)
-        visible = pattern > 0  # a local window hides far keys; where both see, both must agree
-        ours = torch.where(visible, ours, 0.0)
-        ours = ours / ours.sum(-1, keepdim=True).clamp_min(1e-300)
-        worst = min(worst, difference := float((ours - pattern.double()).abs().max()))
+        difference = _disagreement(heads, norm_output, pattern)
+        worst = min(worst, difference)
         if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
             return heads
     raise UnsupportedAttentionError(
@@ -236,10 +237,37 @@ def read_heads(
     )
 
 
+def _disagreement(
+    heads: Heads, norm_output: Float[Tensor, "pos d_model"], pattern: Float[Tensor, "head query key"]
+) -> float:
+    """The largest difference between the attention that `heads` computes and the one paid, where both see."""
+    q, k = heads.queries(norm_output), heads.keys(norm_output)
+    worst = []  # (of tensors: a NaN must not get lost)
+    for some in heads_at_once(pattern.shape):
+        ours = attention_pattern(q[:, some], k[:, some], heads.divisor)
+        ours.mul_(pattern[some] > 0)  # a local window hides far keys
+        ours.div_(ours.sum(-1, keepdim=True).clamp_min(1e-300))
+        worst.append(ours.sub_(pattern[some]).abs_().max())
+    return float(torch.stack(worst).max())
+
+
+def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
+    """Slices of the heads of a pattern [head query key] whose scores are few enough to be held in float64."""
+    n_heads, queries, keys = shape
+    step = max(1, _PAIRS // max(1, queries * keys))
+    for first in range(0, n_heads, step):
+        yield slice(first, min(first + step, n_heads))
+
+
 def attention_pattern(
     q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float
 ) -> Float[Tensor, "head query key"]:
-    """Causal attention: softmax over the keys at or before each query (the last queries, where there are fewer)."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) / divisor
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + len(k) - len(q))
+    """Causal attention: softmax of q·k / divisor over the keys at or before each query."""
+    return causal_softmax(torch.einsum("qhd,khd->hqk", q, k) / divisor)
+
+
+def causal_softmax(scores: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
+    """Softmax over the keys at or before each query (the last queries, where there are fewer)."""
+    queries, keys = scores.shape[-2:]
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
     return scores.masked_fill(hidden, -math.inf).softmax(-1)

@@ -7,6 +7,8 @@ forward pass (a full activation cache of GPT-2 small at 512 tokens takes 986 MB 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -67,6 +69,25 @@ def _finite(site: Site, value: Tensor, what: str) -> None:
         )
 
 
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):  # not a POSIX system
+        return None
+    return found
+
+
+def _return_free_memory() -> None:
+    """Give memory that glibc's allocator holds for later back to the system; nothing on other systems.
+
+    What a layer's measures allocate and free would otherwise pile up over the layers, beside the forward pass's own
+    memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
 def stream(
     model: HookedModel,
     tokens: Int[Tensor, pos],
@@ -123,8 +144,10 @@ def stream(
             if seen is None or on_attention is None or "hook_pattern" not in seen.tensors:
                 return
             t = seen.tensors
+            _return_free_memory()
             cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
             on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, before[layer]))
+            _return_free_memory()
 
         return hook
 
@@ -145,3 +168,5 @@ def stream(
                         put(child, keep(layer, name))
                 put(attn, attention_hook(layer, attn))
         run(model, tokens[None])
+    if on_attention is not None:
+        _return_free_memory()

@@ -106,10 +106,11 @@ class KeyCoordinates:
 
 def unit_rows(rows: Float64[np.ndarray, "row dim"]) -> Float64[np.ndarray, "row dim"]:
     """Each row divided by its length; zero rows stay zero."""
-    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    largest = np.maximum(rows.max(axis=1, keepdims=True, initial=0.0), -rows.min(axis=1, keepdims=True, initial=0.0))
     rows = rows / np.where(largest > 0.0, largest, 1.0)
     length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-    return rows / np.where(length > 0.0, length, 1.0)
+    rows /= np.where(length > 0.0, length, 1.0)
+    return rows
 
 
 def normalize(
@@ -122,12 +123,13 @@ def normalize(
         if largest == 0.0:
             return np.zeros_like(values), 0.0
         exponent = int(np.frexp(largest)[1])  # powers of two are exact, and keep squares in range
-        values = np.ldexp(values, -exponent)
-        values = values - values.mean(axis=0)
+        values = np.ldexp(values, -exponent)  # (a copy: what follows is done in place)
+        values -= values.mean(axis=0)
         rms = float(np.sqrt(np.einsum("ij,ij->", values, values) / len(values)))
         if rms <= ROUNDING:
             return np.zeros_like(values), 0.0
-        return values / rms, float(np.ldexp(rms, exponent))
+        values /= rms
+        return values, float(np.ldexp(rms, exponent))
 
     plain, scale = centred(keys)
     if bias is None:
@@ -217,7 +219,8 @@ def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " 
     basis = span(plain)
     flat = plain @ basis
     stretch = np.sqrt(np.einsum("ij,ij->j", flat, flat) / len(flat))
-    white = flat / stretch
+    white = flat
+    white /= stretch
     rank = len(stretch)
     slope = np.zeros(rank + 1)
     lifted = False

@@ -22,8 +22,8 @@ from ln_probe.analyses.geometry.min_norm import nearest_point, nearest_points
 from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 
-# Entries of one block of scores: 64 MB.
-_BLOCK = 8_000_000
+# Entries of one block of scores (16 MB), but at least so many queries: fewer make a slow matrix product.
+_BLOCK, _QUERIES = 2_000_000, 64
 # The longest keys, which decide most of the others. 512 of them contain the most keys per second at d = 64.
 _LONGEST = 512
 # New columns per key and round of step 3, and how well a key is solved over its columns before more are
@@ -220,7 +220,7 @@ class Pool:
         place = np.full(len(self.white), -1)
         place[among] = np.arange(len(among))
         keys = self.white[among].T
-        step = max(1, _BLOCK // max(len(among), 1))
+        step = max(_QUERIES, _BLOCK // max(len(among), 1))
         for first in range(0, len(queries), step):
             block = slice(first, first + step)
             scores = queries[block] @ keys
@@ -298,7 +298,7 @@ def gaps_in_blocks(normalized: Floats, targets: Ints, queries: Floats, group: In
     """`score_gaps` for many targets of a large set, by matrix products."""
     members = np.bincount(group, minlength=len(group))
     gaps = np.empty(len(targets))
-    step = max(1, _BLOCK // len(normalized))
+    step = max(_QUERIES, _BLOCK // len(normalized))
     for first in range(0, len(targets), step):
         block = slice(first, first + step)
         some = targets[block]

@@ -13,7 +13,8 @@ from scipy.optimize import linprog
 
 import ln_probe
 from ln_probe.analyses import selectability
-from ln_probe.analyses.selectability import HEAD_COLUMNS, KEY_COLUMNS, observed_radius, received
+from ln_probe.analyses.selectability import HEAD_COLUMNS, KEY_COLUMNS, observed_radius
+from ln_probe.analyses.uniformity import received
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import AttentionInput, stream

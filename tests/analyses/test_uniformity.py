@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
     heads, site, _ = layer()
     angles = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.3, 0.05]))
     table = torch.cat([angles, angles], dim=-1).double()
-    heads = Heads(**{**vars(heads), "rotary": Rotary(table.cos(), table.sin(), False)})
+    heads = replace(heads, rotary=Rotary(table.cos(), table.sin(), False))
     q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
     found = uniformity.angle_to_uniform(heads, site.gain, q)[:, 0]
     assert heads.rotary is not None
