@@ -60,23 +60,30 @@ class Edit:
 
 
 class KeyEdit(Edit):
-    """A forward hook that keeps the changed output for the key projection that reads this norm."""
+    """A forward hook that keeps the changed output for the key projection that reads this norm.
+
+    Attributes:
+        waiting: outputs of the norm, and what the key projection should read instead of each.
+        reader: the attention module whose key projection did; None until then.
+    """
 
     def __init__(self, site: Site, change: Change, label: str) -> None:
         super().__init__(site, change, label)
         self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.reader: nn.Module | None = None
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         if not self.suspended:
             self.calls += 1
             self.waiting.append((output, self.change(_input(args, kwargs), output)))
 
-    def replacement(self, read: Tensor) -> Tensor | None:
-        """What the key projection should read instead of `read`, if that is this norm's output."""
+    def replacement(self, attn: nn.Module, read: Tensor) -> Tensor | None:
+        """What the key projection of `attn` should read instead of `read`, if that is this norm's output."""
         # HookedTransformer calls the norm for queries, keys and values in this order: the keys' is the last but one.
         for output, changed in (*self.waiting[-2:-1], *reversed(self.waiting)):
             if output.shape == read.shape and torch.equal(output, read):
                 self.waiting.clear()
+                self.reader = attn
                 return changed
         return None
 
@@ -111,11 +118,12 @@ def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
     with ExitStack() as stack:
         for edit in edits:
             stack.callback(edit.site.module.register_forward_hook(edit, with_kwargs=True).remove)
-        if key_edits:
-            for block in blocks(model):
-                stack.callback(_watch_keys(block, key_edits))
+        attentions = [a for b in blocks(model) if isinstance(a := getattr(b, "attn", None), nn.Module)]
+        for attn in attentions if key_edits else ():
+            for remove in _watch_keys(attn, key_edits):
+                stack.callback(remove)
         yield
-        if unread := next((e for e in key_edits if e.waiting), None):
+        if unread := next((e for e in key_edits if e.waiting and e.reader is None), None):
             raise LostEditError(_unread(unread.site))
 
 
@@ -127,32 +135,34 @@ def _unread(site: Site) -> str:
     )
 
 
-def _watch_keys(block: nn.Module, edits: Sequence[KeyEdit]) -> Callable[[], None]:
-    """Put a pre-hook where this block's keys are projected; the function that removes it."""
-    attn = getattr(block, "attn", None)
-    if not isinstance(attn, nn.Module):
-        return lambda: None
+def _watch_keys(attn: nn.Module, edits: Sequence[KeyEdit]) -> Iterator[Callable[[], None]]:
+    """Put hooks where this attention layer's keys are projected; the functions that remove them."""
 
-    def replaced(read: Tensor) -> Tensor | None:
-        return next((new for e in edits if (new := e.replacement(read)) is not None), None)
+    def replaced(read: object) -> Tensor | None:
+        if not isinstance(read, Tensor):
+            return None
+        return next((new for e in edits if (new := e.replacement(attn, read)) is not None), None)
 
-    if "key_input" in inspect.signature(attn.forward).parameters:  # HookedTransformer and lab models
+    def on_attention(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+        new = replaced(kwargs.get("key_input", args[0] if args else None))
+        return None if new is None else (args, {**kwargs, "key_input": new})
 
-        def on_attention(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-            read = kwargs.get("key_input", args[0] if args else None)
-            new = replaced(read) if isinstance(read, Tensor) else None
-            return None if new is None else (args, {**kwargs, "key_input": new})
+    def on_projection(_m: nn.Module, args: Any) -> Any:
+        new = replaced(args[0] if args else None)
+        return None if new is None else (new, *args[1:])
 
-        return attn.register_forward_pre_hook(on_attention, with_kwargs=True).remove
+    def afterwards(_m: nn.Module, _args: Any, _output: Any) -> None:
+        if lost := next((e for e in edits if e.reader is attn and e.waiting), None):
+            raise LostEditError(_unread(lost.site))
+
     projection = dict(attn.named_children()).get("k")
-    if projection is None:
+    if "key_input" in inspect.signature(attn.forward).parameters:  # HookedTransformer and lab models
+        yield attn.register_forward_pre_hook(on_attention, with_kwargs=True).remove
+    elif projection is not None:  # a bridge, whether its original projects keys alone or with queries and values
+        yield projection.register_forward_pre_hook(on_projection).remove
+    else:
         raise InterventionError(
             f"{type(attn).__name__} has no key projection of its own, so only_keys=True cannot be had for this "
             "architecture: edit the whole norm with only_keys=False"
         )
-
-    def on_projection(_m: nn.Module, args: Any) -> Any:
-        new = replaced(args[0]) if args and isinstance(args[0], Tensor) else None
-        return None if new is None else (new, *args[1:])
-
-    return projection.register_forward_pre_hook(on_projection).remove
+    yield attn.register_forward_hook(afterwards).remove

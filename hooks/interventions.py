@@ -16,15 +16,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
 from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
-from ln_probe.hooks.model import HookedModel, check_model
+from ln_probe.hooks.model import HookedModel, active_dropout, check_model
 from ln_probe.hooks.sentinel import prove
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_scaling
@@ -79,7 +78,7 @@ def without(
 
     Contexts over different sites nest, in any order, and amount to one context over all of them. Hook points inside an
     edited norm (`hook_scale`, `hook_normalized`, a bridge's `hook_out`) still show what the intact norm computes;
-    everything after it shows the edited model.
+    everything after it shows the edited model. In gradients the gains and biases of edited norms count as constants.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
@@ -104,7 +103,7 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing by construction (no projection in an RMSNorm, a centred stream).
-        UserWarning: the model is in training mode, so that dropout makes every pass differ.
+        UserWarning: dropout is on, so that every pass differs.
     """
     if what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
@@ -233,9 +232,9 @@ def _warn(model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping
         warnings.warn(
             f"without {what!r} changes nothing at {where}, by construction ({reasons})", NoOpWarning, stacklevel=4
         )
-    if cast(nn.Module, model).training:
+    if dropout := active_dropout(model):
         warnings.warn(
-            "the model is in training mode: dropout, if it has any, makes every pass differ (model.eval() switches it "
-            "off)",
+            f"the model is in training mode: dropout (at {dropout}) makes every pass differ; model.eval() switches it "
+            "off",
             stacklevel=4,
         )
