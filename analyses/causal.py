@@ -312,15 +312,14 @@ def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterat
 
     own = [block.__dict__.get("forward") for block in skipped]
     for block, output in zip(skipped, outputs, strict=False):
-        block.forward = returning(output)
+        block.__dict__["forward"] = returning(output)  # not setattr: a bridge hands that on to what it wraps
     try:
         yield
     finally:
         for block, before in zip(skipped, own, strict=True):
-            if before is None:
-                del block.forward
-            else:
-                block.forward = before
+            del block.__dict__["forward"]
+            if before is not None:
+                block.__dict__["forward"] = before
 
 
 def _ratio(total: float, count: float) -> float:

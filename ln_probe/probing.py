@@ -250,6 +250,9 @@ class _Run:
         )
         measured = [effects.measure(number, row) for number, row in self._bar("without terms")]
         self.skipped += effects.notes(len(measured))
+        if len(self.statistics) < len(self.sites):
+            chosen = ", ".join(map(str, self.layers))
+            self.skipped.append(f"groups of the causal table hold the norms of layers {chosen} alone")
         return effects.table(measured, seed=seed)
 
     def unembedding(self) -> pd.DataFrame:
