@@ -177,19 +177,23 @@ class Causal:
             })  # fmt: skip
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
-    def notes(self, prompts: int) -> list[str]:
+    def notes(self, measured: Sequence[pd.DataFrame]) -> list[str]:
         """What a reader has to know before believing the table."""
         said = [f"causal: {reason}" for reason in self.lost.values()]
         if self.meaningless:
             said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
-        elif self.no_loss:
+            return said
+        sums = pd.concat(measured) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
+        endless = sums[sums["kl"].isna() & sums["positions"].notna()]
+        if len(endless):
+            where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
+            said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
+        if self.no_loss:
             said.append(f"causal: losses are left out: {self.no_loss}")
-        elif prompts < FEW_PROMPTS:
-            said.append(
-                f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow"
-                if prompts > 1
-                else "causal: a single prompt gives no interval"
-            )
+        elif len(measured) == 1:
+            said.append("causal: a single prompt gives no interval")
+        elif len(measured) < FEW_PROMPTS:
+            said.append(f"causal: intervals come from {len(measured)} prompts, and a bootstrap of so few is too narrow")
         return said
 
     def _unedited(self, tokens: Int[Tensor, pos]) -> _Unedited:

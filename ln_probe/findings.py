@@ -44,7 +44,7 @@ def _causal(effects: pd.DataFrame) -> list[str]:
     """What the loss is without scaling, projection and both at every attention norm, and where it matters most."""
     if not len(effects) or effects["delta_loss"].isna().all():
         return []
-    rows: dict[tuple[str, str], dict[str, Any]] = {(r["sites"], r["variant"]): r for r in effects.to_dict("records")}
+    rows: dict[tuple[str, str], dict[Any, Any]] = {(r["sites"], r["variant"]): r for r in effects.to_dict("records")}
     said = []
     if ("attention", "intact") in rows:
         parts = []

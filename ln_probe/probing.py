@@ -249,7 +249,7 @@ class _Run:
             self.model, [s.site for s in self.statistics], self.constants(), meaningless=meaningless
         )
         measured = [effects.measure(number, row) for number, row in self._bar("without terms")]
-        self.skipped += effects.notes(len(measured))
+        self.skipped += effects.notes(measured)
         if len(self.statistics) < len(self.sites):
             chosen = ", ".join(map(str, self.layers))
             self.skipped.append(f"groups of the causal table hold the norms of layers {chosen} alone")

@@ -267,14 +267,15 @@ def test_projection_of_an_rms_norm_changes_nothing_at_all(make_bridge: Callable[
             assert torch.equal(model(TOKENS), intact)
 
 
-def worlds(make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    yield "lab", lab()
-    yield "bridge", make_bridge("gpt2")
+@pytest.fixture
+def worlds(request: pytest.FixtureRequest, make_bridge: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """A model of each world that the installed TransformerLens has."""
+    found = [("lab", lab()), ("bridge", make_bridge("gpt2"))]
     try:
         from transformer_lens import HookedTransformer  # noqa: F401
     except ImportError:
-        return
-    yield "hooked", make_hooked()
+        return found
+    return [*found, ("hooked", request.getfixturevalue("make_hooked")())]
 
 
 def hook_counts(model: Any) -> dict[str, tuple[int, int]]:
@@ -282,10 +283,8 @@ def hook_counts(model: Any) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("only_keys", [False, True])
-def test_the_model_is_left_as_it_was(
-    only_keys: bool, make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]
-) -> None:
-    for name, model in worlds(make_bridge, make_hooked):
+def test_the_model_is_left_as_it_was(only_keys: bool, worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
         with torch.no_grad():
             intact = model(TOKENS)
             before = hook_counts(model)
@@ -300,10 +299,10 @@ def test_the_model_is_left_as_it_was(
             assert {n: m.training for n, m in model.named_modules()} == modes
 
 
-def test_nested_contexts_amount_to_one(make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]) -> None:
+def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
     """In either order: constants are those of the unedited model, inside another intervention too."""
     first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
-    for _, model in worlds(make_bridge, make_hooked):
+    for _, model in worlds:
         with torch.no_grad():
             intact = model(TOKENS)
             with without(model, "scaling", sites=first + second, tokens=TOKENS) as joint:
@@ -339,10 +338,8 @@ def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Ca
         assert torch.equal(model(TOKENS), intact)
 
 
-def test_inside_run_with_cache_and_run_with_hooks(
-    make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]
-) -> None:
-    for name, model in worlds(make_bridge, make_hooked):
+def test_inside_run_with_cache_and_run_with_hooks(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
         with torch.no_grad(), without(model, "scaling", scale=2.0):
             logits = model(TOKENS)
             cached, cache = model.run_with_cache(TOKENS)
@@ -367,10 +364,8 @@ def find_sites_of(model: Any) -> dict[str, Any]:
         return {s.name: s for s in find_sites(model)}
 
 
-def test_generation_is_greedy_on_the_edited_model(
-    make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]
-) -> None:
-    for name, model in worlds(make_bridge, make_hooked):
+def test_generation_is_greedy_on_the_edited_model(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
         if name == "lab":  # has no generate
             continue
         start = TOKENS[:1, :4]
@@ -389,10 +384,10 @@ def test_generation_is_greedy_on_the_edited_model(
 
 @pytest.mark.parametrize("what", TERMS)
 def test_only_keys_leaves_queries_and_values(
-    what: str, make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]
+    what: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]
 ) -> None:
     models = [
-        *worlds(make_bridge, make_hooked),
+        *worlds,
         *((a, make_bridge(a)) for a in ("neox", "opt", "neo", "llama", "qwen3")),
     ]
     for name, model in models:
