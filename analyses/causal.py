@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.uniformity import entropy_ratio
 from ln_probe.hooks.edits import LostEditError, installed
-from ln_probe.hooks.interventions import GROUPS, make_edit, members
+from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
-from ln_probe.hooks.variants import VARIANTS, no_op, takes_projection, takes_scaling
+from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
 COLUMNS = (
     "sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "kl", "top1_agreement",
@@ -65,12 +65,6 @@ class _Row:
         """What is really taken away; empty if that is nothing, so that the unedited model is its own answer."""
         found = ((s.name, takes_scaling(s, self.variant), takes_projection(s, self.variant)) for s in self.members)
         return tuple(f for f in found if f[1] or f[2])
-
-    @property
-    def no_op(self) -> str:
-        """Why nothing changes at any member; empty if something does."""
-        reasons = [no_op(s, self.variant) for s in self.members]
-        return "; ".join(sorted(set(reasons))) if all(reasons) else ""
 
 
 @dataclass
@@ -105,6 +99,7 @@ class Causal:
     ) -> None:
         self.model, self.constants, self.matched, self.meaningless = model, constants, matched, meaningless
         self.lost = lost_edits(model, sites)
+        self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
         chosen = [(g, found) for g, found in groups if found] + [(s.name, (s,)) for s in sites]
         self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS]
@@ -173,9 +168,14 @@ class Causal:
                 "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
                 "prompts": len(prompts),
                 "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
-                "matched": self.matched, "no_op": row.no_op,
+                "matched": self.matched, "no_op": self._no_op(row),
             })  # fmt: skip
         return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    def _no_op(self, row: _Row) -> str:
+        """Why nothing changes at any member; empty if something does."""
+        reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
+        return "; ".join(sorted(set(reasons))) if all(reasons) else ""
 
     def notes(self, measured: Sequence[pd.DataFrame]) -> list[str]:
         """What a reader has to know before believing the table."""
@@ -188,12 +188,17 @@ class Causal:
         if len(endless):
             where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
             said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
+        if any("ignores the mean" in reason for reason in self.nothing["no_projection"].values()):
+            said.append(
+                "causal: the weights that read these norms are centred (folding the norms does that), so a model "
+                "without projection is the same by construction: load it unfolded to learn what projection does"
+            )
         if self.no_loss:
             said.append(f"causal: losses are left out: {self.no_loss}")
-        elif len(measured) == 1:
-            said.append("causal: a single prompt gives no interval")
-        elif len(measured) < FEW_PROMPTS:
-            said.append(f"causal: intervals come from {len(measured)} prompts, and a bootstrap of so few is too narrow")
+        elif (prompts := sums.loc[sums["predicted"] > 0, "prompt"].nunique()) < 2:
+            said.append("causal: fewer than two prompts predict anything, so there are no intervals")
+        elif prompts < FEW_PROMPTS:
+            said.append(f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow")
         return said
 
     def _unedited(self, tokens: Int[Tensor, pos]) -> _Unedited:

@@ -24,13 +24,13 @@ from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
 from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model
-from ln_probe.hooks.sentinel import prove
+from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_scaling
+from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
 
 __all__ = [
     "FROZEN", "GROUPS", "Intervention", "InterventionError", "LostEditError", "NoOpWarning", "make_edit", "members",
-    "without",
+    "why_nothing", "without",
 ]  # fmt: skip
 
 FROZEN = "frozen"
@@ -102,7 +102,8 @@ def without(
         LostEditError: an edit does not reach the model's output (tried out on entering); names the site.
 
     Warns:
-        NoOpWarning: the edit changes nothing by construction (no projection in an RMSNorm, a centred stream).
+        NoOpWarning: the edit changes nothing by construction (no projection in an RMSNorm, a centred stream, folded
+            weights that ignore the mean).
         UserWarning: dropout is on, so that every pass differs.
     """
     if what not in VARIANT_WITHOUT:
@@ -116,8 +117,8 @@ def without(
         if only_keys:
             _refuse_other_readers(chosen)
         prove(hooked, chosen, only_keys=only_keys)
+        no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens)
-    no_ops = {s.name: reason for s in chosen if (reason := no_op(s, variant))}
     _warn(hooked, what, chosen, no_ops)
     edits = [make_edit(s, variant, divisors.get(s.name), label=label, only_keys=only_keys) for s in chosen]
     matched = not divisors or scale == FROZEN or isinstance(scale, Mapping)
@@ -137,6 +138,15 @@ def make_edit(site: Site, variant: str, divisor: float | None, *, label: str = "
 def members(found: Sequence[Site], group: str) -> list[Site]:
     """The sites of a group (one of GROUPS)."""
     return [s for s in found if group == "all" or _READER_OF_GROUP[group] in s.reads.split("+")]
+
+
+def why_nothing(model: HookedModel, sites: Sequence[Site], variant: str) -> dict[str, str]:
+    """Sites at which a variant changes nothing by construction, and why; costs short passes where projection goes."""
+    reasons = {s.name: reason for s in sites if (reason := no_op(s, variant))}
+    rest = [s for s in sites if s.name not in reasons and takes_projection(s, variant)]
+    rest = [s for s in rest if not takes_scaling(s, variant)]
+    kinds = {s.name: s.kind for s in rest}
+    return reasons | {name: f"{kinds[name]}: {reason}" for name, reason in ignored_means(model, rest).items()}
 
 
 def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.hooks.edits import Change, Edit, InterventionError, KeyEdit, LostEditError, installed
@@ -25,6 +26,10 @@ STRENGTH = 10.0
 # Rows that are not perturbed may differ by rounding (matrix products depend on the row's place): what counts as moved
 # is ten times what they differ by, and four units in the last place of the largest logit.
 NOISE_FACTOR, UNITS = 10.0, 4.0
+# A perturbation along the gain (a shifted mean) that moves logits this much less than noise of its size is ignored by
+# design: after folding in float32 the ratio is 1e-7 to 1e-6, in a raw model 0.1 to 10; 16-bit weights are centred to
+# about 1e-3.
+IGNORED, IGNORED_HALF = 1e-4, 1e-2
 
 
 def prove(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> None:
@@ -49,21 +54,62 @@ def lost_edits(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = F
     return found
 
 
+def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
+    """Sites whose readers do not see the mean that a norm without projection leaves in, and how that is known.
+
+    TransformerLens centres the weights that read a norm when it folds the norm into them (`fold_ln`): in such a model
+    taking projection away changes nothing, although the norm's output changes.
+    """
+    found = {}
+    sites = [s for s in sites if s.projects]
+    limit = IGNORED if _dtype(model) in (torch.float32, torch.float64) else IGNORED_HALF
+    with evaluating(model):
+        for at in range(0, len(sites), SITES_AT_ONCE):
+            some = sites[at : at + SITES_AT_ONCE]
+            noise, shift = (
+                _moves(_perturbed(model, [Edit(s, c, "sentinel") for s, c in zip(some, changes, strict=True)]))
+                for changes in (
+                    [_perturbation(s, i, len(some) + 2) for i, s in enumerate(some, start=1)],
+                    [_perturbation(s, i, len(some) + 2, along=_gain(s)) for i, s in enumerate(some, start=1)],
+                )
+            )
+            for row, site in enumerate(some, start=1):
+                if float(shift[row]) <= limit * float(noise[row]):
+                    found[site.name] = (
+                        "what reads it ignores the mean (its weights are centred, as folding the norm into them does)"
+                    )
+    return found
+
+
+def _gain(site: Site) -> Tensor:
+    return torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double().cpu()
+
+
+def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> Float[Tensor, "row values"]:
+    """Logits of a batch with a row for each edit, between two rows that no edit touches."""
+    tokens = torch.linspace(1, vocabulary_size(model) - 1, min(TOKENS, context_length(model))).long()
+    with installed(model, edits):
+        logits: Tensor = run(model, tokens.expand(len(edits) + 2, -1), return_type="logits")
+    return logits.double().flatten(1)
+
+
+def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, row]:
+    return (logits - logits[0]).abs().amax(-1)
+
+
 def _try(model: HookedModel, sites: Sequence[Site], only_keys: bool) -> dict[str, str]:
-    rows = len(sites) + 2  # the first and the last are not perturbed
+    rows = len(sites) + 2
     kind = KeyEdit if only_keys else Edit
     moved: dict[str, bool] = {}
     edits = [kind(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
-    tokens = torch.linspace(1, vocabulary_size(model) - 1, min(TOKENS, context_length(model))).long()
     try:
-        with installed(model, edits):
-            logits = run(model, tokens.expand(rows, -1), return_type="logits").double().flatten(1)
+        logits = _perturbed(model, edits)
     except LostEditError as error:
         unread = [e.site for e in edits if isinstance(e, KeyEdit) and e.waiting]
         if not unread:
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}
-    change = (logits - logits[0]).abs().amax(-1)
+    change = _moves(logits)
     rounding = UNITS * torch.finfo(_dtype(model)).eps * float(logits[0].abs().max())
     threshold = max(NOISE_FACTOR * float(change[-1]), rounding)
     found = {}
@@ -89,8 +135,10 @@ def _dtype(model: HookedModel) -> torch.dtype:
     return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
 
 
-def _perturbation(site: Site, row: int, rows: int, moved: dict[str, bool]) -> Change:
-    """Noise of STRENGTH times the output's size on one row of the batch, the same at every call."""
+def _perturbation(
+    site: Site, row: int, rows: int, moved: dict[str, bool] | None = None, *, along: Tensor | None = None
+) -> Change:
+    """STRENGTH times the output's size on one row of the batch, alike at every call: noise, or `along` a direction."""
 
     def change(_x: Tensor, y: Tensor) -> Tensor:
         out = y.detach().clone(memory_format=torch.contiguous_format)
@@ -100,10 +148,17 @@ def _perturbation(site: Site, row: int, rows: int, moved: dict[str, bool]) -> Ch
                 "tried out"
             )
         mine = out.view(rows, -1)[row]
-        noise = torch.randn(mine.numel(), generator=torch.Generator().manual_seed(row), dtype=torch.float64)
         size = float(mine.double().pow(2).mean().sqrt())
-        mine += (STRENGTH * (size if size > 0 else 1.0) * noise).to(mine)
-        moved[site.name] = not torch.equal(out, y)
+        size = STRENGTH * (size if size > 0 else 1.0)
+        generator = torch.Generator().manual_seed(row)
+        if along is None:
+            added = torch.randn(mine.numel(), generator=generator, dtype=torch.float64)
+        else:  # another multiple at every position
+            multiples = torch.randn(mine.numel() // site.d, 1, generator=generator, dtype=torch.float64)
+            added = (multiples * along / along.pow(2).mean().sqrt()).flatten()
+        mine += (size * added).to(mine)
+        if moved is not None:
+            moved[site.name] = not torch.equal(out, y)
         return out
 
     return change

@@ -175,7 +175,7 @@ def test_one_prompt_gives_no_interval(prompts: list[torch.Tensor], make_bridge: 
     _, table, notes = measured(make_bridge("gpt2"), prompts)
     assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
     assert table["delta_loss"].notna().all()
-    assert notes == ["causal: a single prompt gives no interval"] or len(prompts) > 1
+    assert notes == ["causal: fewer than two prompts predict anything, so there are no intervals"]
 
 
 def test_a_single_token_has_no_loss(make_bridge: Callable[..., Any]) -> None:
@@ -214,6 +214,23 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     )
     assert report.causal[["loss", "kl"]].isna().all(axis=None)
     assert any("no language-model head" in n for n in report.notes)
+
+
+def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any]) -> None:
+    """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
+    raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
+    folded.enable_compatibility_mode(
+        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        fold_value_biases=False,
+    )  # fmt: skip
+    (_, one, _), (_, two, notes) = measured(raw), measured(folded)
+    one, two = (t.set_index(["variant", "sites"]) for t in (one, two))
+    assert (one["no_op"] == "").all()
+    assert (two.loc["no_projection", "no_op"].str.contains("what reads it ignores the mean")).all()
+    assert two.loc["no_projection", "kl"].abs().max() < 1e-6 < one.loc["no_projection", "kl"].min()
+    constant = ["loss", "kl"]  # scaling does not depend on folding: its constants are those of the same stream
+    np.testing.assert_allclose(two.loc["no_scaling", constant], one.loc["no_scaling", constant], rtol=1e-3)
+    assert any("load it unfolded to learn what projection does" in n for n in notes)
 
 
 def test_a_norm_that_nobody_heeds_does_not_take_the_others_with_it() -> None:
