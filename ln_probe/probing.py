@@ -26,7 +26,7 @@ from ln_probe.analyses import causal, decomposition, selectability, unembedding,
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.model import HookedModel, active_dropout, check_model, evaluating, n_layers, read_unembedding
+from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers, read_unembedding
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.models import source_of
@@ -69,7 +69,6 @@ def analyze(
     hooked = check_model(model)
     _check_arguments(hooked, probes, layers, heads, keys)
     clock = _Clock()
-    dropout = active_dropout(hooked)
     source = source_of(cast(nn.Module, model))
     with evaluating(hooked):
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
@@ -102,10 +101,7 @@ def analyze(
         "started": clock.started,
         "seconds": clock.laps,
     }  # fmt: skip
-    notes = [*ready.notes, *run.notes()]
-    if dropout:
-        notes.append(f"the model was in training mode: dropout (at {dropout}) was switched off for the measurement")
-    return Report(**tables, provenance=provenance, notes=tuple(notes))
+    return Report(**tables, provenance=provenance, notes=(*ready.notes, *run.notes()))
 
 
 def _check_arguments(

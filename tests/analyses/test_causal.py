@@ -289,13 +289,6 @@ def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
     assert len(ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False).causal) == 0
 
 
-def test_training_mode_is_reported(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2").train()
-    report = ln_probe.analyze(model, PROMPTS[0][None], probes=("causal",), progress=False)
-    assert any("in training mode: dropout (at" in n for n in report.notes)
-    assert (report.causal["kl"].abs() < 1).any()
-
-
 @pytest.mark.slow
 def test_mgm_against_an_edit_of_the_hugging_face_model(mgm: Path) -> None:
     """The loss without scaling before attention, once more: in GPT2LMHeadModel itself, by hand."""
