@@ -531,6 +531,22 @@ def test_default_calibration_is_the_one_of_analyze(make_bridge: Callable[..., An
             assert again.divisors["blocks.0.ln1"] == constants["blocks.0.ln1"]
 
 
+@pytest.mark.parametrize("length", [7, 4, 2])  # 4 and 2 are numbers of its heads as well
+def test_position_0_of_every_head_is_left_out(length: int, make_bridge: Callable[..., Any]) -> None:
+    """Norms of queries and keys inside a bridge's attention see heads before positions."""
+    model = make_bridge("qwen3", torch.float64)
+    sites = find_sites_of(model)
+    seen: dict[str, Tensor] = {}
+    names = ("blocks.0.attn.q_norm", "blocks.0.attn.k_norm")
+    for name in names:
+        sites[name].module.register_forward_hook(lambda _m, args, _y, name=name: seen.update({name: args[0]}))
+    found = mean_sigmas(model, [*sites.values()], [TOKENS[0, :length]])
+    for name in names:
+        assert seen[name].shape[1:] == ((4 if "q_norm" in name else 2), length, 8)
+        sigma = (seen[name].square().mean(-1) + 1e-6).sqrt()
+        assert found[name] == pytest.approx(float(sigma[:, :, 1:].mean()), rel=1e-6)
+
+
 def test_a_single_position_is_better_than_none() -> None:
     model = lab()
     sites = find_sites(model)
