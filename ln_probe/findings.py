@@ -56,16 +56,21 @@ def _causal(effects: pd.DataFrame) -> list[str]:
             text = f"without {name} by {row['delta_loss']:+.2g} nats per token"
             if not math.isnan(row["delta_loss_low"]):
                 text += f" (95 % interval {row['delta_loss_low']:+.2g} to {row['delta_loss_high']:+.2g})"
-            parts.append(text)
+            parts.append(text + _kept(row))
         said.append(f"Taken away at every attention norm, the loss changes: {'; '.join(parts)}.")
     alone = effects[effects["divisor"].notna() & (effects["variant"] == "no_scaling") & (effects["sites"] != "final")]
     if len(alone) > 1 and alone["delta_loss"].notna().any():
         worst = _largest(alone, alone["delta_loss"])
         said.append(
             f"The one norm whose scaling the loss needs most is {worst['sites']}: {worst['delta_loss']:+.2g} nats per "
-            f"token without it, from {_number(rows[worst['sites'], 'intact']['loss'])}."
+            f"token without it, from {_number(rows[worst['sites'], 'intact']['loss'])}{_kept(worst)}."
         )
     return said
+
+
+def _kept(row: Any) -> str:
+    tail = float(row["delta_loss_tail"])
+    return "" if math.isnan(tail) else f", {tail:+.2g} if position 0 keeps its scaling"
 
 
 def _margins(heads: pd.DataFrame) -> list[str]:

@@ -122,12 +122,42 @@ def test_every_row_is_what_whole_passes_give(models: dict[str, Any]) -> None:
                 assert getattr(row, column) == pytest.approx(expected[column], rel=1e-9, abs=1e-10), (
                     f"{label}: {column}"
                 )
-        assert effects.passes <= 1 + 3 * (len(sites) + 3)
+        assert effects.passes <= 1 + 4 * (len(sites) + 3)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "opt", "qwen3"])
+def test_the_tail_keeps_the_norm_of_position_0(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Against the same edit written as a plain hook on the module's output."""
+    model = make_bridge(arch, torch.float64)
+    sites = find_sites(model)
+    effects, table, _ = measured(model)
+    rows = table.set_index(["sites", "variant"])
+    base = effects.table([effects.measure(0, PROMPTS[0])]).set_index(["sites", "variant"])
+    for site in sites:
+        constant, gain, bias = effects.constants[site.name], site.gain, site.bias
+
+        def hook(_m: Any, args: Any, y: torch.Tensor, s: Any = site, c: float = constant, g: Any = gain, b: Any = bias):  # type: ignore[no-untyped-def]
+            x = args[0] - args[0].mean(-1, keepdim=True) if s.kind == "layernorm" else args[0]
+            out = x / c * g + (0 if b is None else b)
+            index = (slice(None), slice(None), 0) if x.ndim == 4 else (slice(None), 0) if x.ndim == 3 else (0,)
+            out[index] = y[index]
+            return out
+
+        handle = site.module.register_forward_hook(hook)
+        with torch.no_grad():
+            logits = model(PROMPTS[0][None])[0]
+        handle.remove()
+        expected = float(F.cross_entropy(logits[:-1], PROMPTS[0][1:]))
+        intact = float(base.loc[(site.name, "intact"), "loss"])  # type: ignore[arg-type]
+        assert base.loc[(site.name, "no_scaling"), "delta_loss_tail"] == pytest.approx(expected - intact, abs=1e-10)
+    assert rows.xs("neither", level="variant")["delta_loss_tail"].isna().all()
+    assert rows.xs("no_scaling", level="variant")["delta_loss_tail"].notna().all()
 
 
 def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
     effects, table, _ = measured(make_bridge("llama"))
-    assert effects.passes == 1 + 5 + 3  # scaling at five sites and three groups; the fourth group is the final norm
+    # scaling at five sites and three groups (the fourth is the final norm), with position 0 and without
+    assert effects.passes == 1 + 2 * (5 + 3)
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
     assert (kept["delta_loss"] == 0).all()
