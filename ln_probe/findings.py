@@ -53,11 +53,14 @@ def _causal(effects: pd.DataFrame) -> list[str]:
             if row["no_op"]:
                 parts.append(f"without {name} not at all, by construction")
                 continue
+            if math.isnan(row["delta_loss"]):  # the notes say why
+                continue
             text = f"without {name} by {row['delta_loss']:+.2g} nats per token"
             if not math.isnan(row["delta_loss_low"]):
                 text += f" (95 % interval {row['delta_loss_low']:+.2g} to {row['delta_loss_high']:+.2g})"
             parts.append(text + _kept(row))
-        said.append(f"Taken away at every attention norm, the loss changes: {'; '.join(parts)}.")
+        if parts:
+            said.append(f"Taken away at every attention norm, the loss changes: {'; '.join(parts)}.")
     alone = effects[effects["divisor"].notna() & (effects["variant"] == "no_scaling") & (effects["sites"] != "final")]
     if len(alone) > 1 and alone["delta_loss"].notna().any():
         worst = _largest(alone, alone["delta_loss"])
