@@ -1,12 +1,7 @@
-"""What a norm's output would be without one of its terms: the four counterfactual variants.
+"""What a norm's output would be under the four variants, computed from the intact model's own inputs of the norm.
 
-    intact           Px / sigma
-    no_scaling       Px / c           c = the site's mean sigma over calibration tokens other than position 0
-    no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
-    neither           x / c
-
-before gain and bias. They are computed from the intact model's own inputs of the norm. A norm that lacks a term has
-variants that change nothing; `no_op` says which and why, so that they are not read as findings.
+The formulas are those of `ln_probe.hooks.variants`. A norm that lacks a term has variants that change nothing; `no_op`
+says which and why, so that they are not read as findings.
 """
 
 from __future__ import annotations
@@ -15,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import VARIANTS, no_op, normalized
 
-VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
+__all__ = ["VARIANTS", "no_op", "variant_outputs"]
 
 
 def variant_outputs(site: Site, x: Float[Tensor, "pos d"], constant: float) -> dict[str, Float[Tensor, "pos d"]]:
@@ -32,27 +28,4 @@ def variant_outputs(site: Site, x: Float[Tensor, "pos d"], constant: float) -> d
     """
     if not constant > 0:
         raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {constant}")
-    x = x.double()
-    projected = x - x.mean(-1, keepdim=True) if site.projects else x
-    sigma = site.sigma(x)
-    divisor = constant if site.scales else sigma
-    return {
-        "intact": projected / sigma,
-        "no_scaling": projected / divisor,
-        "no_projection": x / sigma,
-        "neither": x / divisor,
-    }
-
-
-def no_op(site: Site, variant: str) -> str:
-    """Why this variant of this site changes nothing by construction; empty if it does change something."""
-    still = []
-    if variant in ("no_projection", "neither"):
-        if not site.projects:
-            still.append("it has no projection")
-        elif "centred" in site.state:
-            still.append("its input is already centred")
-    if variant in ("no_scaling", "neither") and not site.scales:
-        still.append("it does not scale")
-    needed = 2 if variant == "neither" else 1
-    return f"{site.kind}: " + " and ".join(still) if variant != "intact" and len(still) == needed else ""
+    return {variant: normalized(site, variant, x.double(), constant) for variant in VARIANTS}

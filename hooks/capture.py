@@ -88,6 +88,13 @@ def _return_free_memory() -> None:
         trim(0)
 
 
+def _by_position(site: Site, value: Tensor, length: int) -> Float[Tensor, "rows d"]:
+    """Rows with position 0 first: norms inside a bridge's attention see [batch head pos d_head]."""
+    if value.ndim == 4 and site.reads in ("query", "key") and value.shape[2] == length:
+        value = value.transpose(1, 2)
+    return value.reshape(-1, site.d)
+
+
 def stream(
     model: HookedModel,
     tokens: Int[Tensor, pos],
@@ -125,7 +132,7 @@ def stream(
             _finite(site, x, "input")
             _finite(site, y, "output")
             if on_norm is not None:
-                on_norm(site, x.reshape(-1, site.d), y.reshape(-1, site.d))
+                on_norm(site, _by_position(site, x, len(tokens)), _by_position(site, y, len(tokens)))
             if on_attention is not None and before.get(site.layer) is site and site.layer in wanted:
                 running[site.layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
 

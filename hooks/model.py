@@ -81,14 +81,26 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 
 @contextmanager
 def evaluating(model: HookedModel) -> Iterator[None]:
-    """Dropout off while it lasts; the model's own mode afterwards."""
+    """Dropout off while it lasts; every module's own mode afterwards."""
     module = cast(nn.Module, model)
-    training = module.training
+    training, modes = module.training, [(m, m.training) for m in module.modules()]
     module.eval()
     try:
         yield
     finally:
         module.train(training)
+        for part, mode in modes:
+            part.training = mode
+
+
+def active_dropout(model: HookedModel) -> str:
+    """Name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
+    for name, module in model.named_modules():
+        rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
+        if module.training and any(isinstance(r, float) and r > 0 for r in rates):
+            return name
+    return ""
 
 
 def read_unembedding(

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ln_probe.hooks.edits import edits_on
 from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
 
 KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
@@ -331,10 +332,17 @@ def find_sites(model: object) -> list[Site]:
 
     Raises:
         TypeError: not a TransformerLens model.
-        SiteError: a norm with NaN parameters, or one whose output is none of the known formulas.
+        SiteError: a norm with NaN parameters, one whose output is none of the known formulas, or one that is under an
+            intervention.
     """
     hooked = check_model(model)
     modules = site_modules(hooked)
+    for name, module in modules.items():
+        if active := [e for e in edits_on(module) if not e.suspended]:
+            raise SiteError(
+                f"{name} is under an intervention ({active[0].label}), so the model cannot be looked at as it is: "
+                "leave the `with` block first"
+            )
     if not modules:
         return []
     inputs, outputs, seen = _short_run(hooked, modules)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def findings(report: Report) -> list[str]:
     """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
     said = [
+        *_causal(report.causal),
         *_margins(report.heads),
         *_spread(report.heads),
         *_selectable(report.heads),
@@ -37,6 +38,42 @@ def _largest(rows: pd.DataFrame, values: pd.Series[float]) -> pd.Series[Any]:
 
 def _variant(heads: pd.DataFrame, variant: str, space: str = "head") -> pd.DataFrame:
     return heads[(heads["space"] == space) & (heads["variant"] == variant)]
+
+
+def _causal(effects: pd.DataFrame) -> list[str]:
+    """What the loss is without scaling, projection and both at every attention norm, and where it matters most."""
+    if not len(effects) or effects["delta_loss"].isna().all():
+        return []
+    rows: dict[tuple[str, str], dict[Any, Any]] = {(r["sites"], r["variant"]): r for r in effects.to_dict("records")}
+    said = []
+    if ("attention", "intact") in rows:
+        parts = []
+        for variant, name in (("no_scaling", "scaling"), ("no_projection", "projection"), ("neither", "both")):
+            row = rows["attention", variant]
+            if row["no_op"]:
+                parts.append(f"without {name} not at all, by construction")
+                continue
+            if math.isnan(row["delta_loss"]):  # the notes say why
+                continue
+            text = f"without {name} by {row['delta_loss']:+.2g} nats per token"
+            if not math.isnan(row["delta_loss_low"]):
+                text += f" (95 % interval {row['delta_loss_low']:+.2g} to {row['delta_loss_high']:+.2g})"
+            parts.append(text + _kept(row))
+        if parts:
+            said.append(f"Taken away at every attention norm, the loss changes: {'; '.join(parts)}.")
+    alone = effects[effects["divisor"].notna() & (effects["variant"] == "no_scaling") & (effects["sites"] != "final")]
+    if len(alone) > 1 and alone["delta_loss"].notna().any():
+        worst = _largest(alone, alone["delta_loss"])
+        said.append(
+            f"The one norm whose scaling the loss needs most is {worst['sites']}: {worst['delta_loss']:+.2g} nats per "
+            f"token without it, from {_number(rows[worst['sites'], 'intact']['loss'])}{_kept(worst)}."
+        )
+    return said
+
+
+def _kept(row: Any) -> str:
+    tail = float(row["delta_loss_tail"])
+    return "" if math.isnan(tail) else f", {tail:+.2g} if position 0 keeps its scaling"
 
 
 def _margins(heads: pd.DataFrame) -> list[str]:

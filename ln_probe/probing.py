@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import ln_probe
-from ln_probe.analyses import decomposition, selectability, unembedding, uniformity
+from ln_probe.analyses import causal, decomposition, selectability, unembedding, uniformity
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers, read_unembedding
 from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.models import source_of
 from ln_probe.prompts import Prompts, make_prompts
 from ln_probe.report import Report
 
-PROBES = ("decomposition", "selectability", "uniformity", "unembedding")
+PROBES = ("decomposition", "selectability", "uniformity", "causal", "unembedding")
 KEYS = ("hardest", "all")
 
 
@@ -53,7 +54,7 @@ def analyze(
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
         prompts: texts, token ids [batch pos], a file, "sampled", or None for the bundled prompts.
-        probes: any of "decomposition", "selectability", "uniformity", "unembedding".
+        probes: any of "decomposition", "selectability", "uniformity", "causal", "unembedding".
         layers, heads: indices to look at; None means all.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
@@ -68,6 +69,7 @@ def analyze(
     hooked = check_model(model)
     _check_arguments(hooked, probes, layers, heads, keys)
     clock = _Clock()
+    source = source_of(cast(nn.Module, model))
     with evaluating(hooked):
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
         sites = find_sites(hooked)
@@ -77,11 +79,13 @@ def analyze(
         clock.lap("first pass")
         run.second_pass()
         clock.lap("second pass")
-        tables = run.tables(every=keys == "all", seed=seed)
+        effects = run.causal(seed, next((n for n in source.notes if n.startswith(NO_HEAD)), ""))
+        clock.lap("causal")
+        tables = run.tables(every=keys == "all", seed=seed) | {"causal": effects}
         clock.lap("tables")
     provenance = {
         "ln_probe": ln_probe.__version__,
-        "model": asdict(source_of(cast(nn.Module, model))),
+        "model": asdict(source),
         "prompts": {
             "source": ready.source, "count": len(ready.tokens), "tokens": sum(map(len, ready.tokens)),
             "longest": max(map(len, ready.tokens)), "sha256": ready.sha256,
@@ -233,6 +237,20 @@ class _Run:
             "keys": self.result.keys_table(self.prompts.strings, every=every, seed=seed) if self.result else empty_keys,
         }
 
+    def causal(self, seed: int, meaningless: str) -> pd.DataFrame:
+        """The `causal` table; empty if not asked for, or if there is no norm to edit."""
+        if "causal" not in self.probes or not self.statistics:
+            return pd.DataFrame(columns=list(causal.COLUMNS))
+        effects = causal.Causal(
+            self.model, [s.site for s in self.statistics], self.constants(), meaningless=meaningless
+        )
+        measured = [effects.measure(number, row) for number, row in self._bar("without terms")]
+        self.skipped += effects.notes(measured)
+        if len(self.statistics) < len(self.sites):
+            chosen = ", ".join(map(str, self.layers))
+            self.skipped.append(f"groups of the causal table hold the norms of layers {chosen} alone")
+        return effects.table(measured, seed=seed)
+
     def unembedding(self) -> pd.DataFrame:
         """The `unembedding` table; empty if not asked for, or if the model shows no unembedding behind a final norm."""
         nothing = pd.DataFrame(columns=list(unembedding.COLUMNS))
@@ -290,6 +308,8 @@ def _thresholds() -> dict[str, float]:
         "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": selectability.HARDEST_PER_VARIANT,
         "keys_sampled": selectability.SAMPLED,
+        "causal_resamples": causal.RESAMPLES,
+        "causal_confidence": causal.CONFIDENCE,
     }
 
 

@@ -6,19 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.default_tokens import MAX_TOKENS, bundled_texts, encode, sample, tokenizer_of
+from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 
-SAMPLED_PROMPTS = 4
-SAMPLED_TOKENS = 128  # per sequence: without a key-value cache their cost grows with the square
 BUNDLED = "bundled"
 SAMPLED = "sampled"
 
@@ -50,17 +47,11 @@ class Prompts:
         return digest.hexdigest()
 
 
-def bundled_texts() -> list[str]:
-    """The prompts that come with the package, one a paragraph."""
-    text = resources.files("ln_probe").joinpath("data/prompts.txt").read_text(encoding="utf-8")
-    return [" ".join(p.split()) for p in text.split("\n\n") if p.strip()]
-
-
 def make_prompts(
     model: HookedModel,
     prompts: Sequence[str] | str | Path | Tensor | None = None,
     *,
-    max_tokens: int = 512,
+    max_tokens: int = MAX_TOKENS,
     seed: int = 0,
 ) -> Prompts:
     """Prompts for `model` from whatever the user gave.
@@ -81,14 +72,14 @@ def make_prompts(
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     limit = min(max_tokens, context_length(model))
     if prompts is None:
-        if _tokenizer(model) is None:
+        if tokenizer_of(model) is None:
             return _sampled(
                 model,
                 limit,
                 seed,
                 "the model has no tokenizer, so prompts were sampled from the model itself",
             )
-        return _finish(model, [_encode(model, t) for t in bundled_texts()], BUNDLED, limit)
+        return _finish(model, [encode(model, t) for t in bundled_texts()], BUNDLED, limit)
     if isinstance(prompts, str | Path):
         if str(prompts) == SAMPLED:
             return _sampled(model, limit, seed, "prompts were sampled from the model itself")
@@ -104,28 +95,8 @@ def make_prompts(
     if isinstance(prompts, Tensor):
         return _finish(model, _rows(prompts, "prompts"), "tokens", limit)
     if isinstance(prompts, Sequence) and all(isinstance(t, str) for t in prompts):
-        return _finish(model, [_encode(model, t) for t in prompts], "texts", limit)
+        return _finish(model, [encode(model, t) for t in prompts], "texts", limit)
     raise TypeError(f"prompts must be texts, token ids [batch pos], a file or 'sampled', got {type(prompts).__name__}")
-
-
-def _tokenizer(model: HookedModel) -> Any:
-    return getattr(model, "tokenizer", None)
-
-
-def _encode(model: HookedModel, text: str) -> Tensor:
-    tokenizer = _tokenizer(model)
-    if tokenizer is None:
-        raise ValueError(
-            "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor "
-            "[batch pos], a .npy or .jsonl file), or prompts='sampled'"
-        )
-    if not text.strip():
-        raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")
-    ids = [int(i) for i in tokenizer(text)["input_ids"]]
-    first = getattr(tokenizer, "bos_token_id", None)
-    if first is not None and ids[:1] != [first] and bool(getattr(model.cfg, "default_prepend_bos", True)):
-        ids = [int(first), *ids]
-    return torch.tensor(ids)
 
 
 def _rows(ids: Tensor, where: str) -> list[Tensor]:
@@ -155,13 +126,13 @@ def _read(model: HookedModel, path: Path) -> list[Tensor]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
             if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-                found.append(_encode(model, entry["text"]))
+                found.append(encode(model, entry["text"]))
             elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
                 found += _rows(torch.tensor([entry["tokens"]]), f"{path}, line {number}")
             else:
                 raise ValueError(f'{path}, line {number}: needs a "text" or a "tokens" field')
         return found
-    return [_encode(model, " ".join(p.split())) for p in text.split("\n\n") if p.strip()]
+    return [encode(model, " ".join(p.split())) for p in text.split("\n\n") if p.strip()]
 
 
 def _finish(
@@ -191,21 +162,11 @@ def _finish(
 
 
 def _namer(model: HookedModel) -> Callable[[int], str]:
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
 
 
 def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:
-    """Sequences of the model's own, at temperature 1, each from a first token drawn evenly from the vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-    size = vocabulary_size(model)
-    rows = torch.randint(size, (SAMPLED_PROMPTS, 1), generator=generator)
-    length = min(limit, SAMPLED_TOKENS)
-    with evaluating(model):
-        while rows.shape[1] < length:
-            logits = run(model, rows.to(device_of(model)), return_type="logits")[:, -1, :size].float().cpu()
-            if not torch.isfinite(logits).all():
-                raise ValueError("the model's logits are NaN or infinite: its weights or its precision are damaged")
-            rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-    note = f"{why}: {SAMPLED_PROMPTS} sequences of {length} tokens, temperature 1, seed {seed}"
+    rows = sample(model, limit=limit, seed=seed)
+    note = f"{why}: {len(rows)} sequences of {rows.shape[1]} tokens, temperature 1, seed {seed}"
     return _finish(model, list(rows), SAMPLED, limit, (note,))

@@ -17,11 +17,13 @@ from ln_probe.analyses.files import write_atomically
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 REPORT_FILE = "report.json"
 FORMAT = 1
-CAUSAL_COLUMNS = (
-    "sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "kl", "top1_agreement",
-    "entropy_change",
-)  # fmt: skip
 UNEMBEDDING_COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "attainable", "attainable_upper")
+
+
+def _no_effects() -> pd.DataFrame:
+    from ln_probe.analyses.causal import COLUMNS
+
+    return pd.DataFrame(columns=list(COLUMNS))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +41,7 @@ class Report:
     layernorms: pd.DataFrame
     heads: pd.DataFrame
     keys: pd.DataFrame
-    causal: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(CAUSAL_COLUMNS)))
+    causal: pd.DataFrame = field(default_factory=_no_effects)
     unembedding: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(UNEMBEDDING_COLUMNS)))
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -76,6 +76,18 @@ def make_bridge() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def make_twins() -> Callable[..., Any]:
+    """A Hugging Face model, a bridge around its copy, and the path in the original of each module that is wrapped."""
+
+    def make(arch: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, dict[int, str]]:
+        original, wrapped = hugging_face(arch, dtype), hugging_face(arch, dtype)
+        paths = {id(module): path for path, module in wrapped.named_modules()}
+        return original, bridge_of(wrapped), paths
+
+    return make
+
+
+@pytest.fixture
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
     pytest.importorskip("transformer_lens")

@@ -100,9 +100,11 @@ class Attention(nn.Module):
         flat = F.linear(x, W.transpose(1, 2).reshape(heads * d_head, d_model), b.reshape(-1))
         return flat.view(*x.shape[:-1], heads, d_head)
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], key_input: Float[Tensor, "batch pos d_model"] | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
         q = self.hook_q(self._project(x, self.W_Q, self.b_Q))
-        k = self.hook_k(self._project(x, self.W_K, self.b_K))
+        k = self.hook_k(self._project(x if key_input is None else key_input, self.W_K, self.b_K))
         v = self.hook_v(self._project(x, self.W_V, self.b_V))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.hook_attn_scores._forward_hooks or self.hook_pattern._forward_hooks:

@@ -28,6 +28,9 @@ TESTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 
+# How the note begins that tells a model whose logits mean nothing.
+NO_HEAD = "the folder holds no language-model head"
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -258,7 +261,7 @@ def _check_loading_info(
     notes = []
     if head:
         notes.append(
-            f"the folder holds no language-model head: {_some(head)} drawn at random (seed 0), so logits and "
+            f"{NO_HEAD}: {_some(head)} drawn at random (seed 0), so logits and "
             "losses of this model are meaningless; what happens inside its blocks is not affected"
         )
     if info["unexpected_keys"]:

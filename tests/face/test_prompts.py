@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.prompts import SAMPLED_PROMPTS, bundled_texts, make_prompts
+from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
+from ln_probe.prompts import make_prompts
 
 
 class Letters:

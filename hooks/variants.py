@@ -1,0 +1,72 @@
+"""What is left of a norm without one of its terms: the four variants, as formulas of its input.
+
+    intact           Px / sigma
+    no_scaling       Px / c           c = the site's mean sigma over calibration tokens other than position 0
+    no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
+    neither           x / c
+
+before gain and bias.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ln_probe.hooks.sites import Site
+
+VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
+VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "neither"}
+
+
+def takes_scaling(site: Site, variant: str) -> bool:
+    """Whether the variant replaces this site's sigma by a constant."""
+    return site.scales and variant in ("no_scaling", "neither")
+
+
+def takes_projection(site: Site, variant: str) -> bool:
+    """Whether the variant leaves this site's mean component in."""
+    return site.projects and variant in ("no_projection", "neither")
+
+
+def normalized(
+    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | None
+) -> Float[Tensor, "*batch d"]:
+    """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
+    keeps_mean = takes_projection(site, variant) or not site.projects
+    divisor = constant if takes_scaling(site, variant) else site.sigma(x)
+    assert divisor is not None
+    return (x if keeps_mean else x - x.mean(-1, keepdim=True)) / divisor
+
+
+def changed_output(
+    site: Site, variant: str, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"], constant: float | None
+) -> Float[Tensor, "*batch d"]:
+    """The norm's output under a variant, from its input x and its own output y; 16-bit formats computed in float32.
+
+    Where scaling stays, the output is the norm's own plus gain·mu/sigma: so where there is nothing to put back,
+    nothing changes, rounding included.
+    """
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if takes_scaling(site, variant):
+        return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
+    if not takes_projection(site, variant):
+        return y
+    back = wide.mean(-1, keepdim=True) / site.sigma(wide)
+    back = back if site.gain is None else back * site.gain.to(back)
+    return (y.to(back.dtype) + back).to(y.dtype)
+
+
+def no_op(site: Site, variant: str) -> str:
+    """Why this variant of this site changes nothing by construction; empty if it does change something."""
+    still = []
+    if variant in ("no_projection", "neither"):
+        if not site.projects:
+            still.append("it has no projection")
+        elif "centred" in site.state:
+            still.append("its input is already centred")
+    if variant in ("no_scaling", "neither") and not site.scales:
+        still.append("it does not scale")
+    needed = 2 if variant == "neither" else 1
+    return f"{site.kind}: " + " and ".join(still) if variant != "intact" and len(still) == needed else ""

@@ -1,0 +1,346 @@
+"""The causal table: the same numbers as from plain `without`, and what it says where nothing can be said."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+import ln_probe
+from ln_probe.analyses import causal
+from ln_probe.analyses.causal import COLUMNS, Causal
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.hooks import without
+from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.interventions import NoOpWarning
+from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.variants import VARIANT_WITHOUT
+
+PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
+NUMBERS = ["loss", "delta_loss", "kl", "top1_agreement", "entropy_change"]
+
+
+def lab(**options: Any) -> LabTransformer:
+    torch.manual_seed(0)
+    model = LabTransformer(
+        LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32} | options))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.3 * torch.randn_like(parameter) + 0.05)
+    with calibrate(model):
+        model(PROMPTS[0][None])
+    return model.eval()
+
+
+def measured(
+    model: HookedModel, prompts: list[torch.Tensor] = PROMPTS, **options: Any
+) -> tuple[Causal, pd.DataFrame, list[str]]:
+    """The analysis, its table and its notes."""
+    sites = find_sites(model)
+    effects = Causal(model, sites, mean_sigmas(model, sites, prompts), **options)
+    frames = [effects.measure(i, row) for i, row in enumerate(prompts)]
+    return effects, effects.table(frames), effects.notes(frames)
+
+
+FEW = "causal: intervals come from 3 prompts, and a bootstrap of so few is too narrow"
+
+
+def watched(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, float, int]:
+    """Logits, and the sum and number of entropies over log(visible keys), from a cache."""
+    logits, cache = model.run_with_cache(tokens[None])
+    patterns = torch.stack([cache[f"blocks.{i}.attn.hook_pattern"][0] for i in range(len(model.blocks))]).double()
+    entropy = -(patterns * patterns.clamp_min(1e-300).log()).sum(-1)[..., 1:]
+    ratios = entropy / torch.arange(2, len(tokens) + 1).double().log()
+    return logits[0].double(), float(ratios.sum()), ratios.numel()
+
+
+def by_hand(model: Any, sites: str | list[str], variant: str, constants: dict[str, float]) -> dict[str, float]:
+    """One row, from whole forward passes under the public context manager."""
+    what = next(w for w, v in VARIANT_WITHOUT.items() if v == variant)
+    nll = base = kl = agree = entropy = 0.0
+    predicted = positions = ratios = 0
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", NoOpWarning)
+        for row in PROMPTS:
+            p, before, count = watched(model, row)
+            with without(model, what, sites=sites, scale=constants):
+                q, after, _ = watched(model, row)
+            nll += float(F.cross_entropy(q[:-1], row[1:], reduction="sum"))
+            base += float(F.cross_entropy(p[:-1], row[1:], reduction="sum"))
+            kl += float(F.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="sum"))
+            agree += float((p.argmax(-1) == q.argmax(-1)).sum())
+            entropy += after - before
+            predicted, positions, ratios = predicted + len(row) - 1, positions + len(row), ratios + count
+    return {
+        "loss": nll / predicted, "delta_loss": (nll - base) / predicted, "kl": kl / positions,
+        "top1_agreement": agree / positions, "entropy_change": entropy / ratios,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def models(request: pytest.FixtureRequest, make_bridge: Callable[..., Any]) -> dict[str, Any]:
+    """Models of every world that the installed TransformerLens has."""
+    found = {arch: make_bridge(arch, torch.float64) for arch in ("gpt2", "neox", "llama")}
+    found["lab"] = lab(norm="projection_only").double()
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return found
+    return found | {"hooked": request.getfixturevalue("make_hooked")(dtype=torch.float64)}
+
+
+def test_every_row_is_what_whole_passes_give(models: dict[str, Any]) -> None:
+    """Blocks before the edit are passed over in the table, and are not in this reference."""
+    for name, model in models.items():
+        sites = find_sites(model)
+        constants = mean_sigmas(model, sites, PROMPTS)
+        effects, table, _ = measured(model)
+        assert list(table.columns) == list(COLUMNS)
+        assert list(dict.fromkeys(table["sites"])) == ["attention", "mlp", "final", "all", *(s.name for s in sites)]
+        for row in table.itertuples():
+            label = f"{name}, {row.sites}, {row.variant}"
+            if row.variant == "intact":
+                assert (row.delta_loss, row.kl, row.top1_agreement, row.entropy_change) == (0, 0, 1, 0), label
+                continue
+            if row.sites.startswith("blocks.1") and row.variant == "neither":
+                continue  # to save time: nothing new
+            expected = by_hand(model, row.sites, row.variant, constants)
+            for column in NUMBERS:
+                assert getattr(row, column) == pytest.approx(expected[column], rel=1e-9, abs=1e-10), (
+                    f"{label}: {column}"
+                )
+        assert effects.passes <= 1 + 4 * (len(sites) + 3)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "opt", "qwen3"])
+def test_the_tail_keeps_the_norm_of_position_0(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Against the same edit written as a plain hook on the module's output."""
+    model = make_bridge(arch, torch.float64)
+    sites = find_sites(model)
+    effects, table, _ = measured(model)
+    rows = table.set_index(["sites", "variant"])
+    base = effects.table([effects.measure(0, PROMPTS[0])]).set_index(["sites", "variant"])
+    for site in sites:
+        constant, gain, bias = effects.constants[site.name], site.gain, site.bias
+
+        def hook(_m: Any, args: Any, y: torch.Tensor, s: Any = site, c: float = constant, g: Any = gain, b: Any = bias):  # type: ignore[no-untyped-def]
+            x = args[0] - args[0].mean(-1, keepdim=True) if s.kind == "layernorm" else args[0]
+            out = x / c * g + (0 if b is None else b)
+            index = (slice(None), slice(None), 0) if x.ndim == 4 else (slice(None), 0) if x.ndim == 3 else (0,)
+            out[index] = y[index]
+            return out
+
+        handle = site.module.register_forward_hook(hook)
+        with torch.no_grad():
+            logits = model(PROMPTS[0][None])[0]
+        handle.remove()
+        expected = float(F.cross_entropy(logits[:-1], PROMPTS[0][1:]))
+        intact = float(base.loc[(site.name, "intact"), "loss"])  # type: ignore[arg-type]
+        assert base.loc[(site.name, "no_scaling"), "delta_loss_tail"] == pytest.approx(expected - intact, abs=1e-10)
+    assert rows.xs("neither", level="variant")["delta_loss_tail"].isna().all()
+    assert rows.xs("no_scaling", level="variant")["delta_loss_tail"].notna().all()
+
+
+def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
+    effects, table, _ = measured(make_bridge("llama"))
+    # scaling at five sites and three groups (the fourth is the final norm), with position 0 and without
+    assert effects.passes == 1 + 2 * (5 + 3)
+    rows = table.set_index(["sites", "variant"])
+    kept = rows.xs("no_projection", level="variant")
+    assert (kept["delta_loss"] == 0).all()
+    assert (kept["kl"] == 0).all()
+    assert (kept["no_op"] == "rmsnorm: it has no projection").all()
+    assert (rows.xs("no_scaling", level="variant")["no_op"] == "").all()
+    one, two = rows.xs("no_scaling", level="variant"), rows.xs("neither", level="variant")
+    pd.testing.assert_frame_equal(one[NUMBERS], two[NUMBERS])
+    assert float(one.loc["ln_final", "divisor"]) == effects.constants["ln_final"]  # type: ignore[arg-type]
+    assert math.isnan(one.loc["all", "divisor"])  # type: ignore[arg-type]
+    assert kept["divisor"].isna().all()
+
+
+def test_the_interval_is_a_percentile_bootstrap_over_prompts() -> None:
+    """Against scipy's, with prompts of different lengths (a ratio of sums)."""
+    generator = np.random.default_rng(1)
+    predicted = generator.integers(20, 60, 25).astype(float)
+    change = predicted * generator.normal(0.3, 0.1, 25)
+    resamples = causal._resamples(25, seed=0)
+    low, high = causal._interval(pd.Series(change), pd.Series(predicted), resamples)
+    theirs = stats.bootstrap(
+        (change, predicted), lambda c, p, axis: c.sum(axis) / p.sum(axis), paired=True, method="percentile",
+        n_resamples=20000, rng=np.random.default_rng(2),
+    ).confidence_interval  # fmt: skip
+    width = theirs.high - theirs.low
+    assert abs(low - theirs.low) < 0.05 * width
+    assert abs(high - theirs.high) < 0.05 * width
+    assert causal._interval(pd.Series(2 * predicted), pd.Series(predicted), resamples) == pytest.approx((2, 2))
+
+
+def test_intervals_hold_the_estimate_and_repeat(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    effects, table, notes = measured(model)
+    changed = table[table["variant"] != "intact"]
+    assert (changed["delta_loss_low"] <= changed["delta_loss"]).all()
+    assert (changed["delta_loss"] <= changed["delta_loss_high"]).all()
+    frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
+    pd.testing.assert_frame_equal(effects.table(frames[::-1]), table)  # prompts in any order
+    assert not np.array_equal(causal._resamples(25, seed=0), causal._resamples(25, seed=1))
+    assert notes == [FEW]
+
+
+@pytest.mark.parametrize("prompts", [[PROMPTS[0]], [PROMPTS[0], torch.tensor([4])]])
+def test_one_prompt_gives_no_interval(prompts: list[torch.Tensor], make_bridge: Callable[..., Any]) -> None:
+    _, table, notes = measured(make_bridge("gpt2"), prompts)
+    assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
+    assert table["delta_loss"].notna().all()
+    assert notes == ["causal: fewer than two prompts predict anything, so there are no intervals"]
+
+
+def test_a_single_token_has_no_loss(make_bridge: Callable[..., Any]) -> None:
+    _, table, _ = measured(make_bridge("gpt2"), [torch.tensor([4])])
+    assert table[["loss", "delta_loss", "entropy_change"]].isna().all(axis=None)
+    assert table["kl"].notna().all()
+
+
+def test_a_bidirectional_model_has_no_next_token_loss() -> None:
+    _, table, notes = measured(lab(causal=False))
+    assert table[["loss", "delta_loss", "delta_loss_low"]].isna().all(axis=None)
+    assert table["kl"].notna().all()
+    assert table["entropy_change"].notna().all()
+    assert notes == [
+        "causal: losses are left out: attention is bidirectional, so the model sees the tokens that a next-token loss "
+        "asks for"
+    ]
+
+
+def test_logits_that_mean_nothing_are_left_out(make_bridge: Callable[..., Any]) -> None:
+    _, table, notes = measured(make_bridge("gpt2"), meaningless="its head is drawn at random")
+    assert table[["loss", "delta_loss", "kl", "top1_agreement"]].isna().all(axis=None)
+    assert table["entropy_change"].notna().all()
+    assert "left out: its head is drawn at random" in notes[0]
+
+
+def test_a_folder_without_a_head(tmp_path: Path) -> None:
+    """Loaded with a head drawn at random: the report must not show its losses."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=16, vocab_size=40, n_inner=64,
+                                     tie_word_embeddings=False)  # fmt: skip
+    transformers.GPT2Model(config).save_pretrained(tmp_path)
+    report = ln_probe.analyze(
+        ln_probe.load_model(tmp_path), torch.arange(1, 9)[None], probes=["causal"], progress=False
+    )
+    assert report.causal[["loss", "kl"]].isna().all(axis=None)
+    assert any("no language-model head" in n for n in report.notes)
+
+
+def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any]) -> None:
+    """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
+    raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
+    folded.enable_compatibility_mode(
+        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        fold_value_biases=False,
+    )  # fmt: skip
+    (_, one, _), (_, two, notes) = measured(raw), measured(folded)
+    one, two = (t.set_index(["variant", "sites"]) for t in (one, two))
+    assert (one["no_op"] == "").all()
+    assert (two.loc["no_projection", "no_op"].str.contains("what reads it ignores the mean")).all()
+    assert two.loc["no_projection", "kl"].abs().max() < 1e-6 < one.loc["no_projection", "kl"].min()
+    constant = ["loss", "kl"]  # scaling does not depend on folding: its constants are those of the same stream
+    np.testing.assert_allclose(two.loc["no_scaling", constant], one.loc["no_scaling", constant], rtol=1e-3)
+    assert any("load it unfolded to learn what projection does" in n for n in notes)
+
+
+def test_a_norm_that_nobody_heeds_does_not_take_the_others_with_it() -> None:
+    model = lab()
+    with torch.no_grad():
+        model.blocks[1].attn.W_O.zero_()
+    _, table, notes = measured(model)
+    lost = table[table["sites"].isin(["blocks.1.ln1", "attention", "all"]) & (table["variant"] != "intact")]
+    assert lost[NUMBERS].isna().all(axis=None)
+    assert table.drop(lost.index)[NUMBERS].notna().all(axis=None)
+    assert "causal: blocks.1.ln1: the edit was lost" in notes[0]
+
+
+def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> None:
+    """Without scaling at every norm a stream can grow past the format's largest number (SmolLM2 in float32 does)."""
+    model = make_bridge("gpt2")
+    sites = find_sites(model)
+    effects = Causal(model, sites, dict.fromkeys((s.name for s in sites), 1e-30))
+    frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
+    rows = effects.table(frames).set_index(["sites", "variant"])
+    assert rows.loc[("all", "no_scaling"), ["loss", "delta_loss", "delta_loss_low", "kl"]].isna().all()
+    assert rows.loc[("all", "no_projection"), NUMBERS].notna().all()
+    assert any("logits are not finite, so there are no numbers: " in n and "all no_scaling" in n
+               for n in effects.notes(frames))  # fmt: skip
+
+
+def test_the_model_is_left_as_it_was(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        intact = model(PROMPTS[0][None])
+        before = {n: (len(m._forward_hooks), "forward" in m.__dict__) for n, m in model.named_modules()}
+        measured(model)
+        assert torch.equal(model(PROMPTS[0][None]), intact)
+        assert {n: (len(m._forward_hooks), "forward" in m.__dict__) for n, m in model.named_modules()} == before
+
+
+def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+    model, tokens = make_bridge("gpt2"), torch.stack([torch.arange(1, 17), torch.arange(20, 36)])
+    report = ln_probe.analyze(model, tokens, probes=("causal",), progress=False)
+    assert [c for c in COLUMNS if c in report.causal] == list(COLUMNS)
+    assert len(report.causal) == 4 * (4 + 5)
+    assert report.causal["matched"].all()
+    assert len(report.layernorms) == len(report.heads) == 0
+    constants = report.provenance["constants"]
+    row = report.causal.set_index(["sites", "variant"]).loc[("mlp", "no_scaling")]
+    with torch.no_grad(), without(model, "scaling", sites="mlp", scale=constants):
+        assert float(row["loss"]) == pytest.approx(float(model(tokens, return_type="loss")), rel=1e-5)
+    report.save(tmp_path / "r")
+    pd.testing.assert_frame_equal(ln_probe.load_report(tmp_path / "r").causal, report.causal)
+    assert any(
+        "Taken away at every attention norm, the loss changes: without scaling by" in said for said in report.findings()
+    )
+    part = ln_probe.analyze(model, tokens, probes=("causal",), layers=[1], progress=False)
+    assert list(dict.fromkeys(part.causal["sites"])) == ["attention", "mlp", "all", "blocks.1.ln1", "blocks.1.ln2"]
+    assert any("groups of the causal table hold the norms of layers 1 alone" in n for n in part.notes)
+    assert len(ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False).causal) == 0
+
+
+@pytest.mark.slow
+def test_mgm_against_an_edit_of_the_hugging_face_model(mgm: Path) -> None:
+    """The loss without scaling before attention, once more: in GPT2LMHeadModel itself, by hand."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = ln_probe.load_model(mgm, allow_pickle=True)
+    tokens = torch.randint(4, 9669, (2, 96), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = 2
+    report = ln_probe.analyze(model, tokens, probes=("causal",), progress=False)
+    rows = report.causal.set_index(["sites", "variant"])
+    original = AutoModelForCausalLM.from_pretrained(mgm, attn_implementation="eager").eval()
+    sums: dict[int, list[torch.Tensor]] = {}
+    for layer, block in enumerate(original.transformer.h):
+        block.ln_1.register_forward_pre_hook(lambda _m, args, layer=layer: sums.setdefault(layer, []).append(args[0]))
+    with torch.no_grad():
+        intact = float(original(tokens, labels=tokens).loss)
+        for layer, block in enumerate(original.transformer.h):
+            block.ln_1._forward_pre_hooks.clear()
+            sigma = (sums[layer][0].double().var(-1, correction=0) + block.ln_1.eps).sqrt()
+            assert float(sigma[:, 1:].mean()) == pytest.approx(report.provenance["constants"][f"blocks.{layer}.ln1"])
+            c = float(sigma[:, 1:].mean())
+            block.ln_1.forward = lambda x, m=block.ln_1, c=c: (x - x.mean(-1, keepdim=True)) / c * m.weight + m.bias
+        edited = float(original(tokens, labels=tokens).loss)
+    assert rows.loc[("attention", "intact"), "loss"] == pytest.approx(intact, rel=1e-5)
+    assert rows.loc[("attention", "no_scaling"), "loss"] == pytest.approx(edited, rel=1e-4)

@@ -1,0 +1,241 @@
+"""A term of a norm switched off in a running model: what is proved first, and what is left afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ln_probe
+from ln_probe.hooks import without
+from ln_probe.hooks.edits import suspended
+from ln_probe.hooks.interventions import InterventionError, LostEditError
+from ln_probe.hooks.sites import SiteError, find_sites
+from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
+
+TOKENS = torch.arange(1, 21).view(2, 10)
+TERMS = tuple(VARIANT_WITHOUT)
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Relative to the larger of 1 and the size of b."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
+
+
+def hook_counts(model: Any) -> dict[str, tuple[int, int]]:
+    return {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("only_keys", [False, True])
+def test_the_model_is_left_as_it_was(only_keys: bool, worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            before = hook_counts(model)
+            modes = {n: m.training for n, m in model.named_modules()}
+            with without(model, "scaling", scale=3.0, only_keys=only_keys):
+                assert difference(model(TOKENS), intact) > 1e-4, name
+            assert torch.equal(model(TOKENS), intact)
+            with pytest.raises(KeyError, match="mine"), without(model, "both", scale=3.0, only_keys=only_keys):
+                raise KeyError("mine")
+            assert torch.equal(model(TOKENS), intact)
+            assert hook_counts(model) == before
+            assert {n: m.training for n, m in model.named_modules()} == modes
+
+
+def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
+    """In either order: constants are those of the unedited model, inside another intervention too."""
+    first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
+    for _, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with without(model, "scaling", sites=first + second, tokens=TOKENS) as joint:
+                together = model(TOKENS)
+            for outer, inner in ((first, second), (second, first)):
+                with without(model, "scaling", sites=outer, tokens=TOKENS) as one:
+                    alone = model(TOKENS)
+                    with without(model, "scaling", sites=inner, tokens=TOKENS) as two:
+                        assert torch.equal(model(TOKENS), together)
+                    assert torch.equal(model(TOKENS), alone)
+                assert {**one.divisors, **two.divisors} == dict(joint.divisors)
+            assert torch.equal(model(TOKENS), intact)
+
+
+def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, "scaling", scale=2.0):
+            outer = model(TOKENS)
+            for only_keys in (False, True):
+                with (
+                    pytest.raises(
+                        InterventionError,
+                        match=r"blocks\.1\.ln1 is already under an intervention \(without 'scaling'\): leave that",
+                    ),
+                    without(model, "projection", sites=["blocks.1.ln1"], only_keys=only_keys),
+                ):
+                    pass
+            assert torch.equal(model(TOKENS), outer)
+            with pytest.raises(SiteError, match=r"blocks\.0\.ln1 is under an intervention \(without 'scaling'\)"):
+                ln_probe.analyze(model, TOKENS, progress=False)
+        assert torch.equal(model(TOKENS), intact)
+
+
+def test_inside_run_with_cache_and_run_with_hooks(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        with torch.no_grad(), without(model, "scaling", scale=2.0):
+            logits = model(TOKENS)
+            cached, cache = model.run_with_cache(TOKENS)
+            assert difference(cached, logits) < 1e-6, name  # a lab model's attention is fused if nobody looks
+            scores = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: x)])
+            assert difference(scores, logits) < 1e-6, name
+            with suspended(model):
+                site = find_sites(model)[0]
+            y = changed_output(site, "no_scaling", cache["blocks.0.hook_resid_pre"], logits, 2.0)
+            attn = model.blocks[0].attn
+            keys = torch.einsum("bpd,hdk->bphk", y, attn.W_K) + attn.b_K
+            torch.testing.assert_close(cache["blocks.0.attn.hook_k"].view_as(keys), keys, rtol=1e-4, atol=1e-5)
+            by_token = model(TOKENS, return_type="loss")
+            expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+            assert float(by_token) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_generation_is_greedy_on_the_edited_model(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        if name == "lab":  # has no generate
+            continue
+        start = TOKENS[:1, :4]
+        options = {"max_new_tokens": 8, "do_sample": False, "stop_at_eos": False, "use_past_kv_cache": False,
+                   "verbose": False, "return_type": "tokens"}  # fmt: skip
+        made = {}
+        for edited in (False, True):
+            with torch.no_grad(), without(model, "both", sites="all", scale=2.0) if edited else nullcontext():
+                rows = start
+                for _ in range(8):
+                    rows = torch.cat([rows, model(rows)[:, -1:].argmax(-1)], dim=1)
+                made[edited] = model.generate(start, **options)
+            assert torch.equal(made[edited], rows), name
+        assert not torch.equal(made[False], made[True])
+
+
+@pytest.mark.parametrize("only_keys", [False, True])
+def test_an_edit_that_a_bridge_would_lose_is_refused(only_keys: bool, make_bridge: Callable[..., Any]) -> None:
+    """With split inputs a bridge's attention normalizes by itself: an edit of `ln1` would change nothing, silently."""
+    model = make_bridge("gpt2")
+    model.cfg.use_split_qkv_input = True
+    said = "no key projection read" if only_keys else "moves no logit"
+    with (
+        pytest.raises(LostEditError, match=rf"blocks\.0\.ln1: .*{said}(.|\n)*\(and at 1 more sites\)"),
+        without(model, "scaling", scale=2.0, only_keys=only_keys),
+    ):
+        pytest.fail("an edit without effect was believed")
+    assert not any(hook_counts(model)[n][0] for n in ("blocks.0.ln1", "blocks.1.ln1") if n in hook_counts(model))
+
+
+def test_a_norm_that_nobody_calls_or_heeds(make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    with torch.no_grad():
+        model.blocks[1].attn.W_O.zero_()
+    with (
+        pytest.raises(
+            LostEditError, match=r"^blocks\.1\.ln1: .* moves no logit \(by 0 at most; .* \(weights that are zero\)$"
+        ),
+        without(model, "scaling", sites="all", scale=2.0),
+    ):
+        pass
+
+    class Bypassed(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.forward(x)  # type: ignore[no-any-return]
+
+    model = make_lab()
+    model.blocks[0].ln1 = Bypassed(model.blocks[0].ln1)  # type: ignore[assignment]
+    model.setup()
+    with (
+        pytest.raises(LostEditError, match=r"blocks\.0\.ln1\.inner: .*does not call this module"),
+        without(model, "scaling", sites=["blocks.0.ln1.inner"], scale=2.0),
+    ):
+        pass
+
+
+def test_training_mode_is_reported(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    model.train()
+    model.blocks[0].eval()
+    with (
+        pytest.warns(UserWarning, match=r"the model is in training mode: dropout \(at .*\) makes every pass differ"),
+        without(model, "scaling", tokens=TOKENS),
+    ):
+        assert model.training
+    assert model.training
+    assert not model.blocks[0].training  # each module keeps its own mode
+
+
+def test_gradients_flow_through_an_edit(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with without(model, "scaling", tokens=TOKENS):
+        model(TOKENS, return_type="loss").backward()
+    assert float(model.embed.original_component.weight.grad.abs().max()) > 0
+
+
+ONE = torch.arange(1, 9)[None]
+
+
+@pytest.mark.parametrize(("what", "options", "said"), [
+    ("scale", {}, "unknown term 'scale': choose from 'scaling', 'projection', 'both'"),
+    ("scaling", {"sites": ["blocks.0.ln_1"]}, r"no norm called 'blocks.0.ln_1'; the nearest names are 'blocks.0.ln1'"),
+    ("scaling", {"sites": "atention"}, "no norm called 'atention'; the nearest names are 'attention'"),
+    ("scaling", {"sites": []}, "an empty list of sites leaves nothing to edit: give names, or one of attention, mlp"),
+    ("scaling", {"sites": ["ln_final", "ln_final"]}, "'ln_final' is given twice"),
+    ("scaling", {"scale": "mean"}, "scale must be 'frozen', a positive number or a mapping, got 'mean'"),
+    ("scaling", {"scale": True}, "scale must be 'frozen', a positive number or a mapping, got True"),
+    ("scaling", {"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
+    ("scaling", {"scale": math.nan}, "scale must be a positive finite number, got nan"),
+    ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"scale has no entry for blocks\.1\.ln1"),
+    ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, r"blocks\.1\.ln1: its divisor must be a posi"),
+    ("scaling", {"scale": 1.0, "tokens": ONE}, "tokens are for scale='frozen'"),
+    ("scaling", {"tokens": ONE.float()}, r"tokens must be whole numbers \[batch pos\], got float32 \[1, 8\]"),
+    ("scaling", {"tokens": ONE[:, :1]}, r"tokens \[1, 1\] hold no position besides 0"),
+    ("scaling", {"tokens": ONE + 45}, r"token id 50 is outside the vocabulary of 50 \(0 … 49\)"),
+    ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "33 tokens are more than the context of 32"),
+    ("scaling", {"sites": "all", "only_keys": True},
+     r"only_keys=True needs norms that attention reads, and blocks\.0\.ln2 is read by: mlp"),
+])  # fmt: skip
+def test_bad_arguments(what: str, options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    model(TOKENS)  # a bridge puts hooks of its own in its first pass
+    before = hook_counts(model)
+    with pytest.raises(ValueError, match=said), without(model, what, **options):
+        pytest.fail("a bad argument was taken")
+    assert hook_counts(model) == before
+
+
+def test_what_has_nothing_to_take_away(make_hooked: Callable[..., Any]) -> None:
+    with (
+        pytest.raises(InterventionError, match="the model has no normalization: there is no projection or scaling"),
+        without(make_hooked(normalization_type=None), "scaling"),
+    ):
+        pass
+    with (
+        pytest.raises(
+            InterventionError,
+            match=r"no norm of this model belongs to sites='mlp' \(its norms are read by: attention, unembed\)",
+        ),
+        without(make_hooked(attn_only=True), "scaling", sites="mlp"),
+    ):
+        pass
+    with pytest.raises(TypeError, match="load it first"), without("gpt2", "scaling"):
+        pass
