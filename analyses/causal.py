@@ -16,7 +16,6 @@ A prompt is held at a time, with its logits once for the unedited model and once
 the first edited norm is not computed again: blocks before it return what they returned in the unedited pass.
 
 Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers Don't Need LayerNorm at Inference Time".
-Intervals: percentile bootstrap over prompts (Efron & Tibshirani 1993, chapter 13), the same resamples for every row.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -42,16 +40,9 @@ from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
-COLUMNS = (
-    "sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "kl", "top1_agreement",
-    "entropy_change", "delta_loss_tail", "prompts", "divisor", "matched", "no_op",
-)  # fmt: skip
 MEASURES = ("nll", "nll_tail", "predicted", "kl", "agree", "positions", "entropy", "queries")
-PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES)
+PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "matched", "no_op")
 
-RESAMPLES = 2000  # the percentile interval's ends then vary by about 1 % of its width (2 standard errors)
-CONFIDENCE = 0.95
-FEW_PROMPTS = 10  # below it a bootstrap over prompts is known to be too narrow, and the report says so
 _POSITIONS = 64  # whose distributions are compared at once: bounds memory at 64·vocabulary
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
@@ -82,7 +73,7 @@ class _Unedited:
 
 
 class Causal:
-    """The causal table of one model: `measure` a prompt at a time, `table` of all that was measured.
+    """What the causal table of one model is made of: `measure` a prompt at a time, then `table` of all of them.
 
     Args:
         model: any hooked model.
@@ -135,77 +126,45 @@ class Causal:
         return len(edits) + len({r.signature for r in self.rows if r.variant == "no_scaling"} - {()}) + 1
 
     def measure(self, prompt: int, tokens: Int[Tensor, pos]) -> pd.DataFrame:
-        """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said."""
+        """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said.
+
+        What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
+        """
         with evaluating(self.model), torch.no_grad():
             unedited = self._unedited(tokens)
             found: dict[_Signature, dict[str, float]] = {}
-            rows = []
+            about = {row: self._about(row) for row in self.rows}
+            rows: list[dict[str, Any]] = []
             for row in self.rows:
                 key = row.signature
                 if key not in found:
                     lost = any(s.name in self.lost for s in row.members) and bool(key)
                     found[key] = dict.fromkeys(MEASURES, math.nan) if lost else self._effect(row, tokens, unedited)
-                rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | found[key])
+                rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | found[key] | about[row])
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
 
-    def table(self, measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
-        """The `causal` table from what `measure` gave for each prompt, in any order; columns COLUMNS.
-
-        `delta_loss_low` and `_high` are NaN with fewer than two prompts that predict anything.
-        """
-        sums = pd.concat(measured, ignore_index=True) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
-        prompts = np.sort(sums["prompt"].unique())
-        resamples = _resamples(len(prompts), seed)
-        by_row = {key: rows.set_index("prompt").loc[prompts] for key, rows in sums.groupby(["sites", "variant"])}
-        rows = []
-        for row in self.rows:
-            mine, intact = by_row[row.sites, row.variant], by_row[row.sites, "intact"]
-            base, total = intact.sum(skipna=False), mine.sum(skipna=False)
-            low, high = _interval(mine["nll"] - intact["nll"], mine["predicted"], resamples)
-            alone = row.members[0] if len(row.members) == 1 else None
-            rows.append({
-                "sites": row.sites, "variant": row.variant,
-                "loss": _ratio(total["nll"], total["predicted"]),
-                "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-                "delta_loss_low": low, "delta_loss_high": high,
-                "kl": _ratio(total["kl"], total["positions"]),
-                "top1_agreement": _ratio(total["agree"], total["positions"]),
-                "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
-                "delta_loss_tail": _ratio(total["nll_tail"] - base["nll"], total["predicted"])
-                if row.variant == "no_scaling" else math.nan,
-                "prompts": len(prompts),
-                "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
-                "matched": self.matched, "no_op": self._no_op(row),
-            })  # fmt: skip
-        return pd.DataFrame(rows, columns=list(COLUMNS))
-
-    def _no_op(self, row: _Row) -> str:
-        """Why nothing changes at any member; empty if something does."""
+    def _about(self, row: _Row) -> dict[str, Any]:
+        """What is known of a row without running it; `no_op`: why nothing changes at any member, empty if it does."""
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
-        return "; ".join(sorted(set(reasons))) if all(reasons) else ""
+        alone = row.members[0] if len(row.members) == 1 else None
+        return {
+            "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
+            "matched": self.matched,
+            "no_op": "; ".join(sorted(set(reasons))) if all(reasons) else "",
+        }
 
-    def notes(self, measured: Sequence[pd.DataFrame]) -> list[str]:
-        """What a reader has to know before believing the table."""
+    def notes(self) -> list[str]:
+        """What a reader has to know about this model; complete once a prompt was measured."""
         said = [f"causal: {reason}" for reason in self.lost.values()]
-        if self.meaningless:
-            said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
-            return said
-        sums = pd.concat(measured) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
-        endless = sums[sums["kl"].isna() & sums["positions"].notna()]
-        if len(endless):
-            where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
-            said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
         if any("ignores the mean" in reason for reason in self.nothing["no_projection"].values()):
             said.append(
                 "causal: the weights that read these norms are centred (folding the norms does that), so a model "
                 "without projection is the same by construction: load it unfolded to learn what projection does"
             )
-        if self.no_loss:
+        if self.meaningless:
+            said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
+        elif self.no_loss:
             said.append(f"causal: losses are left out: {self.no_loss}")
-        elif (prompts := sums.loc[sums["predicted"] > 0, "prompt"].nunique()) < 2:
-            said.append("causal: fewer than two prompts predict anything, so there are no intervals")
-        elif prompts < FEW_PROMPTS:
-            said.append(f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow")
         return said
 
     def _unedited(self, tokens: Int[Tensor, pos]) -> _Unedited:
@@ -370,27 +329,3 @@ def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterat
             del block.__dict__["forward"]
             if before is not None:
                 block.__dict__["forward"] = before
-
-
-def _ratio(total: float, count: float) -> float:
-    return float(total / count) if count else math.nan
-
-
-def _resamples(prompts: int, seed: int) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt occurs in each resample."""
-    if prompts < 2:
-        return np.zeros((0, prompts))
-    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES).astype(float)
-
-
-def _interval(
-    change: pd.Series[float], predicted: pd.Series[float], resamples: Float[np.ndarray, "resample prompt"]
-) -> tuple[float, float]:
-    """Percentile interval of the token-weighted mean change, prompts resampled."""
-    if (predicted > 0).sum() < 2 or change.isna().any():
-        return math.nan, math.nan
-    weights = resamples @ predicted.to_numpy(float)
-    means = (resamples @ change.to_numpy(float))[weights > 0] / weights[weights > 0]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import ln_probe
-from ln_probe.analyses import causal, decomposition, selectability, unembedding, uniformity
+from ln_probe.analyses import causal, causal_table, decomposition, selectability, unembedding, uniformity
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
@@ -240,16 +240,16 @@ class _Run:
     def causal(self, seed: int, meaningless: str) -> pd.DataFrame:
         """The `causal` table; empty if not asked for, or if there is no norm to edit."""
         if "causal" not in self.probes or not self.statistics:
-            return pd.DataFrame(columns=list(causal.COLUMNS))
+            return pd.DataFrame(columns=list(causal_table.COLUMNS))
         effects = causal.Causal(
             self.model, [s.site for s in self.statistics], self.constants(), meaningless=meaningless
         )
         measured = [effects.measure(number, row) for number, row in self._bar("without terms")]
-        self.skipped += effects.notes(measured)
+        self.skipped += [*effects.notes(), *causal_table.notes_on(measured)]
         if len(self.statistics) < len(self.sites):
             chosen = ", ".join(map(str, self.layers))
             self.skipped.append(f"groups of the causal table hold the norms of layers {chosen} alone")
-        return effects.table(measured, seed=seed)
+        return causal_table.table(measured, seed=seed)
 
     def unembedding(self) -> pd.DataFrame:
         """The `unembedding` table; empty if not asked for, or if the model shows no unembedding behind a final norm."""
@@ -308,8 +308,8 @@ def _thresholds() -> dict[str, float]:
         "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": selectability.HARDEST_PER_VARIANT,
         "keys_sampled": selectability.SAMPLED,
-        "causal_resamples": causal.RESAMPLES,
-        "causal_confidence": causal.CONFIDENCE,
+        "causal_resamples": causal_table.RESAMPLES,
+        "causal_confidence": causal_table.CONFIDENCE,
     }
 
 

@@ -21,7 +21,7 @@ UNEMBEDDING_COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_u
 
 
 def _no_effects() -> pd.DataFrame:
-    from ln_probe.analyses.causal import COLUMNS
+    from ln_probe.analyses.causal_table import COLUMNS
 
     return pd.DataFrame(columns=list(COLUMNS))
 
