@@ -71,6 +71,26 @@ class _Row:
         return tuple(f for f in found if f[1] or f[2])
 
 
+@dataclass(frozen=True)
+class Edits:
+    """What the table says of the edits themselves, whatever the prompts.
+
+    Attributes:
+        rows: sites, variant, divisor and no_op of every row of the table.
+        matched: whether the divisors are the sites' own mean sigmas.
+        lost: edits that do not take, in sentences.
+        meaningless, no_loss: why logits or losses mean nothing; empty if they do.
+        centred: weights that read these norms ignore the mean.
+    """
+
+    rows: tuple[tuple[str, str, float, str], ...]
+    matched: bool
+    lost: tuple[str, ...]
+    meaningless: str
+    no_loss: str
+    centred: bool
+
+
 @dataclass
 class _Unedited:
     """One prompt in the unedited model."""
@@ -148,65 +168,32 @@ class Causal:
                 rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | found[key])
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
 
-    def table(self, measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
-        """The `causal` table from what `measure` gave for each prompt, in any order; columns COLUMNS.
-
-        `delta_loss_low` and `_high` are NaN with fewer than two prompts that predict anything.
-        """
-        sums = pd.concat(measured, ignore_index=True) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
-        prompts = np.sort(sums["prompt"].unique())
-        resamples = _resamples(len(prompts), seed)
-        by_row = {key: rows.set_index("prompt").loc[prompts] for key, rows in sums.groupby(["sites", "variant"])}
+    @property
+    def edits(self) -> Edits:
+        """What the table says of the edits themselves. Complete after the last prompt."""
         rows = []
         for row in self.rows:
-            mine, intact = by_row[row.sites, row.variant], by_row[row.sites, "intact"]
-            base, total = intact.sum(skipna=False), mine.sum(skipna=False)
-            low, high = _interval(mine["nll"] - intact["nll"], mine["predicted"], resamples)
             alone = row.members[0] if len(row.members) == 1 else None
-            rows.append({
-                "sites": row.sites, "variant": row.variant,
-                "loss": _ratio(total["nll"], total["predicted"]),
-                "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-                "delta_loss_low": low, "delta_loss_high": high,
-                "kl": _ratio(total["kl"], total["positions"]),
-                "top1_agreement": _ratio(total["agree"], total["positions"]),
-                "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
-                "delta_loss_tail": _ratio(total["nll_tail"] - base["nll"], total["predicted"])
-                if row.variant == "no_scaling" else math.nan,
-                "prompts": len(prompts),
-                "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
-                "matched": self.matched, "no_op": self._no_op(row),
-            })  # fmt: skip
-        return pd.DataFrame(rows, columns=list(COLUMNS))
+            divisor = self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan
+            rows.append((row.sites, row.variant, divisor, self._no_op(row)))
+        return Edits(
+            rows=tuple(rows), matched=self.matched, lost=tuple(self.lost.values()), meaningless=self.meaningless,
+            no_loss=self.no_loss,
+            centred=any("ignores the mean" in reason for reason in self.nothing["no_projection"].values()),
+        )  # fmt: skip
+
+    def table(self, measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
+        """The `causal` table from what `measure` gave for each prompt."""
+        return table(self.edits, measured, seed=seed)
+
+    def notes(self, measured: Sequence[pd.DataFrame]) -> list[str]:
+        """What a reader has to know before believing the table."""
+        return notes(self.edits, measured)
 
     def _no_op(self, row: _Row) -> str:
         """Why nothing changes at any member; empty if something does."""
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
         return "; ".join(sorted(set(reasons))) if all(reasons) else ""
-
-    def notes(self, measured: Sequence[pd.DataFrame]) -> list[str]:
-        """What a reader has to know before believing the table."""
-        said = [f"causal: {reason}" for reason in self.lost.values()]
-        if self.meaningless:
-            said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
-            return said
-        sums = pd.concat(measured) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
-        endless = sums[sums["kl"].isna() & sums["positions"].notna()]
-        if len(endless):
-            where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
-            said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
-        if any("ignores the mean" in reason for reason in self.nothing["no_projection"].values()):
-            said.append(
-                "causal: the weights that read these norms are centred (folding the norms does that), so a model "
-                "without projection is the same by construction: load it unfolded to learn what projection does"
-            )
-        if self.no_loss:
-            said.append(f"causal: losses are left out: {self.no_loss}")
-        elif (prompts := sums.loc[sums["predicted"] > 0, "prompt"].nunique()) < 2:
-            said.append("causal: fewer than two prompts predict anything, so there are no intervals")
-        elif prompts < FEW_PROMPTS:
-            said.append(f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow")
-        return said
 
     def _unedited(self, tokens: Int[Tensor, pos]) -> _Unedited:
         entropy: dict[int, tuple[float, float]] = {}
@@ -332,6 +319,60 @@ class Causal:
         for rows, wanted in zip(logits[:-1].split(_POSITIONS), after.split(_POSITIONS), strict=True):
             total += float(F.cross_entropy(rows, wanted, reduction="none").sum(dtype=torch.float64))
         return total
+
+
+def table(edits: Edits, measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
+    """The `causal` table from what `Causal.measure` gave for each prompt, in any order; columns COLUMNS.
+
+    `delta_loss_low` and `_high` are NaN with fewer than two prompts that predict anything.
+    """
+    sums = pd.concat(measured, ignore_index=True) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
+    prompts = np.sort(sums["prompt"].unique())
+    resamples = _resamples(len(prompts), seed)
+    by_row = {key: rows.set_index("prompt").loc[prompts] for key, rows in sums.groupby(["sites", "variant"])}
+    rows = []
+    for sites, variant, divisor, no_op in edits.rows:
+        mine, intact = by_row[sites, variant], by_row[sites, "intact"]
+        base, total = intact.sum(skipna=False), mine.sum(skipna=False)
+        low, high = _interval(mine["nll"] - intact["nll"], mine["predicted"], resamples)
+        rows.append({
+            "sites": sites, "variant": variant,
+            "loss": _ratio(total["nll"], total["predicted"]),
+            "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
+            "delta_loss_low": low, "delta_loss_high": high,
+            "kl": _ratio(total["kl"], total["positions"]),
+            "top1_agreement": _ratio(total["agree"], total["positions"]),
+            "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
+            "delta_loss_tail": _ratio(total["nll_tail"] - base["nll"], total["predicted"])
+            if variant == "no_scaling" else math.nan,
+            "prompts": len(prompts), "divisor": divisor, "matched": edits.matched, "no_op": no_op,
+        })  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def notes(edits: Edits, measured: Sequence[pd.DataFrame]) -> list[str]:
+    """What a reader has to know before believing the table."""
+    said = [f"causal: {reason}" for reason in edits.lost]
+    if edits.meaningless:
+        said.append(f"causal: losses, KL and top-1 agreement are left out: {edits.meaningless}")
+        return said
+    sums = pd.concat(measured) if measured else pd.DataFrame(columns=list(PROMPT_COLUMNS))
+    endless = sums[sums["kl"].isna() & sums["positions"].notna()]
+    if len(endless):
+        where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
+        said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
+    if edits.centred:
+        said.append(
+            "causal: the weights that read these norms are centred (folding the norms does that), so a model "
+            "without projection is the same by construction: load it unfolded to learn what projection does"
+        )
+    if edits.no_loss:
+        said.append(f"causal: losses are left out: {edits.no_loss}")
+    elif (prompts := sums.loc[sums["predicted"] > 0, "prompt"].nunique()) < 2:
+        said.append("causal: fewer than two prompts predict anything, so there are no intervals")
+    elif prompts < FEW_PROMPTS:
+        said.append(f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow")
+    return said
 
 
 def _keeping_first(site: Site, change: Change, length: int) -> Change:
