@@ -1,0 +1,168 @@
+"""kill -9, a full disk and a lost worker: the same command goes on, and the tables come out byte for byte the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]
+TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+
+
+class Batch:
+    """One `ln-probe report` command, to be run in processes of its own."""
+
+    def __init__(self, home: Path, models: list[Path], *options: str, workers: int = 2) -> None:
+        self.prompts = home / "pröm pts.jsonl"
+        self.prompts.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
+        self.arguments = [
+            *map(str, models), "--prompts", str(self.prompts), "--shard", "1", "--max-tokens", "12",
+            "--workers", str(workers), *options,
+        ]  # fmt: skip
+
+    def start(self, out: Path, limit: int | None = None) -> subprocess.Popen[str]:
+        def restrict() -> None:
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        return subprocess.Popen(
+            [sys.executable, "-m", "ln_probe.cli", "report", *self.arguments, "--out", str(out)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=restrict,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def finish(self, out: Path, limit: int | None = None) -> tuple[int, str]:
+        process = self.start(out, limit)
+        said, _ = process.communicate(timeout=900)
+        return process.returncode, said
+
+
+def tables(out: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
+    assert {Path(name).stem for name in found} == set(TABLES)
+    return found
+
+
+def workers_of(driver: psutil.Process) -> list[psutil.Process]:
+    return [p for p in driver.children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def wait_for(seconds: float, what: object) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expected: dict[str, bytes]) -> list[str]:
+    """Start, and at random moments kill -9 the driver (and start it again) or a worker; then let it finish.
+
+    Returns what was killed, at most `kills` of them: fewer if the run was over before.
+    """
+    killed: list[str] = []
+    process = batch.start(out)
+    while len(killed) < kills:
+        time.sleep(next(moments))
+        if process.poll() is not None:
+            break
+        workers = workers_of(psutil.Process(process.pid))
+        if workers and len(killed) % 2:
+            random.choice(workers).kill()
+            killed.append("a worker")
+            continue
+        process.kill()
+        process.communicate()
+        killed.append(f"the driver with {len(workers)} workers")
+        assert wait_for(20, lambda gone=workers: not any(map(alive, gone))), "workers outlived their driver"
+        process = batch.start(out)
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    assert tables(out) == expected
+    return killed
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+SHORT = ("--probes", "decomposition,selectability,uniformity", "--layers", "1")
+
+
+@pytest.fixture(scope="module")
+def whole(lab_suite: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Batch, dict[str, bytes], float]:
+    """A command, the tables it makes when nobody disturbs it, and how long that takes."""
+    home = tmp_path_factory.mktemp("whole")
+    batch = Batch(home, lab_suite, *SHORT)
+    start = time.monotonic()
+    code, said = batch.finish(home / "out")
+    assert code == 0, said
+    return batch, tables(home / "out"), time.monotonic() - start
+
+
+def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    batch, expected, _ = whole
+    process = batch.start(tmp_path / "out")
+    driver = psutil.Process(process.pid)
+    assert wait_for(120, lambda: workers_of(driver))
+    workers_of(driver)[0].kill()
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    assert "the worker process ended" in said
+    assert tables(tmp_path / "out") == expected
+
+
+def test_a_killed_driver_takes_its_workers_along(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    batch, expected, took = whole
+    assert torment(batch, tmp_path / "out", iter([0.7 * took]), 1, expected)[0].startswith("the driver")
+
+
+def test_a_full_disk(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    """Files may not grow past 4 kB: the results of units do. What is there stays whole, and the run goes on later."""
+    batch, expected, _ = whole
+    code, said = batch.finish(tmp_path / "out", limit=4096)
+    assert code == 1, said
+    assert "cannot write to" in said
+    assert "run the same command again" in said
+    assert not list((tmp_path / "out").rglob("*.parquet"))
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    code, said = batch.finish(tmp_path / "out")
+    assert code == 0, said
+    assert tables(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> None:
+    """Ten checkpoints in three shards each: two lab runs at four steps, and two real ones."""
+    real = [shared / "checkpoints" / "capp_gpt", Path("lm-layernorm")]
+    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all", *SHORT)
+    start = time.monotonic()
+    code, said = batch.finish(tmp_path / "whole")
+    took = time.monotonic() - start
+    assert code == 0, said
+    expected = tables(tmp_path / "whole")
+    assert len(expected) == 10 * len(TABLES)
+    generator = random.Random(0)
+    moments = iter(lambda: generator.uniform(0, took / 2), None)
+    killed = 0
+    for number in range(20):
+        done = torment(batch, tmp_path / f"out {number}", moments, min(4, 20 - killed), expected)
+        killed += len(done)
+        print(f"run {number}: killed {', '.join(done) or 'nothing'}; {killed} in all; identical", flush=True)
+        if killed == 20:
+            return
+    pytest.fail(f"only {killed} kills in 20 runs: they were over too soon")
