@@ -11,60 +11,42 @@ convex hull of the others.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses import uniformity
 from ln_probe.analyses.geometry.attainable import attainable_attention
+from ln_probe.analyses.geometry.verdicts import NAMES
 from ln_probe.analyses.hull import KeyGeometry, key_geometry
+from ln_probe.analyses.key_tables import HEAD, NORMALIZED, UNIFORM, KeyRows
 from ln_probe.analyses.uniformity import Uniformity
-from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
+from ln_probe.analyses.variants import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.sites import Site
 
-HEAD_COLUMNS = (
-    "layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "unselectable_fraction",
-    "margin_median", "margin_p05", "attainable_median", "attainable_p05", "attainable_reachable_median",
-    "pattern_max_median", "query_radius", "entropy_ratio", "uniform_angle_deg", "score_spread",
-    "score_spread_floor", "by_theorem", "no_op",
-)  # fmt: skip
-KEY_COLUMNS = (
-    "layer", "head", "space", "variant", "prompt", "position", "token", "verdict", "margin_lower", "margin_upper",
-    "attainable", "attainable_reachable", "pattern_max", "first_unselectable_at",
-)  # fmt: skip
-_MEASURES = (
-    "verdict", "margin_lower", "margin_upper", "attainable", "attainable_reachable", "pattern_max",
-    "first_unselectable_at",
-)  # fmt: skip
-NORMALIZED, HEAD = "normalized", "head"
-
-# Rows of the `keys` table per (layer, head, space): the union over variants of this many hardest keys of each, and
-# this many drawn at random. Every key chosen is shown under all four variants, so that they can be compared.
-HARDEST_PER_VARIANT = 3
-SAMPLED = 5
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 
 
 @dataclass
 class _Group:
-    """Everything of one (layer, space, variant): arrays [head pos] per prompt, uniformity per prompt."""
+    """Everything of one (layer, space, variant), prompt by prompt: [head key] arrays, [head measure] uniformity."""
 
     site: Site
     dim: int
+    heads: tuple[int, ...]
     prompts: list[int] = field(default_factory=list)
-    measures: dict[str, list[np.ndarray]] = field(default_factory=lambda: {m: [] for m in _MEASURES})
-    uniform: list[tuple[int, Uniformity]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    measures: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    uniform: list[np.ndarray] = field(default_factory=list)
 
 
 class Selectability:
-    """Accumulates prompts, layer by layer; the tables at the end.
+    """Accumulates prompts, layer by layer; `rows` at the end, of which `key_tables` makes tables.
 
     Args:
         constants: c of each site, by name (mean sigma without position 0).
@@ -76,8 +58,8 @@ class Selectability:
 
     def __init__(
         self,
-        constants: dict[str, float],
-        radii: dict[int, Float[Tensor, head]],
+        constants: Mapping[str, float],
+        radii: Mapping[int, Float64[np.ndarray, " head"]],
         *,
         select: bool = True,
         uniform: bool = True,
@@ -85,28 +67,51 @@ class Selectability:
     ) -> None:
         self.constants, self.radii = constants, radii
         self.select, self.uniform, self.heads = select, uniform, heads
-        self.groups: dict[tuple[int, str, str], _Group] = {}
+        self._groups: dict[tuple[int, str, str], _Group] = {}
 
     def add(self, prompt: int, site: Site, x: Float[Tensor, "pos d_model"], heads: Heads | None) -> None:
         """Take in one prompt at one layer: the norm's inputs x, and the heads behind it (None: not supported)."""
         outputs = variant_outputs(site, x, self.constants[site.name])
         if self.select:
-            self._add_normalized(prompt, site, outputs)
+            self._add_normalized(prompt, site, x, outputs)
         if heads is not None:
             self._add_heads(prompt, site, outputs, heads)
 
-    def _group(self, site: Site, space: str, variant: str, dim: int) -> _Group:
-        return self.groups.setdefault((site.layer, space, variant), _Group(site, dim))
+    def rows(self) -> list[KeyRows]:
+        """All that was measured, the prompts of a (layer, space, variant) side by side."""
+        return [
+            KeyRows(
+                layer=layer,
+                space=space,
+                variant=variant,
+                heads=group.heads,
+                dim=group.dim,
+                theorem=_theorem(group.site, space, variant),
+                no_op=no_op(group.site, variant),
+                prompts=np.array(group.prompts, np.int64),
+                lengths=np.array(group.lengths, np.int64),
+                measures={m: np.concatenate(parts, axis=1) for m, parts in group.measures.items()},
+                uniform=np.stack(group.uniform) if group.uniform else None,
+            )
+            for (layer, space, variant), group in self._groups.items()
+        ]
 
-    def _add_normalized(self, prompt: int, site: Site, outputs: dict[str, Tensor]) -> None:
+    def _group(
+        self, prompt: int, length: int, site: Site, space: str, variant: str, dim: int, heads: Sequence[int]
+    ) -> _Group:
+        group = self._groups.setdefault((site.layer, space, variant), _Group(site, dim, tuple(heads)))
+        group.prompts.append(prompt)
+        group.lengths.append(length)
+        return group
+
+    def _add_normalized(self, prompt: int, site: Site, x: Tensor, outputs: dict[str, Tensor]) -> None:
         dim = site.d - 1 if site.projects else site.d
         known: dict[str, KeyGeometry] = {}
         for variant, keys in outputs.items():
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
                 known[same] = key_geometry(keys.cpu().numpy()[None], causal=True)
-            group = self._group(site, NORMALIZED, variant, dim)
-            group.prompts.append(prompt)
+            group = self._group(prompt, len(x), site, NORMALIZED, variant, dim, (-1,))
             self._keep(group, known[same], None)
 
     def _add_heads(self, prompt: int, site: Site, outputs: dict[str, Tensor], heads: Heads) -> None:
@@ -128,14 +133,13 @@ class Selectability:
                     # Without a bound on queries there are no nats to give a margin in.
                     geometry = key_geometry(keys, query_set=query_set, causal=True, margins=query_set is not None)
                     if query_set is not None and site.layer in self.radii:
-                        rho = self.radii[site.layer][chosen].numpy()[:, None, None]
+                        rho = self.radii[site.layer][chosen][:, None, None]
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
                 known[same] = geometry, uniform, most[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
-            group = self._group(site, HEAD, variant, heads.W_K.shape[-1])
-            group.prompts.append(prompt)
+            group = self._group(prompt, len(y), site, HEAD, variant, heads.W_K.shape[-1], chosen)
             if self.uniform:
-                group.uniform.append((max(0, len(y) - 1), uniform))
+                group.uniform.append(np.stack([getattr(uniform, name)[chosen].numpy() for name in UNIFORM], axis=-1))
             if geometry is not None:
                 self._keep(group, geometry, most, observed)
 
@@ -144,7 +148,7 @@ class Selectability:
     ) -> None:
         nothing = np.full(geometry.verdict.shape, np.nan)
         found = {
-            "verdict": geometry.verdict,
+            "verdict": (geometry.verdict[..., None] == NAMES).argmax(-1).astype(np.int8),
             "margin_lower": geometry.margin_lower,
             "margin_upper": geometry.margin_upper,
             "attainable": nothing if observed is None else observed,
@@ -154,87 +158,7 @@ class Selectability:
             "first_unselectable_at": geometry.first_unselectable_at,
         }
         for name, values in found.items():
-            group.measures[name].append(np.asarray(values))
-
-    # ---------------------------------------------------------------------------------------------------- tables
-
-    def _head_numbers(self, group: _Group) -> list[int]:
-        if not group.measures["verdict"]:
-            count = len(group.uniform[0][1].entropy_ratio) if group.uniform else 0
-            return list(range(count)) if self.heads is None else [h for h in self.heads if h < count]
-        count = len(group.measures["verdict"][0])
-        return list(range(count)) if self.heads is None else list(self.heads)[:count]
-
-    def heads_table(self) -> pd.DataFrame:
-        """A row per (layer, head, space, variant)."""
-        rows = []
-        for (layer, space, variant), group in sorted(self.groups.items(), key=_order):
-            numbers = [-1] if space == NORMALIZED else self._head_numbers(group)
-            joined = {m: np.concatenate(v, axis=1) if v else None for m, v in group.measures.items()}
-            longest = max((v.shape[1] for v in group.measures["verdict"]), default=0)
-            for row, head in enumerate(numbers):
-                values = {m: None if v is None else v[row] for m, v in joined.items()}
-                rows.append(
-                    {"layer": layer, "head": head, "space": space, "variant": variant}
-                    | _summary(values)
-                    | self._uniform_summary(group, head)
-                    | {
-                        "query_radius": self._radius(layer, head),
-                        "by_theorem": _by_theorem(group, space, variant, longest),
-                        "no_op": no_op(group.site, variant),
-                    }
-                )
-        return pd.DataFrame(rows, columns=list(HEAD_COLUMNS))
-
-    def _radius(self, layer: int, head: int) -> float:
-        return float(self.radii[layer][head]) if head >= 0 and layer in self.radii else math.nan
-
-    def _uniform_summary(self, group: _Group, head: int) -> dict[str, float]:
-        names = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")
-        weights = np.array([w for w, _ in group.uniform], float)
-        if head < 0 or not len(weights) or not weights.sum():
-            return dict.fromkeys(names, math.nan)
-        found = {}
-        for name in names:  # a prompt counts with the queries it had; a single-token prompt with none
-            values = np.array([float(getattr(u, name)[head]) for _, u in group.uniform])
-            found[name] = float(np.average(values[weights > 0], weights=weights[weights > 0]))
-        return found
-
-    def keys_table(self, tokens: Sequence[Sequence[str]], *, every: bool, seed: int) -> pd.DataFrame:
-        """A row per chosen key under each variant; all keys if `every`.
-
-        Args:
-            tokens: token strings by prompt and position.
-            every: keep every key instead of the hardest and a sample.
-            seed: of the sample.
-        """
-        frames = []
-        layers = sorted({(layer, space) for layer, space, _ in self.groups}, key=lambda k: (k[1] != NORMALIZED, k))
-        for layer, space in layers:
-            groups = {v: self.groups[layer, space, v] for v in VARIANTS if (layer, space, v) in self.groups}
-            first = next(iter(groups.values()))
-            if not first.measures["verdict"]:
-                continue
-            lengths = [v.shape[1] for v in first.measures["verdict"]]
-            prompt = np.repeat(first.prompts, lengths)
-            position = np.concatenate([np.arange(n) for n in lengths])
-            names = np.array([tokens[p][i] for p, i in zip(prompt, position, strict=True)], object)
-            joined = {v: {m: np.concatenate(a, axis=1) for m, a in g.measures.items()} for v, g in groups.items()}
-            numbers = [-1] if space == NORMALIZED else self._head_numbers(first)
-            for row, head in enumerate(numbers):
-                here = {v: {m: a[row] for m, a in found.items()} for v, found in joined.items()}
-                rng = np.random.default_rng([seed, layer, head + 1])
-                picked = np.arange(len(prompt)) if every else _pick(here, rng)
-                for variant, found in here.items():
-                    frame = pd.DataFrame({m: a[picked] for m, a in found.items()})
-                    frame = frame.assign(
-                        layer=layer, head=head, space=space, variant=variant, prompt=prompt[picked],
-                        position=position[picked], token=names[picked],
-                    )  # fmt: skip
-                    frames.append(frame[list(KEY_COLUMNS)])
-        if not frames:
-            return pd.DataFrame(columns=list(KEY_COLUMNS))
-        return pd.concat(frames, ignore_index=True)
+            group.measures.setdefault(name, []).append(np.asarray(values))
 
 
 def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
@@ -253,61 +177,8 @@ def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -
     return distance
 
 
-def _order(item: tuple[tuple[int, str, str], _Group]) -> tuple[bool, int, int]:
-    (layer, space, variant), _ = item
-    return space != NORMALIZED, layer, VARIANTS.index(variant)
-
-
-def _summary(values: dict[str, np.ndarray | None]) -> dict[str, float]:
-    verdict = values["verdict"]
-    if verdict is None:
-        numbers = dict.fromkeys(("keys", "unselectable", "duplicate", "undecided", "unselectable_fraction"), math.nan)
-    else:
-        counts = {v: int((verdict == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
-        numbers = {
-            "keys": len(verdict),
-            **counts,
-            "unselectable_fraction": counts["unselectable"] / len(verdict),
-        }
-    middle: np.ndarray | None = None
-    if values["margin_lower"] is not None and values["margin_upper"] is not None:
-        middle = (values["margin_lower"] + values["margin_upper"]) / 2
-    return numbers | {
-        "margin_median": _quantile(middle, 0.5),
-        "margin_p05": _quantile(middle, 0.05),
-        "attainable_median": _quantile(values["attainable"], 0.5),
-        "attainable_p05": _quantile(values["attainable"], 0.05),
-        "attainable_reachable_median": _quantile(values["attainable_reachable"], 0.5),
-        "pattern_max_median": _quantile(values["pattern_max"], 0.5),
-    }
-
-
-def _quantile(values: np.ndarray | None, q: float) -> float:
-    kept = np.empty(0) if values is None else values[~np.isnan(values)]
-    return float(np.quantile(kept, q)) if len(kept) else math.nan
-
-
-def _by_theorem(group: _Group, space: str, variant: str, longest: int) -> str:
-    """Why no key can be unselectable here whatever the model has learned; empty if it is a finding."""
-    if 0 < longest <= group.dim + 1:
-        return f"at most {longest} keys in {group.dim} dimensions"
-    site = group.site
+def _theorem(site: Site, space: str, variant: str) -> str:
+    """Why keys of this kind can never be unselectable; empty if they can."""
     if space == NORMALIZED and site.scales and (variant == "intact" or no_op(site, variant)):
         return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
     return ""
-
-
-def _hardness(found: dict[str, np.ndarray]) -> np.ndarray:
-    """Smaller is harder: attainable attention where it is known, else the margin; unselectable before the rest."""
-    value = np.where(np.isnan(found["attainable"]), found["margin_upper"], found["attainable"])
-    value = np.where(np.isnan(value), np.inf, value)
-    return np.where(np.isin(found["verdict"], ["unselectable", "duplicate"]), -1.0 + 1e-9 * value, value)
-
-
-def _pick(here: dict[str, dict[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    chosen: set[int] = set()
-    for found in here.values():
-        chosen |= set(np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT].tolist())
-    count = len(next(iter(here.values()))["verdict"])
-    chosen |= set(rng.choice(count, size=min(SAMPLED, count), replace=False).tolist())
-    return np.array(sorted(chosen))

@@ -89,7 +89,7 @@ def report(
 ) -> None:
     """One folder per model (OUT/<name>/) and OUT/index.html. Finished models are skipped when it is run again."""
     import ln_probe
-    from ln_probe.probing import KEYS, PROBES
+    from ln_probe.passes import KEYS, PROBES
 
     names = list(model or ln_probe.bundled_models())
     wanted = list(PROBES) if probes is None else [p.strip() for p in probes.split(",") if p.strip()]

@@ -39,12 +39,16 @@ class Prompts:
     name_of: Callable[[int], str]
 
     @property
-    def sha256(self) -> str:
-        """Of the token ids, prompt by prompt."""
+    def summary(self) -> dict[str, Any]:
+        """Source, counts and hash (of the token ids, prompt by prompt), as a report's provenance keeps them."""
         digest = hashlib.sha256()
         for row in self.tokens:
             digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
-        return digest.hexdigest()
+        lengths = [len(row) for row in self.tokens]
+        return {
+            "source": self.source, "count": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
+            "sha256": digest.hexdigest(),
+        }  # fmt: skip
 
 
 def make_prompts(

@@ -18,6 +18,12 @@ _Result = TypeVar("_Result")
 # infinity keep their meaning: an overflow must stay visible.
 _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 
+# `forceinline`: a compiled function holds copies of those it calls, and without it the linker took whichever copy it
+# had met first. In a process that compiled them these were the functions' own (optimized apart from their caller,
+# rounding otherwise), in one that read them from the cache the caller's: the same keys gave attainable weights that
+# differed in the 12th digit. Inlined, there is nothing left to choose.
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy", "forceinline": True}
+
 # Arrays that compiled loops write stand this many numbers away from all others in memory: more than one step of an
 # unrolled loop on 512-bit registers. Before it writes, such a loop checks how far apart its arrays lie and takes a
 # scalar path if that is less, which rounds otherwise: without the distance, the same keys gave weights that differed in
@@ -32,13 +38,13 @@ def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     read-only; where neither can be written it is compiled anew in every process, which costs some seconds.
     """
     try:
-        made = numba.njit(function, nogil=True, fastmath=_FAST_MATH, error_model="numpy", cache=True)
+        made = numba.njit(function, cache=True, **_OPTIONS)
         # numba takes cached code for valid while the function's own file is unchanged, but it contains what
         # the function calls in other files: any change in the folder makes it stale.
         index = cast("Any", made)._cache._cache_file
         index._source_stamp = _sources(Path(function.__code__.co_filename).resolve().parent)
     except (RuntimeError, AttributeError):  # "no locator available": no folder to write to; or another numba
-        made = numba.njit(function, nogil=True, fastmath=_FAST_MATH, error_model="numpy")
+        made = numba.njit(function, **_OPTIONS)
     return cast("Callable[_Args, _Result]", made)
 
 

@@ -1,5 +1,6 @@
 """Compilation works without a cache, and costs nothing before it is needed."""
 
+import os
 import subprocess
 import sys
 
@@ -54,3 +55,22 @@ def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
     assert run("x + 1") == 40
     assert run("x + 22") == 250
     assert list(tmp_path.rglob("*.nbi"))  # it was cached
+
+
+@pytest.mark.slow
+def test_code_from_the_cache_gives_the_bytes_of_code_just_compiled(tmp_path):
+    code = (
+        "import hashlib, numpy as np\n"
+        "from ln_probe.analyses.hull import key_geometry\n"
+        "rng = np.random.default_rng(0)\n"
+        "keys = rng.normal(size=(4, 48, 8)) * np.exp(rng.normal(size=(4, 48, 1)))\n"
+        "found = key_geometry(keys, query_set=(rng.normal(size=(4, 8)), rng.normal(size=(4, 8, 16))), causal=True)\n"
+        "arrays = (found.margin_lower, found.margin_upper, found.attainable, found.attainable_upper)\n"
+        "print(hashlib.sha256(b''.join(a.tobytes() for a in arrays)).hexdigest())\n"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout

@@ -12,8 +12,9 @@ import torch
 from scipy.optimize import linprog
 
 import ln_probe
-from ln_probe.analyses import selectability
-from ln_probe.analyses.selectability import HEAD_COLUMNS, KEY_COLUMNS, observed_radius
+from ln_probe.analyses import key_tables
+from ln_probe.analyses.key_tables import HEAD_COLUMNS, KEY_COLUMNS
+from ln_probe.analyses.selectability import observed_radius
 from ln_probe.analyses.uniformity import received
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import read_heads
@@ -165,7 +166,7 @@ def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., An
     assert set(positions) == set(VARIANTS)
     assert len({tuple(p) for p in positions.values()}) == 1
     count = len(positions["intact"])
-    assert selectability.SAMPLED <= count <= selectability.SAMPLED + 4 * selectability.HARDEST_PER_VARIANT
+    assert key_tables.SAMPLED <= count <= key_tables.SAMPLED + 4 * key_tables.HARDEST_PER_VARIANT
     again = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
     assert report.keys.equals(again.keys)
 

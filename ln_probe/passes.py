@@ -1,0 +1,211 @@
+"""The two passes over the prompts, and what each is for.
+
+The first, *calibration*, takes statistics of every norm (and with them the constants that replace sigma) and of the
+queries that occur. The second, which needs them, asks of every layer what its queries can select; it can be made on
+any part of the prompts, in any order, and the parts joined afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ln_probe.analyses import decomposition, selectability, unembedding
+from ln_probe.analyses.key_tables import KeyRows
+from ln_probe.analyses.selectability import Selectability
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.model import HookedModel, n_layers, read_unembedding
+from ln_probe.hooks.sites import Site, find_sites
+
+PROBES = ("decomposition", "selectability", "uniformity", "unembedding")
+KEYS = ("hardest", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, and the seed of samples."""
+
+    probes: tuple[str, ...] = PROBES
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    keys: str = "hardest"
+    max_tokens: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.probes, str) or not self.probes or any(p not in PROBES for p in self.probes):
+            raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(PROBES)}")
+        if self.keys not in KEYS:
+            raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+
+    def check(self, model: HookedModel) -> None:
+        """Raise ValueError if the model lacks a layer or a head that is asked for."""
+        for what, wanted, count in (
+            ("layer", self.layers, n_layers(model)),
+            ("head", self.heads, int(getattr(model.cfg, "n_heads", 0))),
+        ):
+            wrong = [i for i in wanted or () if not 0 <= i < count]
+            if wrong:
+                raise ValueError(f"no {what} {wrong[0]}: the model has {what}s 0 … {count - 1}")
+            if wanted is not None and not len(wanted):
+                raise ValueError(f"an empty list of {what}s leaves nothing to analyze: None means all")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What the first pass finds out.
+
+    Attributes:
+        layernorms: the table of that name, a row per site; empty if the probe was not asked for.
+        constants: c of each site, by name.
+        radii: rho of each layer whose queries are bounded, by head.
+        unsupported: why head space is left out, by layer.
+        notes: what a reader has to know about this model, in sentences.
+    """
+
+    layernorms: pd.DataFrame
+    constants: Mapping[str, float]
+    radii: Mapping[int, Float64[np.ndarray, " head"]]
+    unsupported: Mapping[int, str]
+    notes: tuple[str, ...]
+
+
+class Passes:
+    """The passes over the prompts of one model.
+
+    Raises:
+        ValueError: a layer or head that the model does not have.
+    """
+
+    def __init__(self, model: HookedModel, settings: Settings, *, progress: bool = False) -> None:
+        settings.check(model)
+        self.model, self.settings, self.progress = model, settings, progress
+        self.sites = find_sites(model)
+        self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
+        self.heads = None if settings.heads is None else sorted(set(settings.heads))
+        self.attends = any("attention" in s.reads.split("+") for s in self.sites)
+        self.wants_heads = self.attends and bool({"selectability", "uniformity"} & set(settings.probes))
+
+    def _bar(self, text: str, prompts: Iterable[tuple[int, Tensor]]) -> Any:
+        return tqdm(prompts, desc=text, unit="prompt", disable=not self.progress, leave=False)
+
+    def _heads_of(self, seen: AttentionInput) -> Heads:
+        norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
+        return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+
+    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, pos]]]) -> Calibration:
+        """The first pass, over all prompts (number and token ids) in their order."""
+        statistics = [
+            decomposition.SiteStatistics(s)
+            for s in self.sites
+            if self.settings.layers is None or s.layer in self.settings.layers
+        ]
+        by_name = {s.site.name: s for s in statistics}
+        unsupported: dict[int, str] = {}
+        observed: dict[int, list[np.ndarray]] = defaultdict(list)
+        length = 0
+
+        def on_norm(site: Site, x: Tensor, y: Tensor) -> None:
+            if site.name in by_name:
+                by_name[site.name].add(x, y, heads=max(1, len(x) // length))
+
+        def on_attention(seen: AttentionInput) -> None:
+            if seen.layer in unsupported:
+                return
+            try:
+                heads = self._heads_of(seen)
+            except UnsupportedAttentionError as error:
+                unsupported[seen.layer] = str(error)
+                return
+            radius = selectability.observed_radius(heads, seen.site, seen.y)
+            if radius is not None:
+                observed[seen.layer].append(radius.numpy())
+
+        for _, row in self._bar("norms", prompts):
+            length = len(row)
+            stream(
+                self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
+                on_attention=on_attention if self.wants_heads else None,
+            )  # fmt: skip
+        return Calibration(
+            layernorms=decomposition.table(statistics if "decomposition" in self.settings.probes else []),
+            constants={s.site.name: s.constant for s in statistics},
+            radii={
+                layer: np.quantile(np.concatenate(found), selectability.QUERY_RADIUS_QUANTILE, axis=0)
+                for layer, found in observed.items()
+            },
+            unsupported=unsupported,
+            notes=self._notes(statistics, unsupported),
+        )
+
+    def measure(self, prompts: Iterable[tuple[int, Int[Tensor, pos]]], calibration: Calibration) -> list[KeyRows]:
+        """The second pass, over any of the prompts (number and token ids)."""
+        if not self.wants_heads:
+            return []
+        found = Selectability(
+            calibration.constants, calibration.radii, select="selectability" in self.settings.probes,
+            uniform="uniformity" in self.settings.probes, heads=self.heads,
+        )  # fmt: skip
+        bar = self._bar("keys", prompts)
+        for number, row in bar:
+
+            def on_attention(seen: AttentionInput, number: int = number) -> None:
+                bar.set_postfix(layer=seen.layer)
+                supported = seen.layer not in calibration.unsupported
+                found.add(number, seen.site, seen.x, self._heads_of(seen) if supported else None)
+
+            stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
+        return found.rows()
+
+    def unembedding(self, name_of: Any) -> tuple[pd.DataFrame, tuple[str, ...]]:
+        """The `unembedding` table and notes; empty if not asked for, or if there is no unembedding behind a norm."""
+        nothing = pd.DataFrame(columns=list(unembedding.COLUMNS))
+        if "unembedding" not in self.settings.probes or not self.sites:
+            return nothing, ()
+        final = [s for s in self.sites if s.reads == "unembed"]
+        weights = read_unembedding(self.model)
+        if not final or weights is None:
+            return nothing, ("the unembedding was not measured: the model shows no W_U behind a final norm",)
+        found, undecided = unembedding.measure(*weights, final[0], name_of)
+        if not undecided:
+            return found, ()
+        note = (
+            f"{undecided} of {len(weights[0])} tokens of the unembedding are undecided: solving for all would cost "
+            "too much, so the hardest were solved for, and the easy ones decided by a query that selects them"
+        )
+        return found, (note,)
+
+    def _notes(self, statistics: list[decomposition.SiteStatistics], unsupported: Mapping[int, str]) -> tuple[str, ...]:
+        notes = []
+        if not self.sites:
+            notes.append("the model has no normalization: there is no site to decompose, and no norm before attention")
+        elif not self.attends:
+            notes.append("no norm of this model is read by attention: selectability and uniformity were not measured")
+        notes += [f"head space was not measured. {text}" for text in unsupported.values()]
+        centred = sum("centred" in s.state for s in self.sites)
+        if centred:
+            notes.append(
+                f"{centred} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op "
+                "there by construction: its zeros are not findings"
+            )
+        if any(s.kind in ("rmsnorm", "scaling_only") for s in self.sites):
+            notes.append(
+                "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
+            )
+        if self.wants_heads and any(s.site.projects and s.everywhere.mean(0) > 0 for s in statistics):
+            notes.append("no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)")
+        return tuple(notes)
