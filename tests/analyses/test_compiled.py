@@ -15,7 +15,8 @@ def test_without_a_folder_for_the_cache(monkeypatch):
     njit = numba.njit
 
     def no_locator(function, **options):
-        given.append(options.get("cache", False))
+        if function.__name__ == "twice":  # numba compiles functions of its own on first use
+            given.append(options.get("cache", False))
         if options.get("cache"):
             raise RuntimeError("cannot cache function 'twice': no locator available for file 'x.py'")
         return njit(function, **options)
