@@ -77,7 +77,7 @@ def load_model(
     if not given.strip():
         raise ValueError("the model's name is empty: give a hub name, a path or a bundled name.")
     path = Path(os.path.expanduser(given))
-    kind = _kind_of(given, path)
+    kind = kind_of(given, path)
 
     if kind in ("lab", "bundled"):
         folder = path if kind == "lab" else bundled_folder(given)
@@ -111,7 +111,7 @@ def _bundled_home() -> Path:
     return Path(str(files("ln_probe"))) / "data" / "checkpoints"
 
 
-def _kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
+def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
     """What `given` names. A path wins over a name, unless it is a folder without a model by a known name."""
     # os.path answers False where pathlib raises (a name too long, or not a possible path at all).
     if os.path.isfile(path):
@@ -271,6 +271,14 @@ def _source(
     )
 
 
+def lab_step(revision: str) -> int:
+    """The training step that a lab run's revision names."""
+    digits = re.fullmatch(r"(?:step)?(\d+)", revision)
+    if digits is None:
+        raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
+    return int(digits[1])
+
+
 def _load_lab(
     given: str,
     kind: str,
@@ -286,12 +294,7 @@ def _load_lab(
             f"{given} is a lab model, whose weights are only ever used as trained: leave out "
             f"{', '.join(processing.names())}."
         )
-    step = None
-    if revision is not None:
-        digits = re.fullmatch(r"(?:step)?(\d+)", revision)
-        if digits is None:
-            raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
-        step = int(digits[1])
+    step = None if revision is None else lab_step(revision)
     from ln_probe.analyses.lab.training import load_run
 
     model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype).eval()

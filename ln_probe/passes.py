@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,13 @@ class Settings:
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Settings:
+        """The settings that `plain` was made from; further entries are ignored."""
+        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls)}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**values)
 
     def check(self, model: HookedModel) -> None:
         """Raise ValueError if the model lacks a layer or a head that is asked for."""

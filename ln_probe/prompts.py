@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.corpus import entries
 from ln_probe.hooks.default_tokens import MAX_TOKENS, bundled_texts, encode, sample, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 
@@ -30,6 +30,7 @@ class Prompts:
         source: "bundled", "sampled", "tokens", "texts" or a file's name.
         notes: what was done to them (cut, sampled), in plain sentences.
         name_of: the string of a token id.
+        given: how many tokens each prompt had before it was cut.
     """
 
     tokens: tuple[Int[Tensor, pos], ...]
@@ -37,18 +38,25 @@ class Prompts:
     source: str
     notes: tuple[str, ...]
     name_of: Callable[[int], str]
+    given: tuple[int, ...]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Source, counts and hash (of the token ids, prompt by prompt), as a report's provenance keeps them."""
-        digest = hashlib.sha256()
-        for row in self.tokens:
-            digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
-        lengths = [len(row) for row in self.tokens]
-        return {
-            "source": self.source, "count": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
-            "sha256": digest.hexdigest(),
-        }  # fmt: skip
+        """What a report's provenance says of them."""
+        return summary(self.source, self.tokens)
+
+
+def summary(source: str, rows: Iterable[Int[Tensor, pos]]) -> dict[str, Any]:
+    """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts."""
+    digest = hashlib.sha256()
+    lengths = []
+    for row in rows:
+        digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
+        lengths.append(len(row))
+    return {
+        "source": source, "count": len(lengths), "tokens": sum(lengths), "longest": max(lengths, default=0),
+        "sha256": digest.hexdigest(),
+    }  # fmt: skip
 
 
 def make_prompts(
@@ -110,33 +118,7 @@ def _rows(ids: Tensor, where: str) -> list[Tensor]:
 
 
 def _read(model: HookedModel, path: Path) -> list[Tensor]:
-    if path.suffix == ".npy":
-        try:
-            ids = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
-        return _rows(torch.from_numpy(np.atleast_2d(ids)), str(path))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a readable UTF-8 text file: {error}") from error
-    if path.suffix in (".jsonl", ".json"):
-        found = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-            if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-                found.append(encode(model, entry["text"]))
-            elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
-                found += _rows(torch.tensor([entry["tokens"]]), f"{path}, line {number}")
-            else:
-                raise ValueError(f'{path}, line {number}: needs a "text" or a "tokens" field')
-        return found
-    return [encode(model, " ".join(p.split())) for p in text.split("\n\n") if p.strip()]
+    return [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in entries(path)]
 
 
 def _finish(
@@ -153,19 +135,25 @@ def _finish(
             raise ValueError(
                 f"prompt {number}: token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})"
             )
-    long = [i for i, r in enumerate(rows) if len(r) > limit]
-    if long:
-        notes = (
-            *notes,
-            f"{len(long)} of {len(rows)} prompts were cut to {limit} tokens (the longest had "
-            f"{max(len(rows[i]) for i in long)}; context {context_length(model)})",
-        )
+    given = tuple(map(len, rows))
     cut = tuple(row[:limit] for row in rows)
-    name_of = _namer(model)
-    return Prompts(cut, tuple(tuple(map(name_of, row.tolist())) for row in cut), source, notes, name_of)
+    name_of = namer(model)
+    strings = tuple(tuple(map(name_of, row.tolist())) for row in cut)
+    return Prompts(cut, strings, source, (*notes, *cut_notes(given, limit, context_length(model))), name_of, given)
 
 
-def _namer(model: HookedModel) -> Callable[[int], str]:
+def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]:
+    """What to say about prompts that had more tokens than were used, from the lengths of all."""
+    long = sum(length > limit for length in given)
+    if not long:
+        return ()
+    return (
+        f"{long} of {len(given)} prompts were cut to {limit} tokens (the longest had {max(given)}; context {context})",
+    )
+
+
+def namer(model: HookedModel) -> Callable[[int], str]:
+    """The string of a token id (the id itself where there is no tokenizer)."""
     tokenizer = tokenizer_of(model)
     return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
 

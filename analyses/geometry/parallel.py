@@ -11,9 +11,20 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
+_share: int | None = None  # of the machine, where several processes divide it among them
+
+
 def processors() -> int:
     """How many processors this process may use."""
+    if _share is not None:
+        return _share
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_processors(count: int | None) -> None:
+    """Use so many from now on (None: all there are). Results do not depend on it."""
+    global _share
+    _share = count
 
 
 def in_threads(work: Callable[[_Item], _Found], items: Iterable[_Item], threads: int | None = None) -> list[_Found]:

@@ -234,6 +234,16 @@ def checkpoint_steps(run: Path) -> list[int]:
     return sorted(int(p.stem.split("-")[1]) for p in (run / "checkpoints").glob("step-*.safetensors"))
 
 
+def weights_of(run: Path, step: int | None = None) -> Path:
+    """The file of the model kept at `step`, or of the final one; FileNotFoundError (says which there are) if none."""
+    weights = run / "model.safetensors" if step is None else checkpoint_path(run, step)
+    if not weights.exists():
+        steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
+        what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"{run} holds {what}; steps it has: {steps}")
+    return weights
+
+
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     """The model of a lab run's folder: the final one, or the one kept at `step`.
 
@@ -250,11 +260,7 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
         config = LabConfig(**json.loads((path / LAB_FILE).read_text())["model"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path / LAB_FILE} does not describe a lab model ({error!r})") from error
-    weights = path / "model.safetensors" if step is None else checkpoint_path(path, step)
-    if not weights.exists():
-        steps = ", ".join(map(str, checkpoint_steps(path))) or "none"
-        what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(f"{path} holds {what}; steps it has: {steps}")
+    weights = weights_of(path, step)
     model = LabTransformer(config, tokenizer=_tokenizer(path))
     tensors = {k: v.float() for k, v in _load(weights).items()}
     try:

@@ -92,12 +92,82 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
         ValueError: no such repository or revision, no access to it, or weights only as a pickle.
         ConnectionError: the hub cannot be reached and there is no local copy, or the download stopped.
     """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import snapshot_download
 
     revision = hub_revision(repository, revision)
     try:
-        info = HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        info = _info(repository, revision)
+    except _UnreachableError as error:
+        return _cached(repository, revision, error.reason)
+    files = _wanted(repository, [file.rfilename for file in info.siblings or ()], allow_pickle=allow_pickle)
+    try:
+        folder = snapshot_download(repository, revision=revision, allow_patterns=files)
+    except Exception as error:
+        raise ConnectionError(
+            f"the download of {repository} stopped ({type(error).__name__}: {error}). Try again: what is "
+            "already here is not downloaded again."
+        ) from error
+    return HubSnapshot(repository, Path(folder), revision, info.sha, ())
+
+
+def commit(repository: str, *, revision: str | None) -> str | None:
+    """The commit that a revision stands for, on the hub or (without a network) in the local cache; nothing is fetched.
+
+    Raises:
+        ValueError, ConnectionError: as `fetch`.
+    """
+    revision = hub_revision(repository, revision)
+    try:
+        return str(_info(repository, revision).sha)
+    except _UnreachableError as error:
+        return _cached(repository, revision, error.reason).commit
+
+
+def checkpoints(repository: str) -> list[str]:
+    """The branches of a repository that are training steps (step1000, checkpoint-1000), in order of step.
+
+    Raises:
+        ConnectionError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(repository)
+    except Exception as error:
+        raise ConnectionError(
+            f"the training checkpoints of {repository} cannot be listed ({type(error).__name__}: {error}): give "
+            "them as --checkpoints 0,1000,…"
+        ) from error
+    found = {branch.name: step for branch in refs.branches if (step := step_of(branch.name)) is not None}
+    return sorted(found, key=lambda name: found[name])
+
+
+def step_of(name: str) -> int | None:
+    """The training step in the name of a branch or folder (step1000, checkpoint-1000, 1000); None if there is none."""
+    match = re.fullmatch(r"(?:step|checkpoint)?[-_]?(\d+)", name)
+    return None if match is None else int(match[1])
+
+
+class _UnreachableError(Exception):
+    """The hub did not answer."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _info(repository: str, revision: str | None) -> Any:
+    """What the hub knows of one revision.
+
+    Raises:
+        _UnreachableError: no network.
+        ValueError, ConnectionError: as `fetch`.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
     except GatedRepoError as error:
         raise ValueError(
             f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, "
@@ -110,16 +180,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
     except Exception as error:
         if not _is_network_failure(error):
             raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
-        return _cached(repository, revision, error)
-    files = _wanted(repository, [file.rfilename for file in info.siblings or ()], allow_pickle=allow_pickle)
-    try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=files)
-    except Exception as error:
-        raise ConnectionError(
-            f"the download of {repository} stopped ({type(error).__name__}: {error}). Try again: what is "
-            "already here is not downloaded again."
-        ) from error
-    return HubSnapshot(repository, Path(folder), revision, info.sha, ())
+        raise _UnreachableError(error) from error
 
 
 def _wanted(repository: str, files: list[str], *, allow_pickle: bool) -> list[str]:

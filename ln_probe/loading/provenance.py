@@ -98,14 +98,15 @@ def transformer_lens_version() -> str:
 
 def sha256_of_files(files: Sequence[Path]) -> str:
     """SHA-256 of one file's content; of several, that of their ``sha256sum`` lines in order of name."""
-    digests = {file.name: _sha256_of_file(file) for file in files}
+    digests = {file.name: sha256_of_file(file) for file in files}
     if len(digests) == 1:
         return next(iter(digests.values()))
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _sha256_of_file(file: Path) -> str:
+def sha256_of_file(file: Path) -> str:
+    """SHA-256 of a file's content, read in blocks."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(_READ_BYTES):

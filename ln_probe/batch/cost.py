@@ -1,0 +1,119 @@
+"""What a run will cost, as far as can be told before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ln_probe.batch.corpus import SAMPLED, ShardedCorpus, shard_file
+from ln_probe.batch.plan import CALIBRATION, KEYS, UNEMBEDDING, Run
+from ln_probe.batch.suite import Target
+
+# Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt, measured on the bundled
+# models (d_head 8) and on GPT-2 small's shape (d_head 64, bench/probe.py); in between they grow about as a power.
+_SECONDS_PER_KEY = {128: 6e-5, 512: 5e-4}
+_VARIANTS = 4
+# A worker before it holds a model: Python, torch, TransformerLens, numba.
+_WORKER_BYTES = 700 * 2**20
+# Copies of the weights while a model is loaded and compared with its original: the original, ours, one in float64.
+_COPIES = 3.0
+_BYTES_PER_KEY = 56  # of results: six numbers and two codes, until the report is made
+_CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one checkpoint. Numbers that cannot be told without loading it are NaN.
+
+    Attributes:
+        units: of work; shards of them with keys to measure.
+        tokens: of all prompts.
+        seconds: of one core.
+        memory_bytes: of the worker that holds it.
+        disk_bytes: of results until the report is made.
+    """
+
+    units: int
+    tokens: float
+    seconds: float
+    memory_bytes: float
+    disk_bytes: float
+
+
+def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
+    """An estimate, good to about a factor of three; `prompts` are lengths in tokens."""
+    units = len(list(run.units())) + 1
+    shape = _shape(target)
+    limit = min(run.settings.max_tokens, shape.get("context", math.inf))
+    lengths = [min(length, limit) for length in prompts]
+    tokens = float(sum(lengths))
+    layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
+    heads = shape.get("heads", math.nan)
+    kinds = {u.kind for u in run.units()}
+    rows = sum(n * layers * (heads + 1) * _VARIANTS for n in lengths) if KEYS in kinds else 0.0
+    seconds = sum(n * layers * (heads + 1) * _VARIANTS * _per_key(n) for n in lengths) if KEYS in kinds else 0.0
+    assert CALIBRATION in kinds
+    forward = 2.0 * tokens * target.weight_bytes / 4 / 1e10  # multiplications of two passes, 10 a nanosecond
+    unembedding = 5.0 if UNEMBEDDING in kinds else 0.0
+    weights = target.weight_bytes if target.weight_bytes else math.nan
+    return Cost(
+        units, tokens, seconds + forward + unembedding, _WORKER_BYTES + _COPIES * weights, rows * _BYTES_PER_KEY
+    )
+
+
+def _per_key(tokens: float) -> float:
+    (short, low), (long, high) = sorted(_SECONDS_PER_KEY.items())
+    power = math.log(high / low) / math.log(long / short)
+    return float(low * (max(1.0, tokens) / short) ** power)
+
+
+def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
+    """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
+    from ln_probe.prompts import SAMPLED_PROMPTS, SAMPLED_TOKENS
+
+    if corpus.given == SAMPLED:
+        return [float(SAMPLED_TOKENS)] * SAMPLED_PROMPTS
+    found: list[float] = []
+    for shard in range(corpus.shards):
+        path = shard_file(folder, shard)
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            entry = json.loads(line)
+            found.append(len(entry["tokens"]) if "tokens" in entry else len(entry["text"]) / _CHARACTERS_PER_TOKEN)
+    return found
+
+
+def _shape(target: Target) -> dict[str, float]:
+    """Layers, heads and context from the configuration beside the weights, as far as it says so."""
+    from ln_probe.models import bundled_folder, bundled_models
+
+    folder = bundled_folder(target.name) if target.name in bundled_models() else Path(os.path.expanduser(target.name))
+    names = {
+        "layers": ("n_layers", "num_hidden_layers", "n_layer", "num_layers"),
+        "heads": ("n_heads", "num_attention_heads", "n_head", "num_heads"),
+        "context": ("n_ctx", "max_position_embeddings", "n_positions"),
+    }
+    config: dict[str, Any] = {}
+    for file in ("lab.json", "config.json"):
+        try:
+            held = json.loads((folder / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        config = held.get("model", held) if file == "lab.json" else held
+    return {what: float(config[n]) for what, all_names in names.items() for n in all_names[::-1] if n in config}
+
+
+def default_workers(run: Run, targets: Sequence[Target]) -> int:
+    """As many workers as there are processors, units and room in memory for."""
+    from ln_probe.batch.engines import processors
+
+    units = sum(len(list(run.units())) for t in targets if not t.error)
+    largest = max((t.weight_bytes for t in targets), default=0)
+    room = math.inf
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)
+    return int(max(1, min(processors(), units, room)))

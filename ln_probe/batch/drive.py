@@ -1,0 +1,174 @@
+"""Running a run: what is there already, who does the rest, and the index at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ln_probe.analyses.files import PARTIAL, write_atomically
+from ln_probe.batch.engines import Engine
+from ln_probe.batch.plan import WORK_FOLDER, Run, Unit, slice_of
+from ln_probe.batch.progress import Display
+from ln_probe.batch.schedule import Schedule
+from ln_probe.batch.store import DamagedError, Stored
+from ln_probe.batch.suite import Target
+from ln_probe.batch.work import DAMAGED, DONE, NO_STORAGE, is_done
+
+_TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
+
+
+class BusyError(RuntimeError):
+    """Another process is writing this folder."""
+
+
+class StoppedError(RuntimeError):
+    """The run cannot go on for any of its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part `number` (from 1) of `count`, for job arrays."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """K/N; ValueError otherwise."""
+        number, _, count = text.partition("/")
+        if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+            raise ValueError(f"--unit takes K/N with K from 1 to N, such as 3/16, got {text!r}")
+        return cls(int(number), int(count))
+
+
+@contextmanager
+def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
+    """Keep other drivers out of the folder; slices of one run may be there together.
+
+    The operating system lets go of the lock when the process ends, however it ends, and whatever the clock says.
+
+    Raises:
+        BusyError: another driver (or the same slice) is at work.
+    """
+    work = out / WORK_FOLDER
+    work.mkdir(parents=True, exist_ok=True)
+    whole = work / "driver.lock"
+    with ExitStack() as stack:
+        if part is None:
+            _hold(stack, whole, out)
+            for other in sorted(work.glob("slice-*.lock")):
+                with ExitStack() as brief:
+                    _hold(brief, other, out)
+        else:
+            _hold(stack, work / f"slice-{part.number}-of-{part.count}.lock", out)
+            with ExitStack() as brief:
+                _hold(brief, whole, out)
+        yield
+
+
+def _hold(stack: ExitStack, path: Path, out: Path) -> None:
+    who = path.with_suffix(".json")
+    try:
+        stack.enter_context(FileLock(path, timeout=0))
+    except Timeout:
+        try:
+            held = json.loads(who.read_text())
+            by = f"process {held['process']} on {held['machine']}"
+        except (OSError, ValueError, KeyError):
+            by = "another process"
+        raise BusyError(f"{out} is being written by {by}: wait for it, or choose another --out") from None
+    write_atomically(who, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
+
+
+def remains(
+    run: Run, targets: Sequence[Target], display: Display, *, fresh: bool = False, part: Slice | None = None
+) -> dict[Target, list[Unit]]:
+    """What is left to do: checkpoints without a report, with the units whose results are not there, or damaged."""
+    for left in run.work.rglob(f"*{PARTIAL}") if part is None else ():
+        left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    chosen = None if part is None else slice_of(run, targets, part.number, part.count)
+    todo: dict[Target, list[Unit]] = {}
+    for target in targets:
+        if target.error or (chosen is not None and target not in chosen):
+            continue
+        if fresh and part is None:
+            shutil.rmtree(run.folder(target), ignore_errors=True)
+        elif part is None:
+            done, why = is_done(run, target)
+            if done:
+                display.say(f"{target.label}: already done")
+                continue
+            if why:
+                display.say(f"{target.label}: {why}; doing it again")
+        todo[target] = []
+        for unit in run.units():
+            if chosen is not None and unit not in chosen[target]:
+                continue
+            path = run.path(target, unit)
+            try:
+                Stored(path, run.unit_key(target, unit))
+            except FileNotFoundError:
+                todo[target].append(unit)
+            except DamagedError as error:
+                display.say(f"{target.label}: {error}; doing it again")
+                path.unlink(missing_ok=True)
+                todo[target].append(unit)
+    return todo
+
+
+def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
+    """Have the units done.
+
+    Raises:
+        StoppedError: nothing can be stored any more.
+    """
+    idle, running = set(range(engine.workers)), dict[int, tuple[Target, Unit]]()
+    while True:
+        for worker in sorted(idle):
+            job = schedule.next(worker)
+            if job is None:
+                continue
+            idle.discard(worker)
+            running[worker] = job
+            display.began(*job)
+            engine.submit(worker, *job)
+        if not running:
+            return
+        for worker, outcome in engine.wait(_TICK):
+            target, unit = running.pop(worker)
+            idle.add(worker)
+            schedule.ended(target, unit, outcome)
+            display.ended(target, unit, outcome, schedule.left())
+            if outcome.state == NO_STORAGE:
+                raise StoppedError(outcome.error)
+            assert outcome.state in (DONE, DAMAGED) or outcome.error
+
+
+def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> dict[Target, str]:
+    """OUT/index.html: every checkpoint of the run, with its report or the reason why there is none; those reasons."""
+    from ln_probe.render.page import IndexEntry, index_page
+    from ln_probe.report import load_report
+
+    entries, failures = [], dict[Target, str]()
+    for target in targets:
+        error = errors.get(target, target.error)
+        if not error:
+            try:
+                report = load_report(run.out / target.folder)
+            except (OSError, ValueError) as problem:
+                error = f"not finished ({problem}): run its command again"
+            else:
+                entries.append(IndexEntry(target.label, f"{target.folder}/report.html", report))
+        if error:
+            failures[target] = error
+            entries.append(IndexEntry(target.label, error=error))
+    write_atomically(run.out / "index.html", index_page(entries).encode())
+    return failures

@@ -1,0 +1,152 @@
+"""Where units are done: in processes of this machine, or in this very process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from ln_probe.batch.plan import Run, Unit
+from ln_probe.batch.suite import Target
+
+if TYPE_CHECKING:
+    from ln_probe.batch.work import Outcome, Worker
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
+
+
+class Engine(Protocol):
+    """Workers that do one unit at a time each."""
+
+    workers: int
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        """Give an idle worker something to do."""
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        """What ended meanwhile, by worker; empty if nothing did within `seconds`."""
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing."""
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class LocalEngine:
+    """A process per worker. One that is killed is replaced; all of them end when this process does."""
+
+    def __init__(self, run: Run, workers: int) -> None:
+        self.run, self.workers = run, workers
+        self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._running: dict[Future[Outcome], int] = {}
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        if worker not in self._pools:
+            # A pool of one, so that it is known who does what. Spawned: torch's threads do not survive a fork.
+            self._pools[worker] = ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn"), _begin, (self.run, max(1, processors() // self.workers))
+            )
+        with _few_threads():
+            self._running[self._pools[worker].submit(_do, target, unit)] = worker
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        from ln_probe.batch.work import DIED, Outcome
+
+        done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
+        ended = []
+        for future in done:
+            worker = self._running.pop(future)
+            try:
+                outcome = future.result()
+            except BrokenProcessPool as error:
+                self._pools.pop(worker).shutdown(wait=False)
+                outcome = Outcome(DIED, f"the worker process ended ({error})")
+            ended.append((worker, outcome))
+        return ended
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._pools.clear()
+
+
+class InProcess:
+    """No worker processes: units are done here, one after another (for debugging, and for tests)."""
+
+    workers = 1
+
+    def __init__(self, run: Run) -> None:
+        import torch
+
+        from ln_probe.batch.work import Worker
+
+        self._threads = torch.get_num_threads()
+        self._worker = Worker(run)
+        self._next: tuple[Target, Unit] | None = None
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        self._next = target, unit
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        if self._next is None:
+            return []
+        (target, unit), self._next = self._next, None
+        return [(0, self._worker.do(target, unit))]
+
+    def close(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+
+
+@contextmanager
+def _few_threads() -> Iterator[None]:
+    """Processes started meanwhile use one thread in libraries that decide once, when they are imported."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(THREADS)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_worker: Worker | None = None  # of this process
+
+
+def _begin(run: Run, processors: int) -> None:
+    """What a worker process does first."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's affair
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    from ln_probe.batch.work import Worker
+
+    _worker = Worker(run, processors)
+
+
+def _end_with_driver() -> None:
+    """End this process when its parent does, however that ends: the parent holds the other end of a pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _do(target: Target, unit: Unit) -> Outcome:
+    assert _worker is not None
+    return _worker.do(target, unit)

@@ -1,0 +1,103 @@
+"""Units on a Ray cluster: an actor per worker holds its checkpoint and does one unit after another.
+
+Results go to the run's folder, which all machines have to share; what passes through Ray is a unit's name and how it
+ended.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ln_probe.batch.engines import THREAD_VARIABLES, THREADS
+from ln_probe.batch.plan import WORK_FOLDER, Run, Unit
+from ln_probe.batch.suite import Target
+from ln_probe.batch.work import DIED, Outcome
+
+
+class RayError(ValueError):
+    """Ray is not installed, or the cluster cannot do what is asked of it."""
+
+
+class RayEngine:
+    """Workers on the nodes of a Ray cluster. An actor that is lost with its node is replaced on another one.
+
+    Args:
+        run: its folder must be the same path on every node.
+        workers: number of actors; None means one per processor of the cluster (or per GPU share).
+        address: "auto" for a cluster that runs, host:port, or None to start one on this machine.
+        gpus: per actor, fractions too.
+
+    Raises:
+        RayError: Ray is missing, there is no cluster at the address, or it has no room for a worker.
+    """
+
+    def __init__(self, run: Run, workers: int | None, *, address: str | None = None, gpus: float = 0.0) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise RayError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from error
+        self._ray = ray
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RayError(f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`") from error
+        self.run, self._gpus = run, gpus
+        have = ray.cluster_resources()
+        room = int(have.get("GPU", 0) / gpus) if gpus else int(have.get("CPU", 0))
+        if room < 1:
+            raise RayError(
+                f"the Ray cluster has no room for a worker (CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)})"
+            )
+        self.workers = min(workers or room, room)
+        self._actors: dict[int, Any] = {}
+        self._running: dict[Any, int] = {}
+
+    def _actor(self) -> Any:
+        variables = dict.fromkeys(THREAD_VARIABLES, str(THREADS))
+        remote = self._ray.remote(_Actor).options(
+            num_cpus=1, num_gpus=self._gpus, max_restarts=0, max_concurrency=1, runtime_env={"env_vars": variables}
+        )
+        return remote.remote(self.run, os.getcwd())
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        if worker not in self._actors:
+            self._actors[worker] = self._actor()
+        self._running[self._actors[worker].do.remote(target, unit)] = worker
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        ended = []
+        for reference in done:
+            worker = self._running.pop(reference)
+            try:
+                outcome: Outcome = self._ray.get(reference)
+            except self._ray.exceptions.RayActorError as error:  # killed, or gone with its node
+                self._actors.pop(worker)
+                outcome = Outcome(DIED, f"the worker was lost ({str(error).strip().splitlines()[-1]})")
+            ended.append((worker, outcome))
+        return ended
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors.clear()
+        self._ray.shutdown()
+
+
+class _Actor:
+    """A worker in Ray's hands."""
+
+    def __init__(self, run: Run, folder: str) -> None:
+        from ln_probe.batch.work import Worker
+
+        if os.path.isdir(folder):
+            os.chdir(folder)  # paths mean what they mean to the driver
+        if not (run.work / "run.json").is_file():
+            raise FileNotFoundError(
+                f"{run.out / WORK_FOLDER} is not there on this node: --out must be a folder that all nodes share"
+            )
+        self._worker = Worker(run, 1)
+
+    def do(self, target: Target, unit: Unit) -> Outcome:
+        return self._worker.do(target, unit)

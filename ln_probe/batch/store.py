@@ -1,0 +1,137 @@
+"""What a work unit found out, as one file that is whole or not there and says whose result it is.
+
+A safetensors file of arrays (and tables, as parquet inside it) whose header holds the unit's key and a SHA-256 over
+all of its content: a file that was cut, altered, or made for something else is noticed before it is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.files import replacing
+
+_HEADER = "ln_probe"
+_TABLE = "table/"
+
+
+class StorageError(RuntimeError):
+    """The output folder cannot be written to: nothing a single model can help."""
+
+
+class DamagedError(ValueError):
+    """A result file is not what its unit wrote."""
+
+
+@contextmanager
+def storing(out: Path) -> Iterator[None]:
+    """Errors of the file system while it lasts become a StorageError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {out}: {error.strerror or error}. What was finished is kept: make room (or make the "
+            "folder writable) and run the same command again"
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a unit found out: arrays and tables by name, and plain JSON."""
+
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(path: Path, key: str, result: Result) -> None:
+    """Write a result aside and rename it into place.
+
+    Raises:
+        OSError: the disk is full, the folder read-only.
+    """
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(a) for name, a in result.arrays.items()}
+    for name, table in result.tables.items():
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, index=False)
+        arrays[_TABLE + name] = np.frombuffer(buffer.getvalue(), np.uint8)
+    info = json.dumps(dict(result.info), sort_keys=True)
+    digest = _digest(key, info, arrays)
+    header = json.dumps({"key": key, "sha256": digest, "info": info})
+    with replacing(path) as aside:
+        try:
+            save_file(arrays, aside, metadata={_HEADER: header})
+        except Exception as error:  # safetensors wraps errors of the file system in its own class
+            raise _as_os_error(error) from error
+
+
+def _as_os_error(error: Exception) -> Exception:
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"os error (\d+)", str(error))
+    return error if code is None else OSError(int(code[1]), str(error))
+
+
+def _digest(key: str, info: str, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(f"{key}\n{info}\n".encode())
+    for name in sorted(arrays):
+        _update(digest, name, arrays[name])
+    return digest.hexdigest()
+
+
+def _update(digest: hashlib._Hash, name: str, array: np.ndarray) -> None:
+    digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+    digest.update(array.tobytes())
+
+
+class Stored:
+    """A result on disk, verified when it is opened; arrays are read when they are asked for.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: it is truncated, altered, or another unit's.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing")
+        try:
+            with safe_open(path, framework="np") as file:
+                header = json.loads(file.metadata()[_HEADER])
+                self.names = tuple(sorted(file.keys()))
+                info: str = header["info"]
+                digest = hashlib.sha256(f"{header['key']}\n{info}\n".encode())
+                for name in self.names:
+                    _update(digest, name, file.get_tensor(name))
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{path} is damaged ({error})") from error
+        if digest.hexdigest() != header["sha256"]:
+            raise DamagedError(f"{path} is damaged (its content is not what was written)")
+        if header["key"] != key:
+            raise DamagedError(f"{path} is the result of something else")
+        self.info: dict[str, Any] = json.loads(info)
+
+    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
+        """The arrays whose names begin with `prefix`, by the rest of their names."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="np") as file:
+            return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.read_parquet(io.BytesIO(self.arrays(_TABLE + name)[""].tobytes()))

@@ -1,0 +1,208 @@
+"""Which checkpoints a run is about: models times training steps, and what each of them is, by hash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ln_probe.report import slug
+
+_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # beside the weights: configuration and tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """One checkpoint to report on.
+
+    Attributes:
+        name: what `load_model` takes.
+        revision: the training step or hub revision; None if there is only one.
+        folder: of its report, under the output folder.
+        identity: hash of what would be loaded (files, or the hub's commit); empty if it could not be found out.
+        weight_bytes: size of the weights on disk, 0 if unknown.
+        error: why it cannot be loaded, as far as can be seen without loading it.
+    """
+
+    name: str
+    revision: str | None
+    folder: str
+    identity: str = ""
+    weight_bytes: int = 0
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name if self.revision is None else f"{self.name} · {self.revision}"
+
+
+class SuiteError(ValueError):
+    """The list of models and checkpoints makes no sense as it stands."""
+
+
+def suite(
+    models: Sequence[str], checkpoints: str | None = None, revision: str | None = None, *, allow_pickle: bool = False
+) -> list[Target]:
+    """The checkpoints that are asked for, in order; one that cannot be found says so in its `error`.
+
+    Args:
+        models: names and paths.
+        checkpoints: "all", or training steps separated by commas; None means the models as they are.
+        revision: branch, tag or commit on the hub.
+        allow_pickle: whether weights may come as pickles.
+
+    Raises:
+        SuiteError: a model or step is given twice; steps that are no numbers; both checkpoints and a revision.
+    """
+    _refuse_repeated(models)
+    steps = _steps(checkpoints)
+    if checkpoints is not None and revision is not None:
+        raise SuiteError(f"--checkpoints {checkpoints} and --revision {revision} exclude each other: give one")
+    chosen: list[tuple[str, str | None, str]] = []
+    for name in models:
+        if checkpoints is None:
+            chosen.append((name, revision, ""))
+            continue
+        try:
+            chosen += [(n, r, "") for n, r in _versions(name, steps)]
+        except Exception as error:  # one model must not take the others with it
+            chosen.append((name, None, _said(error)))
+    targets, taken = [], set[str]()
+    for name, version, wrong in chosen:
+        folder = _folder(name, version, taken)
+        taken.add(folder)
+        if wrong:
+            targets.append(Target(name, version, folder, error=wrong))
+            continue
+        try:
+            identity, size = _identify(name, version, allow_pickle)
+        except Exception as problem:
+            targets.append(Target(name, version, folder, error=_said(problem)))
+        else:
+            targets.append(Target(name, version, folder, identity, size))
+    return targets
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _refuse_repeated(models: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for name in models:
+        path = os.path.expanduser(name)
+        real = os.path.realpath(path) if os.path.exists(path) else name
+        if real in seen:
+            same = "" if seen[real] == name else f" (as {seen[real]!r} before)"
+            raise SuiteError(f"{name!r} is given twice{same}")
+        seen[real] = name
+
+
+def _steps(checkpoints: str | None) -> list[int] | None:
+    if checkpoints in (None, "all"):
+        return None
+    steps: list[int] = []
+    for part in str(checkpoints).split(","):
+        if not part.strip().isdigit():
+            raise SuiteError(f"--checkpoints takes 'all' or training steps such as 0,1000, got {checkpoints!r}")
+        if int(part) in steps:
+            raise SuiteError(f"--checkpoints {checkpoints}: step {int(part)} is given twice")
+        steps.append(int(part))
+    return steps
+
+
+def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]]:
+    """(name, revision) of each training step of a model; all of them if `steps` is None."""
+    from ln_probe.loading import hub
+    from ln_probe.models import bundled_models, kind_of
+
+    path = Path(os.path.expanduser(name))
+    subfolders = _step_folders(path)
+    kind = "folder" if subfolders else kind_of(name, path)
+    if kind == "lab":
+        from ln_probe.analyses.lab.training import checkpoint_steps
+
+        wanted = checkpoint_steps(path) if steps is None else steps
+        if not wanted:
+            raise ValueError(f"{name} keeps no checkpoints: leave out --checkpoints")
+        return [(name, f"step{step}") for step in wanted]
+    if kind == "hub":
+        repository = hub.official_name(name, also=tuple(bundled_models()))
+        if steps is None:
+            branches = hub.checkpoints(repository)
+            if not branches:
+                raise ValueError(f"{repository} has no branches that are training steps: leave out --checkpoints")
+            return [(name, branch) for branch in branches]
+        return [(name, hub.hub_revision(repository, str(step))) for step in steps]
+    if subfolders:
+        missing = [step for step in steps or () if step not in subfolders]
+        if missing:
+            held = ", ".join(map(str, subfolders))
+            raise FileNotFoundError(f"{name} holds no checkpoint of step {missing[0]}; steps it has: {held}")
+        return [(str(subfolders[step]), None) for step in (subfolders if steps is None else steps)]
+    raise ValueError(f"{name} is one checkpoint, not a suite: leave out --checkpoints")
+
+
+def _step_folders(path: Path) -> dict[int, Path]:
+    """Subfolders checkpoint-N or stepN that hold a model, by step: what Hugging Face's Trainer writes."""
+    from ln_probe.loading.hub import step_of
+
+    if not path.is_dir() or (path / "config.json").is_file():
+        return {}
+    found = {step_of(child.name): child for child in path.iterdir() if (child / "config.json").is_file()}
+    return {step: found[step] for step in sorted(s for s in found if s is not None)}
+
+
+def _folder(name: str, revision: str | None, taken: set[str]) -> str:
+    short = slug(name)
+    path = Path(name)
+    if short.startswith(("checkpoint-", "step")) and path.is_dir():  # of a suite of folders
+        short = f"{slug(path.parent.name)}-{short}"
+    base = short if revision is None else f"{short}-{slug(revision)}"
+    number, folder = 1, base
+    while folder in taken:
+        number += 1
+        folder = f"{base}-{number}"
+    return folder
+
+
+def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str, int]:
+    """Hash of what would be loaded, and the bytes of its weights (0 if they are not here yet)."""
+    from ln_probe.loading import hub
+    from ln_probe.loading.folder import inspect_folder
+    from ln_probe.models import bundled_folder, bundled_models, kind_of
+
+    path = Path(os.path.expanduser(name))
+    kind = kind_of(name, path)
+    if kind == "hub":
+        repository = hub.official_name(name, also=tuple(bundled_models()))
+        return f"{repository}@{hub.commit(repository, revision=revision)}", 0
+    if kind in ("lab", "bundled"):
+        from ln_probe.analyses.lab.training import weights_of
+
+        folder = path if kind == "lab" else bundled_folder(name)
+        weights = weights_of(folder, _lab_step(revision))
+        beside = [folder / "lab.json", folder / "tokenizer.json"]
+        return _hash([weights, *(p for p in beside if p.is_file())]), weights.stat().st_size
+    if revision is not None:
+        raise ValueError(f"{name} is a local {kind}: it holds one version, not a revision {revision!r}")
+    if kind == "gguf":
+        return _hash([path]), path.stat().st_size
+    checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
+    beside = sorted({p for pattern in _CONFIG_FILES for p in path.glob(pattern)} - set(checkpoint.weights))
+    return _hash([*checkpoint.weights, *beside]), sum(p.stat().st_size for p in checkpoint.weights)
+
+
+def _lab_step(revision: str | None) -> int | None:
+    from ln_probe.models import lab_step
+
+    return None if revision is None else lab_step(revision)
+
+
+def _hash(files: Sequence[Path]) -> str:
+    from ln_probe.loading.provenance import sha256_of_file
+
+    lines = [f"{path.name} {sha256_of_file(path)}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
