@@ -135,3 +135,25 @@ def mgm() -> Path:
     if not path or not Path(path, "config.json").exists():
         pytest.skip("set LN_PROBE_MGM to the general_model folder of the package microformer-mgm==0.5.8")
     return Path(path)
+
+
+@pytest.fixture(scope="session")
+def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
+    from ln_probe.analyses.lab.language_model import TextTask
+    from ln_probe.analyses.lab.model import LabConfig
+    from ln_probe.analyses.lab.training import TrainConfig, train
+
+    home = tmp_path_factory.mktemp("lab runs ü")
+    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
+    drawn = torch.randint(len(words), (3000,), generator=torch.Generator().manual_seed(0))
+    text = home / "text.txt"
+    text.write_text(" ".join(words[i] for i in drawn.tolist()))
+    task = TextTask([text], d_vocab=300, n_ctx=16)
+    schedule = TrainConfig(steps=6, batch=4, evaluate_every=6, state_every=6, save_at=(0, 2, 4))
+    runs = []
+    for norm in ("layernorm", "projection_only"):
+        config = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16, norm=norm)
+        train(task, config, schedule, home / f"run {norm}", progress=False)
+        runs.append(home / f"run {norm}")
+    return runs

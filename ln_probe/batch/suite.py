@@ -114,7 +114,7 @@ def _steps(checkpoints: str | None) -> list[int] | None:
 
 
 def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]]:
-    """(name, revision) of each training step of a model; all of them if `steps` is None."""
+    """(name, revision) of each training step of a model; all there are if `steps` is None (of a single one, itself)."""
     from ln_probe.loading import hub
     from ln_probe.models import bundled_models, kind_of
 
@@ -125,16 +125,11 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
         from ln_probe.analyses.lab.training import checkpoint_steps
 
         wanted = checkpoint_steps(path) if steps is None else steps
-        if not wanted:
-            raise ValueError(f"{name} keeps no checkpoints: leave out --checkpoints")
-        return [(name, f"step{step}") for step in wanted]
+        return [(name, f"step{step}") for step in wanted] or [(name, None)]
     if kind == "hub":
         repository = hub.official_name(name, also=tuple(bundled_models()))
         if steps is None:
-            branches = hub.checkpoints(repository)
-            if not branches:
-                raise ValueError(f"{repository} has no branches that are training steps: leave out --checkpoints")
-            return [(name, branch) for branch in branches]
+            return [(name, branch) for branch in hub.checkpoints(repository)] or [(name, None)]
         return [(name, hub.hub_revision(repository, str(step))) for step in steps]
     if subfolders:
         missing = [step for step in steps or () if step not in subfolders]
@@ -142,7 +137,9 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
             held = ", ".join(map(str, subfolders))
             raise FileNotFoundError(f"{name} holds no checkpoint of step {missing[0]}; steps it has: {held}")
         return [(str(subfolders[step]), None) for step in (subfolders if steps is None else steps)]
-    raise ValueError(f"{name} is one checkpoint, not a suite: leave out --checkpoints")
+    if steps is None:
+        return [(name, None)]
+    raise ValueError(f"{name} is one checkpoint, it has no training steps: leave out --checkpoints, or give 'all'")
 
 
 def _step_folders(path: Path) -> dict[int, Path]:

@@ -1,0 +1,136 @@
+"""kill -9, a full disk and a lost worker: the same command goes on, and the tables come out byte for byte the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]
+TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+
+
+class Batch:
+    """One `ln-probe report` command, to be run in processes of its own."""
+
+    def __init__(self, home: Path, models: list[Path], *options: str, workers: int = 2) -> None:
+        self.prompts = home / "pröm pts.jsonl"
+        self.prompts.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
+        self.arguments = [
+            *map(str, models), "--prompts", str(self.prompts), "--shard", "1", "--max-tokens", "12",
+            "--workers", str(workers), *options,
+        ]  # fmt: skip
+
+    def start(self, out: Path, limit: int | None = None) -> subprocess.Popen[str]:
+        def restrict() -> None:
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        return subprocess.Popen(
+            [sys.executable, "-m", "ln_probe.cli", "report", *self.arguments, "--out", str(out)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=restrict,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def finish(self, out: Path, limit: int | None = None) -> tuple[int, str]:
+        process = self.start(out, limit)
+        said, _ = process.communicate(timeout=900)
+        return process.returncode, said
+
+
+def tables(out: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
+    assert {Path(name).stem for name in found} == set(TABLES)
+    return found
+
+
+def workers_of(driver: psutil.Process) -> list[psutil.Process]:
+    return [p for p in driver.children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def wait_for(seconds: float, what: object) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def kill_one(batch: Batch, out: Path, after: float, victim: str, expected: dict[str, bytes]) -> str:
+    """Start, kill -9 the driver or a worker after some seconds, have the same command finish; what was killed."""
+    process = batch.start(out)
+    driver = psutil.Process(process.pid)
+    time.sleep(after)
+    workers = workers_of(driver) if process.poll() is None else []
+    killed = "nothing (it was over)"
+    if victim == "worker" and workers:
+        killed = "a worker"
+        random.choice(workers).send_signal(signal.SIGKILL)
+    elif victim == "driver" and process.poll() is None:
+        killed = f"the driver with {len(workers)} workers"
+        process.kill()
+        process.wait()
+        assert wait_for(10, lambda: not any(w.is_running() and w.status() != "zombie" for w in workers))
+    said, _ = process.communicate(timeout=900)
+    if process.returncode != 0:
+        assert killed.startswith("the driver"), said  # a driver survives its workers
+        code, said = batch.finish(out)
+        assert code == 0, said
+    assert tables(out) == expected
+    return killed
+
+
+def test_killed_drivers_and_workers(lab_suite: list[Path], tmp_path: Path) -> None:
+    batch = Batch(tmp_path, lab_suite, "--probes", "decomposition,selectability,uniformity")
+    start = time.monotonic()
+    code, said = batch.finish(tmp_path / "whole")
+    took = time.monotonic() - start
+    assert code == 0, said
+    expected = tables(tmp_path / "whole")
+    kill_one(batch, tmp_path / "driver", 0.8 * took, "driver", expected)
+    kill_one(batch, tmp_path / "worker", 0.7 * took, "worker", expected)
+
+
+@pytest.mark.slow
+def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> None:
+    """Ten checkpoints in three shards each: two lab runs at four steps, and two real ones."""
+    real = [shared / "checkpoints" / "capp_gpt", Path("lm-layernorm")]
+    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all")
+    start = time.monotonic()
+    code, said = batch.finish(tmp_path / "whole")
+    took = time.monotonic() - start
+    assert code == 0, said
+    expected = tables(tmp_path / "whole")
+    assert len(expected) == 10 * len(TABLES)
+    generator = random.Random(0)
+    for number in range(20):
+        victim = "driver" if number % 2 else "worker"
+        after = generator.uniform(0, took)
+        killed = kill_one(batch, tmp_path / f"kill {number}", after, victim, expected)
+        print(f"kill {number}: {killed} after {after:.1f} s of {took:.1f} s: identical", flush=True)
+
+
+def test_a_full_disk(lab_suite: list[Path], tmp_path: Path) -> None:
+    """Files may not grow past 8 kB: the results of units do. What is there stays whole, and the run goes on later."""
+    batch = Batch(tmp_path, lab_suite[:1], "--probes", "decomposition,selectability,uniformity", workers=1)
+    code, said = batch.finish(tmp_path / "out", limit=8192)
+    assert code == 1, said
+    assert "cannot write to" in said
+    assert "run the same command again" in said
+    assert not list((tmp_path / "out").rglob("*.parquet"))
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    code, said = batch.finish(tmp_path / "out")
+    assert code == 0, said
+    code, said = batch.finish(tmp_path / "other")
+    assert code == 0, said
+    assert tables(tmp_path / "out") == tables(tmp_path / "other")
