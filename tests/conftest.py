@@ -88,6 +88,12 @@ def make_twins() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def hf_model() -> Callable[[str], Any]:
+    """Tiny Hugging Face models with random weights, by architecture."""
+    return hugging_face
+
+
+@pytest.fixture
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
     pytest.importorskip("transformer_lens")

@@ -57,7 +57,7 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         FileNotFoundError, ValueError, ConnectionError: as `corpus.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    from ln_probe.prompts import SAMPLED_PROMPTS, bundled_texts
+    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name

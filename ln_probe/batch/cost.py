@@ -74,7 +74,7 @@ def _per_key(tokens: float) -> float:
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
-    from ln_probe.prompts import SAMPLED_PROMPTS, SAMPLED_TOKENS
+    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, SAMPLED_TOKENS
 
     if corpus.given == SAMPLED:
         return [float(SAMPLED_TOKENS)] * SAMPLED_PROMPTS

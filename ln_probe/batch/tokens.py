@@ -16,8 +16,8 @@ from torch import Tensor
 from ln_probe.batch import corpus, store
 from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
-from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.hooks.default_tokens import tokenizer_of
+from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.prompts import Prompts, make_prompts
 
 

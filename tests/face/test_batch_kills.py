@@ -90,15 +90,49 @@ def kill_one(batch: Batch, out: Path, after: float, victim: str, expected: dict[
     return killed
 
 
-def test_killed_drivers_and_workers(lab_suite: list[Path], tmp_path: Path) -> None:
-    batch = Batch(tmp_path, lab_suite, "--probes", "decomposition,selectability,uniformity")
+SHORT = ("--probes", "decomposition,selectability,uniformity", "--layers", "1")
+
+
+@pytest.fixture(scope="module")
+def whole(lab_suite: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Batch, dict[str, bytes], float]:
+    """A command, the tables it makes when nobody disturbs it, and how long that takes."""
+    home = tmp_path_factory.mktemp("whole")
+    batch = Batch(home, lab_suite, *SHORT)
     start = time.monotonic()
-    code, said = batch.finish(tmp_path / "whole")
-    took = time.monotonic() - start
+    code, said = batch.finish(home / "out")
     assert code == 0, said
-    expected = tables(tmp_path / "whole")
-    kill_one(batch, tmp_path / "driver", 0.8 * took, "driver", expected)
-    kill_one(batch, tmp_path / "worker", 0.7 * took, "worker", expected)
+    return batch, tables(home / "out"), time.monotonic() - start
+
+
+def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    batch, expected, _ = whole
+    process = batch.start(tmp_path / "out")
+    driver = psutil.Process(process.pid)
+    assert wait_for(120, lambda: workers_of(driver))
+    workers_of(driver)[0].kill()
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    assert "the worker process ended" in said
+    assert tables(tmp_path / "out") == expected
+
+
+def test_a_killed_driver_takes_its_workers_along(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    batch, expected, took = whole
+    kill_one(batch, tmp_path / "out", 0.7 * took, "driver", expected)
+
+
+def test_a_full_disk(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
+    """Files may not grow past 4 kB: the results of units do. What is there stays whole, and the run goes on later."""
+    batch, expected, _ = whole
+    code, said = batch.finish(tmp_path / "out", limit=4096)
+    assert code == 1, said
+    assert "cannot write to" in said
+    assert "run the same command again" in said
+    assert not list((tmp_path / "out").rglob("*.parquet"))
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    code, said = batch.finish(tmp_path / "out")
+    assert code == 0, said
+    assert tables(tmp_path / "out") == expected
 
 
 @pytest.mark.slow
@@ -118,19 +152,3 @@ def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> No
         after = generator.uniform(0, took)
         killed = kill_one(batch, tmp_path / f"kill {number}", after, victim, expected)
         print(f"kill {number}: {killed} after {after:.1f} s of {took:.1f} s: identical", flush=True)
-
-
-def test_a_full_disk(lab_suite: list[Path], tmp_path: Path) -> None:
-    """Files may not grow past 8 kB: the results of units do. What is there stays whole, and the run goes on later."""
-    batch = Batch(tmp_path, lab_suite[:1], "--probes", "decomposition,selectability,uniformity", workers=1)
-    code, said = batch.finish(tmp_path / "out", limit=8192)
-    assert code == 1, said
-    assert "cannot write to" in said
-    assert "run the same command again" in said
-    assert not list((tmp_path / "out").rglob("*.parquet"))
-    assert not list((tmp_path / "out").rglob("*.partial"))
-    code, said = batch.finish(tmp_path / "out")
-    assert code == 0, said
-    code, said = batch.finish(tmp_path / "other")
-    assert code == 0, said
-    assert tables(tmp_path / "out") == tables(tmp_path / "other")

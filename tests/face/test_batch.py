@@ -1,0 +1,370 @@
+"""Batch reports: the same tables however the work is divided, resumed or joined; bad input is told apart and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import ln_probe
+from ln_probe.batch.drive import BusyError, Slice, locked
+from ln_probe.batch.plan import CALIBRATION, KEYS, REPORT, Unit
+from ln_probe.batch.schedule import ATTEMPTS, Schedule
+from ln_probe.batch.store import DamagedError, Result, Stored, write
+from ln_probe.batch.suite import SuiteError, Target, suite
+from ln_probe.batch.work import DAMAGED, DIED, DONE, FAILED, Outcome
+from ln_probe.cli import app
+
+runner = CliRunner()
+TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+
+
+def command(*args: object) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(map(str, args)))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def report(*args: object) -> tuple[int, str, str]:
+    return command("report", "--workers", 0, *args)
+
+
+def tables(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "texts.jsonl"
+    texts = [
+        "the lamp was lit",
+        "and the ships came home before the ice came again; the lamp was lit",
+        "ice",
+        "again; the lamp",
+        "ships, ships",
+    ]
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(lab_suite: list[Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run over two checkpoints, in one shard."""
+    out = tmp_path_factory.mktemp("whole")
+    code, _, said = report(*lab_suite, "--prompts", prompts, "--out", out, "--max-tokens", 9, "--shard", 99)
+    assert code == 0, said
+    return out
+
+
+def test_tables_are_those_of_analyze(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what every worker has
+    try:
+        model = ln_probe.load_model(lab_suite[1])
+        alone = ln_probe.analyze(model, prompts, max_tokens=9, progress=False)
+    finally:
+        torch.set_num_threads(threads)
+    alone.save(tmp_path / "run-projection_only")
+    expected = tables(tmp_path)
+    assert len(expected) == len(TABLES)
+    assert [n for n, content in expected.items() if tables(whole)[n] != content] == []
+    made = ln_probe.load_report(whole / "run-projection_only")
+    assert made.notes == alone.notes
+    assert any("1 of 5 prompts were cut to 9 tokens" in note for note in made.notes)
+    for part in ("model", "prompts", "arguments", "constants", "thresholds", "random_angle_deg", "versions"):
+        assert made.provenance[part] == alone.provenance[part], part
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_tables_do_not_depend_on_the_shards(
+    shard: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
+) -> None:
+    code, _, said = report(
+        *lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard
+    )  # fmt: skip
+    assert code == 0, said
+    assert tables(tmp_path) == tables(whole)
+    assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
+
+
+def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+    line = [*lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", 2]
+    for part in (1, 3):
+        code, printed, said = report(*line, "--unit", f"{part}/3", "--json")
+        assert code == 0, said
+        assert json.loads(printed)["units"] > 0
+    code, _, said = command("merge", tmp_path, "--workers", 0)
+    assert code == 1
+    assert "missing: run its slice again" in said
+    assert report(*line, "--unit", "2/3")[0] == 0
+    first, second = sorted((tmp_path / ".ln_probe" / "units").rglob("keys-00000.safetensors"))
+    content = bytearray(first.read_bytes())
+    content[-3] ^= 1  # a single bit of a number
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-10])
+    code, _, said = report(*line, "--unit", "1/3")
+    assert code == 0
+    assert "is damaged (its content is not what was written); doing it again" in said
+    for part in (2, 3):
+        assert report(*line, "--unit", f"{part}/3")[0] == 0
+    for file in (first, second):
+        os.utime(file, (4e9, 4e9))  # a clock that jumped: files of the year 2096
+    code, _, said = command("merge", tmp_path, "--workers", 0)
+    assert code == 0, said
+    assert tables(tmp_path) == tables(whole)
+    assert "run-layernorm" in (tmp_path / "index.html").read_text()
+
+
+def test_done_is_done_unless_it_is_damaged(whole: Path, lab_suite: list[Path], prompts: Path) -> None:
+    line = [*lab_suite, "--prompts", prompts, "--out", whole, "--max-tokens", 9]
+    before = tables(whole)
+    page = whole / "run-layernorm" / "report.html"
+    stamp = page.stat().st_mtime_ns
+    code, _, said = report(*line)
+    assert code == 0
+    assert said.count("already done") == 2
+    table = whole / "run-layernorm" / "heads.parquet"
+    table.write_bytes(table.read_bytes()[:-1] + b"?")
+    code, _, said = report(*line)
+    assert code == 0
+    assert f"{table} is damaged or missing; doing it again" in said
+    assert said.count("already done") == 1
+    assert page.stat().st_mtime_ns > stamp
+    assert tables(whole) == before
+
+
+def test_two_runs_in_one_folder(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+    line = ["--prompts", prompts, "--out", whole]
+    code, _, said = report(*lab_suite, *line, "--max-tokens", 8)
+    assert code == 2
+    assert f"{whole} holds another run (max_tokens: 9 there, 8 now): choose another --out, or --fresh" in said
+    changed = tmp_path / prompts.name
+    changed.write_text(prompts.read_text() + json.dumps({"text": "one more"}) + "\n")
+    code, _, said = report(*lab_suite, "--prompts", changed, "--out", whole, "--max-tokens", 9)
+    assert code == 2
+    assert "prompts_sha256:" in said
+    with locked(whole):
+        code, _, said = report(*lab_suite, *line, "--max-tokens", 9)
+        assert code == 2
+        assert f"{whole} is being written by process {os.getpid()} on" in said
+        with pytest.raises(BusyError), locked(whole, Slice(1, 2)):
+            pass
+    with locked(whole, Slice(1, 2)), locked(whole, Slice(2, 2)), pytest.raises(BusyError), locked(whole):
+        pass
+
+
+def test_more_models_join_a_folder_and_fresh_replaces_it(lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+    line = ["--prompts", prompts, "--out", tmp_path, "--probes", "decomposition", "--checkpoints"]
+    assert report(lab_suite[0], *line, "0,4")[0] == 0
+    code, printed, said = report(lab_suite[0], *line, "6", "--json")
+    assert code == 0, said
+    entries = json.loads(printed)["models"]
+    assert [e["revision"] for e in entries] == ["step0", "step4", "step6"]
+    assert all(Path(e["page"]).is_file() for e in entries)
+    assert {p.name for p in tmp_path.iterdir()} >= {"run-layernorm-step0", "run-layernorm-step4", "run-layernorm-step6"}
+    made = ln_probe.load_report(tmp_path / "run-layernorm-step4")
+    assert made.provenance["model"]["revision"] == "step4"
+    code, printed, said = report(lab_suite[0], *line, "2", "--fresh", "--max-tokens", "8", "--json")
+    assert code == 0, said
+    assert [e["revision"] for e in json.loads(printed)["models"]] == ["step2"]
+
+
+def test_one_failing_model_among_five(lab_suite: list[Path], capp: Path, prompts: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for name in ("lab.json", "tokenizer.json"):
+        (damaged / name).write_bytes((lab_suite[0] / name).read_bytes())
+    (damaged / "model.safetensors").write_bytes((lab_suite[0] / "model.safetensors").read_bytes()[:-100])
+    out = tmp_path / "out"
+    models = [lab_suite[0], damaged, lab_suite[1], "lm-layernorm", "lm-projection_only"]
+    code, printed, said = report(
+        *models, "--prompts", prompts, "--out", out, "--max-tokens", 6, "--probes", "decomposition", "--json"
+    )  # fmt: skip
+    assert code == 1
+    entries = {e["model"]: e for e in json.loads(printed)["models"]}
+    assert sum(e["error"] is None for e in entries.values()) == 4
+    assert "model.safetensors cannot be read" in entries[str(damaged)]["error"]
+    assert "it is truncated or corrupt" in said
+    index = (out / "index.html").read_text()
+    assert "it is truncated or corrupt" in index
+    assert index.count("report.html") >= 4
+
+
+def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
+    run = str(lab_suite[0])
+    assert [t.revision for t in suite([run], "all")] == ["step0", "step2", "step4", "step6"]
+    assert len({t.identity for t in suite([run], "all")}) == 4
+    (missing,) = suite([run], "3")
+    assert "no checkpoint of step 3; steps it has: 0, 2, 4, 6" in missing.error
+    assert suite(["lm-layernorm"], "all")[0].revision is None
+    assert "it is one checkpoint" in suite(["lm-layernorm"], "5")[0].error or "has no training steps" in (
+        suite(["lm-layernorm"], "5")[0].error
+    )
+    assert "nothing-of-the-kind" in suite(["nothing-of-the-kind"])[0].error
+    same = str(lab_suite[0].parent / "." / lab_suite[0].name) + "/"
+    for models, steps, revision, said in (
+        ([run, run], None, None, "is given twice"),
+        ([run, same], None, None, r"is given twice \(as "),
+        ([run], "0,2,0", None, "--checkpoints 0,2,0: step 0 is given twice"),
+        ([run], "0,x", None, "--checkpoints takes 'all' or training steps such as 0,1000, got '0,x'"),
+        ([run], "0", "step2", "exclude each other"),
+    ):
+        with pytest.raises(SuiteError, match=said):
+            suite(models, steps, revision)
+
+
+def test_a_folder_of_checkpoints_is_a_suite(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    """What a trainer leaves: one folder per step."""
+    for step in (1000, 0):
+        hf_model("gpt2").save_pretrained(tmp_path / "training" / f"checkpoint-{step}")
+    found = suite([str(tmp_path / "training")], "all")
+    assert [t.name for t in found] == [str(tmp_path / "training" / f"checkpoint-{s}") for s in (0, 1000)]
+    assert [t.folder for t in found] == ["training-checkpoint-0", "training-checkpoint-1000"]
+    assert not any(t.error for t in found)
+    code, _, said = report(
+        tmp_path / "training", "--checkpoints", "all", "--out", tmp_path / "out", "--max-tokens", 6,
+        "--probes", "decomposition",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "no tokenizer" in (tmp_path / "out" / "training-checkpoint-0" / "report.json").read_text()
+
+
+def test_the_plan_loads_nothing(lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, printed, _ = command("plan", *lab_suite, "--prompts", prompts, "--out", out, "--shard", 2, "--json")
+    assert code == 0
+    found = json.loads(printed)
+    assert found["shards"] == 3
+    assert [m["units"] for m in found["models"]] == [6, 6]  # calibration, three shards, unembedding, report
+    assert all(m["tokens"] > 0 and m["seconds"] > 0 and m["memory_bytes"] > 1e8 for m in found["models"])
+    assert not out.exists()
+    code, text, _ = command("report", lab_suite[0], "no-such-model", "--prompts", prompts, "--out", out, "--dry-run")
+    assert code == 1
+    assert "2 shards of 4 prompts: about" in text
+    assert "no-such-model  failed: ValueError: No model is called" in text
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--unit", "0/3"], "--unit takes K/N with K from 1 to N, such as 3/16, got '0/3'"),
+    (["--unit", "4/3"], "got '4/3'"),
+    (["--unit", "1/2", "--fresh"], "--fresh would delete what other slices have done"),
+    (["--engine", "slurm"], "--engine must be one of local, ray, got 'slurm'"),
+    (["--checkpoints", "last"], "--checkpoints takes 'all' or training steps"),
+    (["--prompts", "hf:some/data?splitt=train"], "there is no option 'splitt'"),
+    (["--probes", " , "], "names no probe"),
+])  # fmt: skip
+def test_bad_arguments(options: list[str], said: str, tmp_path: Path) -> None:
+    code, _, error = report("lm-layernorm", "--out", tmp_path / "out", *options)
+    assert code == 2
+    assert said in error
+
+
+def test_merging_what_is_not_there(tmp_path: Path) -> None:
+    code, _, said = command("merge", tmp_path)
+    assert code == 2
+    assert f"{tmp_path} holds no run of ln-probe report" in said
+
+
+# ------------------------------------------------------------------------------------------------- result files
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_altered_byte_of_a_result_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("store") / "unit.safetensors"
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b/ü": np.array([3], np.int8)}
+    write(path, "key", Result(arrays, info={"says": "hello", "nan": float("nan")}))
+    stored = Stored(path, "key")
+    assert stored.info["says"] == "hello"
+    np.testing.assert_array_equal(stored.arrays("b/")["ü"], arrays["b/ü"])
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    try:
+        again = Stored(path, "key")
+    except DamagedError:
+        return
+    # only white space of the header may change without changing what is read
+    assert again.info["says"] == "hello"
+    np.testing.assert_array_equal(again.arrays("")["a"], arrays["a"])
+
+
+def test_a_result_of_something_else(tmp_path: Path) -> None:
+    write(tmp_path / "unit", "one key", Result({"a": np.ones(2)}))
+    with pytest.raises(DamagedError, match="is the result of something else"):
+        Stored(tmp_path / "unit", "another key")
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        Stored(tmp_path / "nothing", "key")
+
+
+# ------------------------------------------------------------------------------------------------------ schedule
+
+
+def targets(count: int) -> list[Target]:
+    return [Target(f"m{i}", None, f"m{i}", "x") for i in range(count)]
+
+
+def units(shards: int) -> list[Unit]:
+    return [Unit(CALIBRATION), *(Unit(KEYS, k) for k in range(shards))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0, 10**6))
+def test_every_unit_once_in_order_and_few_loads(models: int, shards: int, workers: int, seed: int) -> None:
+    generator = random.Random(seed)
+    schedule = Schedule({t: units(shards) for t in targets(models)})
+    assert len(schedule) == models * (shards + 2)
+    running: dict[int, tuple[Target, Unit]] = {}
+    done: dict[Target, list[Unit]] = {t: [] for t in targets(models)}
+    loads: list[tuple[int, Target]] = []
+    while True:
+        for worker in range(workers):
+            if worker not in running and (job := schedule.next(worker)) is not None:
+                running[worker] = job
+                if job[1].kind != REPORT and (worker, job[0]) not in loads:
+                    loads.append((worker, job[0]))
+        if not running:
+            break
+        worker = generator.choice(sorted(running))
+        target, unit = running.pop(worker)
+        if generator.random() < 0.1 and unit.kind == KEYS:
+            schedule.ended(target, unit, Outcome(DAMAGED, "bad", again=(Unit(CALIBRATION),)))
+            continue
+        done[target].append(unit)
+        schedule.ended(target, unit, Outcome(DONE))
+    for target, order in done.items():
+        if target in schedule.errors:
+            continue
+        assert sorted(u.shard for u in order if u.kind == KEYS) == list(range(shards))
+        assert order[0] == Unit(CALIBRATION)
+        assert order[-1] == Unit(REPORT)
+    if workers == 1:
+        assert len(loads) == models
+    assert len(loads) <= models + workers * (workers - 1) + workers
+
+
+def test_a_unit_that_kills_its_workers_fails_its_model_alone() -> None:
+    bad, good = targets(2)
+    schedule = Schedule({bad: units(2), good: units(1)})
+    for _ in range(ATTEMPTS):
+        target, unit = schedule.next(0) or pytest.fail("nothing to do")
+        assert (target, unit) == (bad, Unit(CALIBRATION))
+        schedule.ended(target, unit, Outcome(DIED, "killed"))
+    assert "its worker died 3 times during calibration (killed)" in schedule.errors[bad]
+    assert schedule.next(0) == (good, Unit(CALIBRATION))
+    schedule.ended(good, Unit(CALIBRATION), Outcome(FAILED, "ValueError: no"))
+    assert schedule.next(0) is None
+    assert schedule.errors[good] == "ValueError: no"
