@@ -126,7 +126,7 @@ class Selectability:
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
                 k = heads.keys(site.affine(normalized))
-                uniform, most = uniformity.measure(heads, site, q, k, axes, q_plain)
+                uniform, weights = uniformity.measure(heads, site, q, k, axes, q_plain)
                 geometry = observed = None
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
@@ -135,7 +135,7 @@ class Selectability:
                     if query_set is not None and site.layer in self.radii:
                         rho = self.radii[site.layer][chosen][:, None, None]
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
-                known[same] = geometry, uniform, most[chosen].numpy(), observed
+                known[same] = geometry, uniform, weights[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
             group = self._group(prompt, len(y), site, HEAD, variant, heads.W_K.shape[-1], chosen)
             if self.uniform:

@@ -20,7 +20,7 @@ from ln_probe.batch.progress import Display
 from ln_probe.batch.schedule import Schedule
 from ln_probe.batch.store import DamagedError, Stored
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DAMAGED, DONE, NO_STORAGE, is_done
+from ln_probe.batch.work import NO_STORAGE, is_done
 
 _TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
 
@@ -128,11 +128,11 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
     """Have the units done.
 
     Raises:
-        StoppedError: nothing can be stored any more.
+        StoppedError: nothing can be stored any more, or all machines are gone.
     """
     idle, running = set(range(engine.workers)), dict[int, tuple[Target, Unit]]()
     while True:
-        for worker in sorted(idle):
+        for worker in sorted(idle & engine.available()):
             job = schedule.next(worker)
             if job is None:
                 continue
@@ -141,6 +141,8 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
             display.began(*job)
             engine.submit(worker, *job)
         if not running:
+            if len(schedule):
+                raise StoppedError(f"no worker is left for {len(schedule)} units: run the same command again")
             return
         for worker, outcome in engine.wait(_TICK):
             target, unit = running.pop(worker)
@@ -149,7 +151,6 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
             display.ended(target, unit, outcome, schedule.left())
             if outcome.state == NO_STORAGE:
                 raise StoppedError(outcome.error)
-            assert outcome.state in (DONE, DAMAGED) or outcome.error
 
 
 def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> dict[Target, str]:

@@ -28,6 +28,9 @@ class Engine(Protocol):
 
     workers: int
 
+    def available(self) -> set[int]:
+        """The workers that there are now; machines come and go."""
+
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         """Give an idle worker something to do."""
 
@@ -49,6 +52,9 @@ class LocalEngine:
         self.run, self.workers = run, workers
         self._pools: dict[int, ProcessPoolExecutor] = {}
         self._running: dict[Future[Outcome], int] = {}
+
+    def available(self) -> set[int]:
+        return set(range(self.workers))
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         if worker not in self._pools:
@@ -95,6 +101,9 @@ class InProcess:
         self._threads = torch.get_num_threads()
         self._worker = Worker(run)
         self._next: tuple[Target, Unit] | None = None
+
+    def available(self) -> set[int]:
+        return {0}
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         self._next = target, unit

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from ln_probe.batch.plan import REPORT, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DIED, DONE, Outcome
+from ln_probe.batch.work import DIED, DONE, RETURNED, Outcome
 
 
 class Display:
@@ -60,7 +60,7 @@ class Display:
                 self.say(f"{target.label}: done")
         elif outcome.state == DIED:
             self.say(f"{target.label}: {outcome.error} during {unit.kind} {unit.shard}; trying again")
-        else:
+        elif outcome.state != RETURNED:
             self.failed += 1
             self.say(f"{target.label}: {outcome.state}: {outcome.error}")
         units = list(left)

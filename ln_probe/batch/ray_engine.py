@@ -12,7 +12,7 @@ from typing import Any
 from ln_probe.batch.engines import THREAD_VARIABLES, THREADS
 from ln_probe.batch.plan import WORK_FOLDER, Run, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DIED, Outcome
+from ln_probe.batch.work import DIED, RETURNED, Outcome
 
 
 class RayError(ValueError):
@@ -43,26 +43,31 @@ class RayEngine:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RayError(f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`") from error
         self.run, self._gpus = run, gpus
-        have = ray.cluster_resources()
-        room = int(have.get("GPU", 0) / gpus) if gpus else int(have.get("CPU", 0))
+        room = self._room()
         if room < 1:
-            raise RayError(
-                f"the Ray cluster has no room for a worker (CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)})"
-            )
-        self.workers = min(workers or room, room)
+            raise RayError(f"the Ray cluster has no room for a worker: it has {ray.cluster_resources()}")
+        self.workers = workers or room
         self._actors: dict[int, Any] = {}
+        self._starting: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
 
-    def _actor(self) -> Any:
-        variables = dict.fromkeys(THREAD_VARIABLES, str(THREADS))
-        remote = self._ray.remote(_Actor).options(
-            num_cpus=1, num_gpus=self._gpus, max_restarts=0, max_concurrency=1, runtime_env={"env_vars": variables}
-        )
-        return remote.remote(self.run, os.getcwd())
+    def _room(self) -> int:
+        """How many actors the nodes that are alive have room for."""
+        have = self._ray.cluster_resources()
+        return int(have.get("GPU", 0) / self._gpus) if self._gpus else int(have.get("CPU", 0))
+
+    def available(self) -> set[int]:
+        others = [w for w in range(self.workers) if w not in self._actors]
+        return {*self._actors, *others[: max(0, self._room() - len(self._actors))]}
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         if worker not in self._actors:
-            self._actors[worker] = self._actor()
+            variables = dict.fromkeys(THREAD_VARIABLES, str(THREADS))
+            remote = self._ray.remote(_Actor).options(
+                num_cpus=1, num_gpus=self._gpus, max_restarts=0, max_concurrency=1, runtime_env={"env_vars": variables}
+            )
+            self._actors[worker] = remote.remote(self.run, os.getcwd())
+            self._starting[worker] = self._actors[worker].__ray_ready__.remote()
         self._running[self._actors[worker].do.remote(target, unit)] = worker
 
     def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
@@ -70,13 +75,27 @@ class RayEngine:
         ended = []
         for reference in done:
             worker = self._running.pop(reference)
+            self._starting.pop(worker, None)
             try:
                 outcome: Outcome = self._ray.get(reference)
             except self._ray.exceptions.RayActorError as error:  # killed, or gone with its node
                 self._actors.pop(worker)
                 outcome = Outcome(DIED, f"the worker was lost ({str(error).strip().splitlines()[-1]})")
             ended.append((worker, outcome))
-        return ended
+        return ended + self._take_back()
+
+    def _take_back(self) -> list[tuple[int, Outcome]]:
+        """Units of actors that wait for a node which is no longer there: they would wait for ever."""
+        for worker, ready in list(self._starting.items()):
+            if self._ray.wait([ready], timeout=0)[0]:
+                del self._starting[worker]
+        returned = []
+        while self._starting and len(self._actors) > self._room():
+            worker, _ = self._starting.popitem()
+            self._ray.kill(self._actors.pop(worker))
+            self._running = {r: w for r, w in self._running.items() if w != worker}
+            returned.append((worker, Outcome(RETURNED, "the cluster has no room for this worker any more")))
+        return returned
 
     def close(self) -> None:
         for actor in self._actors.values():

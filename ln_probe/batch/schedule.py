@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ln_probe.batch.plan import CALIBRATION, REPORT, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DAMAGED, DIED, DONE, Outcome
+from ln_probe.batch.work import DAMAGED, DIED, DONE, RETURNED, Outcome
 
 # How often a unit may take its worker with it (killed, out of memory) before its checkpoint counts as failed: a
 # machine that is taken away twice is bad luck, three times is the unit's doing.
@@ -136,7 +136,7 @@ class Schedule:
             if work.repaired > REPAIRS:
                 work.error = f"results keep being damaged ({outcome.error}): check the disk"
                 return
-        else:
+        elif outcome.state != RETURNED:
             work.error = outcome.error
             return
         for again in (*outcome.again, unit):

@@ -33,7 +33,7 @@ from ln_probe.loading.provenance import ModelSource
 from ln_probe.passes import Calibration, Passes
 from ln_probe.prompts import cut_notes, namer, summary
 
-DONE, FAILED, NO_STORAGE, DAMAGED, DIED = "done", "failed", "no storage", "damaged", "died"
+DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         state: DONE; FAILED (the checkpoint's own fault); NO_STORAGE (nobody can go on); DAMAGED (`again` names units
-            whose results have to be made once more); DIED (the worker was killed).
+            whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
         error: what went wrong, in a sentence.
         seconds, tokens: spent and measured.
     """
