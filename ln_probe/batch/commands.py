@@ -48,7 +48,10 @@ AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt
 EngineName = Annotated[str, typer.Option("--engine", help="'local' processes or a 'ray' cluster.")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; 'auto' finds one, none starts one here.")]
 Workers = Annotated[
-    int | None, typer.Option(min=0, help="Each holds one checkpoint and uses one thread; 0: no other process.")
+    int | None,
+    typer.Option(
+        min=0, help="Processes, each with one checkpoint and one thread; 0: none but this. Default: the machine's."
+    ),
 ]
 Gpus = Annotated[float, typer.Option(min=0, help="GPUs per Ray worker, fractions too.")]
 UnitOf = Annotated[str | None, typer.Option("--unit", metavar="K/N", help="Only slice K of N; join with merge.")]
@@ -275,7 +278,7 @@ def _work(
 
 def _engine(run: Run, schedule: Schedule, name: str, address: str | None, workers: int | None, gpus: float) -> Engine:
     from ln_probe.batch.cost import default_workers
-    from ln_probe.batch.engines import InProcess, LocalEngine
+    from ln_probe.batch.engines import InProcess, LocalEngine, processors
 
     if name == "ray":
         from ln_probe.batch.ray_engine import RayEngine, RayError
@@ -286,7 +289,10 @@ def _engine(run: Run, schedule: Schedule, name: str, address: str | None, worker
             raise refuse(str(error)) from error
     if workers == 0:
         return InProcess(run)
-    return LocalEngine(run, min(workers or default_workers(run, schedule.targets), len(schedule)))
+    if workers is not None:
+        return LocalEngine(run, min(workers, len(schedule)))
+    count = min(default_workers(run, schedule.targets), len(schedule))
+    return LocalEngine(run, count, max(1, processors() // count))
 
 
 def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_json: bool, quiet: bool) -> None:

@@ -46,10 +46,16 @@ def processors() -> int:
 
 
 class LocalEngine:
-    """A process per worker. One that is killed is replaced; all of them end when this process does."""
+    """A process per worker. One that is killed is replaced; all of them end when this process does.
 
-    def __init__(self, run: Run, workers: int) -> None:
-        self.run, self.workers = run, workers
+    Args:
+        run: what is to be done.
+        workers: number of processes.
+        processors: that the geometry of each may use; its results do not depend on them.
+    """
+
+    def __init__(self, run: Run, workers: int, processors: int = 1) -> None:
+        self.run, self.workers, self.processors = run, workers, processors
         self._pools: dict[int, ProcessPoolExecutor] = {}
         self._running: dict[Future[Outcome], int] = {}
 
@@ -60,7 +66,7 @@ class LocalEngine:
         if worker not in self._pools:
             # A pool of one, so that it is known who does what. Spawned: torch's threads do not survive a fork.
             self._pools[worker] = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), _begin, (self.run, max(1, processors() // self.workers))
+                1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors)
             )
         with _few_threads():
             self._running[self._pools[worker].submit(_do, target, unit)] = worker
