@@ -58,7 +58,7 @@ UnitOf = Annotated[str | None, typer.Option("--unit", metavar="K/N", help="Only 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Do finished models again.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no messages.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress display.")]
 
 
 def refuse(message: str) -> typer.Exit:
@@ -197,7 +197,7 @@ def merge(
                 display.say(f"{target.label}: {why}")
             schedule = Schedule({t: () for t in todo if t not in missing})
             _work(run, schedule, display, "local", None, workers, 0.0)
-            _end(run, targets, {**schedule.errors, **missing}, as_json, quiet)
+            _end(run, targets, {**schedule.errors, **missing}, as_json)
     except BusyError as error:
         raise refuse(str(error)) from error
 
@@ -232,14 +232,14 @@ def _go(
         schedule = Schedule(todo, reports=part is None)
         _work(run, schedule, display, engine, address, workers, gpus)
     if part is None:
-        _end(run, known, schedule.errors, as_json, quiet)
+        _end(run, known, schedule.errors, as_json)
         return
     failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
     done = sum(len(units) for t, units in todo.items() if t not in failed)
     said = f"slice {part.number}/{part.count}: {done} units done" + (f", {len(failed)} models failed" if failed else "")
     if as_json:
         typer.echo(json.dumps({"slice": asdict(part), "units": done, "failed": _plain(failed)}, indent=1))
-    elif not quiet:
+    else:
         typer.echo(said, err=True)
     raise typer.Exit(SOME_FAILED if failed else DONE)
 
@@ -295,7 +295,7 @@ def _engine(run: Run, schedule: Schedule, name: str, address: str | None, worker
     return LocalEngine(run, count, max(1, processors() // count))
 
 
-def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_json: bool, quiet: bool) -> None:
+def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_json: bool) -> None:
     """Write the index, say what was done, and exit."""
     from ln_probe.batch.drive import write_index
 
@@ -310,7 +310,7 @@ def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_j
             for t in targets
         ]  # fmt: skip
         typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
-    elif not quiet:
+    else:
         for target, why in failures.items():
             typer.echo(f"{target.label}: failed: {why}", err=True)
         typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models", err=True)

@@ -23,8 +23,8 @@ class Display:
     """
 
     def __init__(self, total: int, workers: int, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-        self.workers, self.quiet = workers, quiet
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.workers = workers
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Counter[str] = Counter()
         self.tokens, self.failed, self.begun = 0, 0, time.monotonic()

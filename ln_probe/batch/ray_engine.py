@@ -7,12 +7,15 @@ ended.
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from ln_probe.batch.engines import THREAD_VARIABLES, THREADS
 from ln_probe.batch.plan import WORK_FOLDER, Run, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DIED, RETURNED, Outcome
+
+ANSWER_S = 10.0  # for a cluster's head to accept a connection
 
 
 class RayError(ValueError):
@@ -38,6 +41,7 @@ class RayEngine:
         except ImportError as error:
             raise RayError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from error
         self._ray = ray
+        _check_address(address)
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -102,6 +106,17 @@ class RayEngine:
             self._ray.kill(actor)
         self._actors.clear()
         self._ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Raise RayError if nothing listens there: Ray itself would try for many minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or "//" in host or not port.isdigit():
+        return  # none, "auto", or a Ray Client's ray://…
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise RayError(f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`") from error
 
 
 class _Actor:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -66,28 +67,38 @@ def wait_for(seconds: float, what: object) -> bool:
     return False
 
 
-def kill_one(batch: Batch, out: Path, after: float, victim: str, expected: dict[str, bytes]) -> str:
-    """Start, kill -9 the driver or a worker after some seconds, have the same command finish; what was killed."""
+def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expected: dict[str, bytes]) -> list[str]:
+    """Start, and at random moments kill -9 the driver (and start it again) or a worker; then let it finish.
+
+    Returns what was killed, at most `kills` of them: fewer if the run was over before.
+    """
+    killed: list[str] = []
     process = batch.start(out)
-    driver = psutil.Process(process.pid)
-    time.sleep(after)
-    workers = workers_of(driver) if process.poll() is None else []
-    killed = "nothing (it was over)"
-    if victim == "worker" and workers:
-        killed = "a worker"
-        random.choice(workers).send_signal(signal.SIGKILL)
-    elif victim == "driver" and process.poll() is None:
-        killed = f"the driver with {len(workers)} workers"
+    while len(killed) < kills:
+        time.sleep(next(moments))
+        if process.poll() is not None:
+            break
+        workers = workers_of(psutil.Process(process.pid))
+        if workers and len(killed) % 2:
+            random.choice(workers).kill()
+            killed.append("a worker")
+            continue
         process.kill()
-        process.wait()
-        assert wait_for(10, lambda: not any(w.is_running() and w.status() != "zombie" for w in workers))
+        process.communicate()
+        killed.append(f"the driver with {len(workers)} workers")
+        assert wait_for(20, lambda gone=workers: not any(map(alive, gone))), "workers outlived their driver"
+        process = batch.start(out)
     said, _ = process.communicate(timeout=900)
-    if process.returncode != 0:
-        assert killed.startswith("the driver"), said  # a driver survives its workers
-        code, said = batch.finish(out)
-        assert code == 0, said
+    assert process.returncode == 0, said
     assert tables(out) == expected
     return killed
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 SHORT = ("--probes", "decomposition,selectability,uniformity", "--layers", "1")
@@ -118,7 +129,7 @@ def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes], float
 
 def test_a_killed_driver_takes_its_workers_along(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
     batch, expected, took = whole
-    kill_one(batch, tmp_path / "out", 0.7 * took, "driver", expected)
+    assert torment(batch, tmp_path / "out", iter([0.7 * took]), 1, expected)[0].startswith("the driver")
 
 
 def test_a_full_disk(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Path) -> None:
@@ -139,7 +150,7 @@ def test_a_full_disk(whole: tuple[Batch, dict[str, bytes], float], tmp_path: Pat
 def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> None:
     """Ten checkpoints in three shards each: two lab runs at four steps, and two real ones."""
     real = [shared / "checkpoints" / "capp_gpt", Path("lm-layernorm")]
-    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all")
+    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all", *SHORT)
     start = time.monotonic()
     code, said = batch.finish(tmp_path / "whole")
     took = time.monotonic() - start
@@ -147,8 +158,12 @@ def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> No
     expected = tables(tmp_path / "whole")
     assert len(expected) == 10 * len(TABLES)
     generator = random.Random(0)
+    moments = iter(lambda: generator.uniform(0, took / 2), None)
+    killed = 0
     for number in range(20):
-        victim = "driver" if number % 2 else "worker"
-        after = generator.uniform(0, took)
-        killed = kill_one(batch, tmp_path / f"kill {number}", after, victim, expected)
-        print(f"kill {number}: {killed} after {after:.1f} s of {took:.1f} s: identical", flush=True)
+        done = torment(batch, tmp_path / f"out {number}", moments, min(4, 20 - killed), expected)
+        killed += len(done)
+        print(f"run {number}: killed {', '.join(done) or 'nothing'}; {killed} in all; identical", flush=True)
+        if killed == 20:
+            return
+    pytest.fail(f"only {killed} kills in 20 runs: they were over too soon")

@@ -17,7 +17,7 @@ runner = CliRunner()
 
 
 def report(*args: object) -> tuple[int, str, str]:
-    result = runner.invoke(app, ["report", "--quiet", *map(str, args)])
+    result = runner.invoke(app, ["report", "--quiet", "--workers", "0", *map(str, args)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

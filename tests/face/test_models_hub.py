@@ -264,3 +264,44 @@ def test_names_and_revisions() -> None:
     assert hub_revision("stanford-crfm/alias-gpt2-small-x21", "400") == "checkpoint-400"
     assert hub_revision("gpt2", "1000") == "1000"
     assert hub_revision("EleutherAI/pythia-70m", None) is None
+
+
+def test_suites_of_training_checkpoints(hub: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--checkpoints` on hub names: steps become revisions, 'all' asks the hub, and a report is made of each."""
+    from typer.testing import CliRunner
+
+    from ln_probe.batch.suite import suite
+    from ln_probe.cli import app
+
+    write_repository(tmp_path / "model", tiny_pythia())
+    hub["EleutherAI/pythia-70m@step1000"] = tmp_path / "model"
+    (found,) = suite(["pythia-70m"], "1000")
+    assert (found.name, found.revision, found.error) == ("pythia-70m", "step1000", "")
+    assert found.identity == f"EleutherAI/pythia-70m@{COMMIT}"
+
+    names = ["main", "step1000", "step16", "step0", "experiment-7b"]
+    refs = SimpleNamespace(branches=[SimpleNamespace(name=n) for n in names])
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_refs", lambda *_: refs)
+    for step in ("step0", "step16"):
+        hub[f"EleutherAI/pythia-70m@{step}"] = tmp_path / "model"
+    assert [t.revision for t in suite(["pythia-70m"], "all")] == ["step0", "step16", "step1000"]
+
+    options = ["--checkpoints", "1000", "--max-tokens", "6", "--probes", "decomposition", "--workers", "0"]
+    (tmp_path / "ids.jsonl").write_text('{"tokens": [3, 4, 3]}\n')
+    line = ["report", "pythia-70m", *options, "--prompts", str(tmp_path / "ids.jsonl"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "pythia-70m-step1000" / "report.html").is_file()
+
+
+def test_a_suite_without_a_network(cache: Path, tmp_path: Path) -> None:
+    from ln_probe.batch.suite import suite
+
+    write_repository(tmp_path / "model", tiny_pythia())
+    put_in_cache(cache, "EleutherAI/pythia-70m", tmp_path / "model", "step1000")
+    here, missing = suite(["pythia-70m"], "1000,2000")
+    assert here.identity == f"EleutherAI/pythia-70m@{COMMIT}"
+    assert "pythia-70m at revision 'step2000' is not on this machine, and the model hub" in missing.error
+    (unlisted,) = suite(["pythia-70m"], "all")
+    assert "cannot be listed" in unlisted.error
+    assert "give them as --checkpoints 0,1000" in unlisted.error
