@@ -6,7 +6,6 @@ import json
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import time
