@@ -8,25 +8,27 @@ any part of the prompts, in any order, and the parts joined afterwards.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Int
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ln_probe.analyses import decomposition, selectability, unembedding
+from ln_probe.analyses import causal, decomposition, selectability, unembedding
 from ln_probe.analyses.key_tables import KeyRows
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel, n_layers, read_unembedding
 from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.loading.pretrained import NO_HEAD
+from ln_probe.models import source_of
 
-PROBES = ("decomposition", "selectability", "uniformity", "unembedding")
+PROBES = ("decomposition", "selectability", "uniformity", "causal", "unembedding")
 KEYS = ("hardest", "all")
 
 
@@ -89,6 +91,32 @@ class Calibration:
     radii: Mapping[int, Float64[np.ndarray, " head"]]
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What the second pass finds out about some of the prompts.
+
+    Attributes:
+        keys: of every (layer, space, variant).
+        effects: sums over each prompt under every edit (`causal.PROMPT_COLUMNS`); None if not asked for.
+        edits: what the causal table says of the edits; None if not asked for.
+    """
+
+    keys: list[KeyRows]
+    effects: pd.DataFrame | None = None
+    edits: causal.Edits | None = None
+
+
+def effects_table(
+    edits: Sequence[causal.Edits], effects: Sequence[pd.DataFrame], seed: int
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The `causal` table and its notes, from the pieces that were measured; empty without any."""
+    if not edits:
+        return pd.DataFrame(columns=list(causal.COLUMNS)), ()
+    # A piece of single-token prompts alone cannot tell whether there is a loss.
+    known = replace(edits[0], no_loss=next((e.no_loss for e in edits if e.no_loss), ""))
+    return causal.table(known, effects, seed=seed), tuple(causal.notes(known, effects))
 
 
 class Passes:
@@ -159,10 +187,24 @@ class Passes:
             notes=self._notes(statistics, unsupported),
         )
 
-    def measure(self, prompts: Iterable[tuple[int, Int[Tensor, pos]]], calibration: Calibration) -> list[KeyRows]:
+    def measure(self, prompts: Sequence[tuple[int, Int[Tensor, pos]]], calibration: Calibration) -> Measured:
         """The second pass, over any of the prompts (number and token ids)."""
-        if not self.wants_heads:
-            return []
+        keys = self._keys(prompts, calibration) if self.wants_heads else []
+        members = [s for s in self.sites if s.name in calibration.constants]
+        if "causal" not in self.settings.probes or not members:
+            return Measured(keys)
+        notes = source_of(cast(nn.Module, self.model)).notes
+        effects = causal.Causal(
+            self.model,
+            members,
+            calibration.constants,
+            meaningless=next((n for n in notes if n.startswith(NO_HEAD)), ""),
+        )
+        found = [effects.measure(number, row) for number, row in self._bar("without terms", prompts)]
+        every = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(causal.PROMPT_COLUMNS))
+        return Measured(keys, every, effects.edits)
+
+    def _keys(self, prompts: Iterable[tuple[int, Tensor]], calibration: Calibration) -> list[KeyRows]:
         found = Selectability(
             calibration.constants, calibration.radii, select="selectability" in self.settings.probes,
             uniform="uniformity" in self.settings.probes, heads=self.heads,
@@ -215,4 +257,7 @@ class Passes:
             )
         if self.wants_heads and any(s.site.projects and s.everywhere.mean(0) > 0 for s in statistics):
             notes.append("no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)")
+        if "causal" in self.settings.probes and statistics and len(statistics) < len(self.sites):
+            chosen = ", ".join(map(str, self.layers))
+            notes.append(f"groups of the causal table hold the norms of layers {chosen} alone")
         return tuple(notes)

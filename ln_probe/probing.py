@@ -19,7 +19,7 @@ from ln_probe.analyses import causal, key_tables, selectability, uniformity
 from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.models import source_of
-from ln_probe.passes import PROBES, Calibration, Passes, Settings
+from ln_probe.passes import PROBES, Calibration, Passes, Settings, effects_table
 from ln_probe.prompts import make_prompts
 from ln_probe.report import Report
 
@@ -66,26 +66,32 @@ def analyze(
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
         passes = Passes(hooked, settings, progress=progress)
         clock.lap("preparation")
-        calibration = passes.calibrate(enumerate(ready.tokens))
+        prompts_by_number = list(enumerate(ready.tokens))
+        calibration = passes.calibrate(prompts_by_number)
         clock.lap("first pass")
-        rows = passes.measure(enumerate(ready.tokens), calibration)
+        measured = passes.measure(prompts_by_number, calibration)
         clock.lap("second pass")
         unembedding, notes = passes.unembedding(ready.name_of)
         found_heads, found_keys = key_tables.tables(
-            key_tables.by_place(rows), calibration.radii, lambda p, i: ready.strings[p][i],
+            key_tables.by_place(measured.keys), calibration.radii, lambda p, i: ready.strings[p][i],
             every=keys == "all", seed=seed,
+        )  # fmt: skip
+        effects, causal_notes = effects_table(
+            [] if measured.edits is None else [measured.edits],
+            [] if measured.effects is None else [measured.effects], seed,
         )  # fmt: skip
         clock.lap("tables")
     return Report(
         layernorms=calibration.layernorms,
         heads=found_heads,
         keys=found_keys,
+        causal=effects,
         unembedding=unembedding,
         provenance=provenance(
             source_of(cast(nn.Module, model)), ready.summary, settings, calibration, int(hooked.cfg.d_model)
         )
         | {"started": clock.started, "seconds": clock.laps},
-        notes=(*ready.notes, *calibration.notes, *notes),
+        notes=(*ready.notes, *calibration.notes, *causal_notes, *notes),
     )
 
 

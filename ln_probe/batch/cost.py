@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ln_probe.batch.corpus import SAMPLED, ShardedCorpus, shard_file
-from ln_probe.batch.plan import CALIBRATION, KEYS, UNEMBEDDING, Run
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, UNEMBEDDING, Run
 from ln_probe.batch.suite import Target
 
 # Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt, measured on the bundled
@@ -55,8 +55,8 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
     heads = shape.get("heads", math.nan)
     kinds = {u.kind for u in run.units()}
-    rows = sum(n * layers * (heads + 1) * _VARIANTS for n in lengths) if KEYS in kinds else 0.0
-    seconds = sum(n * layers * (heads + 1) * _VARIANTS * _per_key(n) for n in lengths) if KEYS in kinds else 0.0
+    rows = sum(n * layers * (heads + 1) * _VARIANTS for n in lengths) if PROMPTS in kinds else 0.0
+    seconds = sum(n * layers * (heads + 1) * _VARIANTS * _per_key(n) for n in lengths) if PROMPTS in kinds else 0.0
     assert CALIBRATION in kinds
     forward = 2.0 * tokens * target.weight_bytes / 4 / 1e10  # multiplications of two passes, 10 a nanosecond
     unembedding = 5.0 if UNEMBEDDING in kinds else 0.0

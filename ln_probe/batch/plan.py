@@ -4,11 +4,11 @@
     OUT/.ln_probe/run.json                    what the folder is about
                   corpus/<key>/00000.jsonl …  the prompts, in shards
                   tokens/<key>/00000 …        the same as token ids, once per tokenizer
-                  units/<key>/keys-00000 …    results, until the report is made
+                  units/<key>/prompts-00000 …    results, until the report is made
                   done/<model>.json           whose report OUT/<model>/ is, and the hashes of its files
 
-The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *keys* for each shard of the
-prompts and one *unembedding*, then the *report*. What a unit computes depends on its key alone: not on which worker
+The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *prompts* for each shard of
+them and one *unembedding*, then the *report*. What a unit computes depends on its key alone: not on which worker
 does it, nor on what was done before, nor on how many shards there are (rows are joined in order before anything is
 summed).
 """
@@ -31,7 +31,7 @@ from ln_probe.passes import Settings
 
 WORK_FOLDER = ".ln_probe"
 FORMAT = 1
-CALIBRATION, KEYS, UNEMBEDDING, REPORT = "calibration", "keys", "unembedding", "report"
+CALIBRATION, PROMPTS, UNEMBEDDING, REPORT = "calibration", "prompts", "unembedding", "report"
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
@@ -84,9 +84,9 @@ class Run:
     def units(self) -> Iterator[Unit]:
         """The units of one checkpoint, its report left out, calibration first."""
         yield Unit(CALIBRATION)
-        if {"selectability", "uniformity"} & set(self.settings.probes):
+        if {"selectability", "uniformity", "causal"} & set(self.settings.probes):
             for shard in range(self.corpus.shards):
-                yield Unit(KEYS, shard)
+                yield Unit(PROMPTS, shard)
         if "unembedding" in self.settings.probes:
             yield Unit(UNEMBEDDING)
 
@@ -101,7 +101,7 @@ class Run:
 
     def unit_key(self, target: Target, unit: Unit) -> str:
         """The same for one unit: with the prompts of its shard."""
-        size = self.corpus.per_shard if unit.kind == KEYS else 0
+        size = self.corpus.per_shard if unit.kind == PROMPTS else 0
         return hashlib.sha256(f"{self.key(target)} {unit.kind} {unit.shard} of {size}".encode()).hexdigest()
 
     def folder(self, target: Target) -> Path:

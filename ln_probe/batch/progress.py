@@ -11,7 +11,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ln_probe.batch.plan import REPORT, Unit
+from ln_probe.batch.plan import PROMPTS, REPORT, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DIED, DONE, RETURNED, Outcome
 
@@ -48,7 +48,7 @@ class Display:
         self.console.print(text, markup=False)
 
     def began(self, target: Target, unit: Unit) -> None:
-        shard = f" {unit.shard}" if unit.kind == "keys" else ""
+        shard = f" {unit.shard}" if unit.kind == PROMPTS else ""
         self._bar.update(self._task, description=f"{target.label}: {unit.kind}{shard}")
 
     def ended(self, target: Target, unit: Unit, outcome: Outcome, left: Iterable[Unit]) -> None:

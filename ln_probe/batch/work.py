@@ -18,19 +18,19 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from ln_probe.analyses import key_tables, unembedding
+from ln_probe.analyses import causal, key_tables, unembedding
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.geometry.parallel import use_processors
 from ln_probe.analyses.key_tables import MEASURES, Block, KeyRows
 from ln_probe.analyses.variants import VARIANTS
 from ln_probe.batch import store
-from ln_probe.batch.plan import CALIBRATION, KEYS, REPORT, UNEMBEDDING, Run, Unit
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, UNEMBEDDING, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target
 from ln_probe.batch.tokens import TokenShards
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource
-from ln_probe.passes import Calibration, Passes
+from ln_probe.passes import Calibration, Passes, effects_table
 from ln_probe.prompts import cut_notes, namer, summary
 
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
@@ -97,7 +97,7 @@ class Worker:
             Report(self.run, target).make()
             return 0
         doing: dict[str, Callable[[Target, Unit], tuple[Result, int]]] = {
-            CALIBRATION: self._calibrate, KEYS: self._measure, UNEMBEDDING: self._unembedding,
+            CALIBRATION: self._calibrate, PROMPTS: self._measure, UNEMBEDDING: self._unembedding,
         }  # fmt: skip
         path, key = self.run.path(target, unit), self.run.unit_key(target, unit)
         with ExitStack() as stack:
@@ -156,9 +156,9 @@ class Worker:
         if self._calibration is None:
             self._calibration = calibration(_opened(self.run, target, Unit(CALIBRATION)))
         shard = tokens[unit.shard]
-        rows = passes.measure(shard.numbered(), self._calibration)
+        measured = passes.measure(shard.numbered(), self._calibration)
         arrays: dict[str, np.ndarray] = {}
-        for r in rows:
+        for r in measured.keys:
             place = f"{r.space}/{r.layer}/{r.variant}"
             arrays |= {f"{place}/{m}": a for m, a in r.measures.items()}
             arrays |= {f"{place}/prompts": r.prompts, f"{place}/lengths": r.lengths}
@@ -167,9 +167,11 @@ class Worker:
         about = [
             {"layer": r.layer, "space": r.space, "variant": r.variant, "heads": list(r.heads), "dim": r.dim,
              "theorem": r.theorem, "no_op": r.no_op}
-            for r in rows
+            for r in measured.keys
         ]  # fmt: skip
-        return Result(arrays, {}, {"rows": about}), sum(map(len, shard.rows))
+        tables = {} if measured.effects is None else {"effects": measured.effects}
+        info = {"rows": about} | ({} if measured.edits is None else {"edits": asdict(measured.edits)})
+        return Result(arrays, tables, info), sum(map(len, shard.rows))
 
     def _unembedding(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes = self._load(target)
@@ -238,28 +240,43 @@ class Report:
         except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
             run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
             raise _MissingError([Unit(CALIBRATION)], str(error)) from error
+        shards = [stored for unit, stored in by_unit.items() if unit.kind == PROMPTS]
         heads, keys = key_tables.tables(
-            _blocks([stored for unit, stored in by_unit.items() if unit.kind == KEYS]), made.radii, token,
+            _blocks(shards), made.radii, token,
             every=run.settings.keys == "all", seed=run.settings.seed,
         )  # fmt: skip
+        effects, causal_notes = _effects(shards, run.settings.seed)
         last = by_unit.get(Unit(UNEMBEDDING))
-        about: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in base.info["model"].items()}
-        source = ModelSource(**about)
+        source = ModelSource(**_tuples(base.info["model"]))
         request = {**run.identity, "model": target.name, "revision": target.revision}
         report = reports.Report(
             layernorms=made.layernorms,
             heads=heads,
             keys=keys,
+            causal=effects,
             unembedding=pd.DataFrame(columns=list(unembedding.COLUMNS)) if last is None else last.table("unembedding"),
             provenance=provenance(source, base.info["prompts"], run.settings, made, base.info["d_model"])
             | {"request": request, "command": run.command},
-            notes=(*made.notes, *([] if last is None else last.info["notes"])),
+            notes=(*made.notes, *causal_notes, *([] if last is None else last.info["notes"])),
         )
         folder = run.out / target.folder
         with store.storing(run.out):
             report.save(folder)
             mark_done(run, target)
             shutil.rmtree(run.folder(target), ignore_errors=True)
+
+
+def _effects(shards: list[Stored], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The causal table and its notes."""
+    held = [(causal.Edits(**_tuples(s.info["edits"])), s.table("effects")) for s in shards if "edits" in s.info]
+    return effects_table([edits for edits, _ in held], [table for _, table in held if len(table)], seed)
+
+
+def _tuples(plain: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    if isinstance(plain, dict):
+        return {k: _tuples(v) for k, v in plain.items()}
+    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
 
 
 def _strings(tokens: TokenShards, shards: int) -> Callable[[int, int], str]:

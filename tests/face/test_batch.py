@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import ln_probe
 from ln_probe.batch.drive import BusyError, Slice, locked
-from ln_probe.batch.plan import CALIBRATION, KEYS, REPORT, Unit
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, Unit
 from ln_probe.batch.schedule import ATTEMPTS, Schedule
 from ln_probe.batch.store import DamagedError, Result, Stored, write
 from ln_probe.batch.suite import SuiteError, Target, suite
@@ -108,7 +108,7 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     assert code == 1
     assert "missing: run its slice again" in said
     assert report(*line, "--unit", "2/3")[0] == 0
-    first, second = sorted((tmp_path / ".ln_probe" / "units").rglob("keys-00000.safetensors"))
+    first, second = sorted((tmp_path / ".ln_probe" / "units").rglob("prompts-00000.safetensors"))
     content = bytearray(first.read_bytes())
     content[-3] ^= 1  # a single bit of a number
     first.write_bytes(content)
@@ -318,7 +318,7 @@ def targets(count: int) -> list[Target]:
 
 
 def units(shards: int) -> list[Unit]:
-    return [Unit(CALIBRATION), *(Unit(KEYS, k) for k in range(shards))]
+    return [Unit(CALIBRATION), *(Unit(PROMPTS, k) for k in range(shards))]
 
 
 @settings(max_examples=100, deadline=None)
@@ -340,7 +340,7 @@ def test_every_unit_once_in_order_and_few_loads(models: int, shards: int, worker
             break
         worker = generator.choice(sorted(running))
         target, unit = running.pop(worker)
-        if generator.random() < 0.1 and unit.kind == KEYS:
+        if generator.random() < 0.1 and unit.kind == PROMPTS:
             schedule.ended(target, unit, Outcome(DAMAGED, "bad", again=(Unit(CALIBRATION),)))
             continue
         done[target].append(unit)
@@ -348,7 +348,7 @@ def test_every_unit_once_in_order_and_few_loads(models: int, shards: int, worker
     for target, order in done.items():
         if target in schedule.errors:
             continue
-        assert sorted(u.shard for u in order if u.kind == KEYS) == list(range(shards))
+        assert sorted(u.shard for u in order if u.kind == PROMPTS) == list(range(shards))
         assert order[0] == Unit(CALIBRATION)
         assert order[-1] == Unit(REPORT)
     if workers == 1:

@@ -100,7 +100,7 @@ def test_a_node_is_lost(lab_suite: list[Path], cluster: Cluster, tmp_path: Path)
     end = time.monotonic() + 240
     units = tmp_path / "ray" / ".ln_probe" / "units"
     while time.monotonic() < end and on_ray.poll() is None:
-        if cluster.workers(1) and len(list(units.rglob("keys-*.safetensors"))) > 1:
+        if cluster.workers(1) and len(list(units.rglob("prompts-*.safetensors"))) > 1:
             break
         time.sleep(0.05)
     assert on_ray.poll() is None, on_ray.communicate()[0]
