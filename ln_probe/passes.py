@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ln_probe.analyses import causal, decomposition, selectability, unembedding
+from ln_probe.analyses import causal, causal_table, decomposition, selectability, unembedding
 from ln_probe.analyses.key_tables import KeyRows
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
@@ -100,23 +100,17 @@ class Measured:
     Attributes:
         keys: of every (layer, space, variant).
         effects: sums over each prompt under every edit (`causal.PROMPT_COLUMNS`); None if not asked for.
-        edits: what the causal table says of the edits; None if not asked for.
+        notes: what a reader has to know about the edits, in sentences.
     """
 
     keys: list[KeyRows]
     effects: pd.DataFrame | None = None
-    edits: causal.Edits | None = None
+    notes: tuple[str, ...] = ()
 
 
-def effects_table(
-    edits: Sequence[causal.Edits], effects: Sequence[pd.DataFrame], seed: int
-) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The `causal` table and its notes, from the pieces that were measured; empty without any."""
-    if not edits:
-        return pd.DataFrame(columns=list(causal.COLUMNS)), ()
-    # A piece of single-token prompts alone cannot tell whether there is a loss.
-    known = replace(edits[0], no_loss=next((e.no_loss for e in edits if e.no_loss), ""))
-    return causal.table(known, effects, seed=seed), tuple(causal.notes(known, effects))
+def effects_table(effects: Sequence[pd.DataFrame], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The `causal` table and notes on it, from the pieces that were measured; empty without any."""
+    return causal_table.table(effects, seed=seed), tuple(causal_table.notes_on(effects))
 
 
 class Passes:
@@ -201,8 +195,8 @@ class Passes:
             meaningless=next((n for n in notes if n.startswith(NO_HEAD)), ""),
         )
         found = [effects.measure(number, row) for number, row in self._bar("without terms", prompts)]
-        every = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(causal.PROMPT_COLUMNS))
-        return Measured(keys, every, effects.edits)
+        every = pd.concat(found, ignore_index=True) if found else None
+        return Measured(keys, every, tuple(effects.notes()))
 
     def _keys(self, prompts: Iterable[tuple[int, Tensor]], calibration: Calibration) -> list[KeyRows]:
         found = Selectability(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ln_probe
-from ln_probe.analyses import causal, key_tables, selectability, uniformity
+from ln_probe.analyses import causal_table, key_tables, selectability, uniformity
 from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.models import source_of
@@ -76,10 +76,7 @@ def analyze(
             key_tables.by_place(measured.keys), calibration.radii, lambda p, i: ready.strings[p][i],
             every=keys == "all", seed=seed,
         )  # fmt: skip
-        effects, causal_notes = effects_table(
-            [] if measured.edits is None else [measured.edits],
-            [] if measured.effects is None else [measured.effects], seed,
-        )  # fmt: skip
+        effects, causal_notes = effects_table([] if measured.effects is None else [measured.effects], seed)
         clock.lap("tables")
     return Report(
         layernorms=calibration.layernorms,
@@ -91,7 +88,7 @@ def analyze(
             source_of(cast(nn.Module, model)), ready.summary, settings, calibration, int(hooked.cfg.d_model)
         )
         | {"started": clock.started, "seconds": clock.laps},
-        notes=(*ready.notes, *calibration.notes, *causal_notes, *notes),
+        notes=(*ready.notes, *calibration.notes, *measured.notes, *causal_notes, *notes),
     )
 
 
@@ -136,8 +133,8 @@ def _thresholds() -> dict[str, float]:
         "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,
         "keys_sampled": key_tables.SAMPLED,
-        "causal_resamples": causal.RESAMPLES,
-        "causal_confidence": causal.CONFIDENCE,
+        "causal_resamples": causal_table.RESAMPLES,
+        "causal_confidence": causal_table.CONFIDENCE,
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from ln_probe.analyses import causal, key_tables, unembedding
+from ln_probe.analyses import key_tables, unembedding
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.geometry.parallel import use_processors
 from ln_probe.analyses.key_tables import MEASURES, Block, KeyRows
@@ -170,7 +170,7 @@ class Worker:
             for r in measured.keys
         ]  # fmt: skip
         tables = {} if measured.effects is None else {"effects": measured.effects}
-        info = {"rows": about} | ({} if measured.edits is None else {"edits": asdict(measured.edits)})
+        info = {"rows": about, "notes": list(measured.notes)}
         return Result(arrays, tables, info), sum(map(len, shard.rows))
 
     def _unembedding(self, target: Target, unit: Unit) -> tuple[Result, int]:
@@ -268,8 +268,9 @@ class Report:
 
 def _effects(shards: list[Stored], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """The causal table and its notes."""
-    held = [(causal.Edits(**_tuples(s.info["edits"])), s.table("effects")) for s in shards if "edits" in s.info]
-    return effects_table([edits for edits, _ in held], [table for _, table in held if len(table)], seed)
+    measured = [stored.table("effects") for stored in shards if stored.has_table("effects")]
+    table, notes = effects_table(measured, seed)
+    return table, (*dict.fromkeys(note for stored in shards for note in stored.info["notes"]), *notes)
 
 
 def _tuples(plain: Any) -> Any:
