@@ -100,19 +100,17 @@ class Measured:
     Attributes:
         keys: of every (layer, space, variant).
         effects: sums over each prompt under every edit (`causal.PROMPT_COLUMNS`); None if not asked for.
-        effect_notes: what a reader has to know of this model before believing them.
+        notes: what a reader has to know about the edits, in sentences.
     """
 
     keys: list[KeyRows]
     effects: pd.DataFrame | None = None
-    effect_notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def effects_table(
-    effects: Sequence[pd.DataFrame], notes: Iterable[str], seed: int
-) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The `causal` table and its notes, from the pieces that were measured and the notes that came with them."""
-    return causal_table.table(effects, seed=seed), (*dict.fromkeys(notes), *causal_table.notes_on(effects))
+def effects_table(effects: Sequence[pd.DataFrame], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The `causal` table and notes on it, from the pieces that were measured; empty without any."""
+    return causal_table.table(effects, seed=seed), tuple(causal_table.notes_on(effects))
 
 
 class Passes:
@@ -197,7 +195,7 @@ class Passes:
             meaningless=next((n for n in notes if n.startswith(NO_HEAD)), ""),
         )
         found = [effects.measure(number, row) for number, row in self._bar("without terms", prompts)]
-        every = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(causal.PROMPT_COLUMNS))
+        every = pd.concat(found, ignore_index=True) if found else None
         return Measured(keys, every, tuple(effects.notes()))
 
     def _keys(self, prompts: Iterable[tuple[int, Tensor]], calibration: Calibration) -> list[KeyRows]:

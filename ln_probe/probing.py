@@ -76,9 +76,7 @@ def analyze(
             key_tables.by_place(measured.keys), calibration.radii, lambda p, i: ready.strings[p][i],
             every=keys == "all", seed=seed,
         )  # fmt: skip
-        effects, causal_notes = effects_table(
-            [] if measured.effects is None else [measured.effects], measured.effect_notes, seed
-        )
+        effects, causal_notes = effects_table([] if measured.effects is None else [measured.effects], seed)
         clock.lap("tables")
     return Report(
         layernorms=calibration.layernorms,
@@ -90,7 +88,7 @@ def analyze(
             source_of(cast(nn.Module, model)), ready.summary, settings, calibration, int(hooked.cfg.d_model)
         )
         | {"started": clock.started, "seconds": clock.laps},
-        notes=(*ready.notes, *calibration.notes, *causal_notes, *notes),
+        notes=(*ready.notes, *calibration.notes, *measured.notes, *causal_notes, *notes),
     )
 
 

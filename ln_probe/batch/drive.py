@@ -162,10 +162,13 @@ def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str
     for target in targets:
         error = errors.get(target, target.error)
         if not error:
+            done, why = is_done(run, target)
             try:
-                report = load_report(run.out / target.folder)
+                report = load_report(run.out / target.folder) if done else None
             except (OSError, ValueError) as problem:
-                error = f"not finished ({problem}): run its command again"
+                report, why = None, str(problem)
+            if report is None:
+                error = f"not finished{f' ({why})' if why else ''}: run its command again"
             else:
                 entries.append(IndexEntry(target.label, f"{target.folder}/report.html", report))
         if error:

@@ -90,7 +90,7 @@ class LocalEngine:
         for pool in self._pools.values():
             for process in list((pool._processes or {}).values()):
                 process.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
         self._pools.clear()
 
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from ln_probe.batch.plan import PROMPTS, REPORT, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DIED, DONE, RETURNED, Outcome
+from ln_probe.batch.work import DIED, DONE, NO_STORAGE, RETURNED, Outcome
 
 
 class Display:
@@ -60,7 +60,7 @@ class Display:
                 self.say(f"{target.label}: done")
         elif outcome.state == DIED:
             self.say(f"{target.label}: {outcome.error} during {unit.kind} {unit.shard}; trying again")
-        elif outcome.state != RETURNED:
+        elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is said there
             self.failed += 1
             self.say(f"{target.label}: {outcome.state}: {outcome.error}")
         units = list(left)

@@ -35,7 +35,7 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
     units = sum(c.units for c in known)
     lines.append(
         f"{units} units, {run.corpus.shards} shard{'s' * (run.corpus.shards != 1)} of {run.corpus.per_shard} prompts: "
-        f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (within a factor of 3), "
+        f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
         f"at most {size(disk)} of results under {run.work} until the reports are made"
     )
     return "\n".join(lines)

@@ -133,5 +133,8 @@ class Stored:
         with safe_open(self.path, framework="np") as file:
             return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
 
+    def has_table(self, name: str) -> bool:
+        return _TABLE + name in self.names
+
     def table(self, name: str) -> pd.DataFrame:
         return pd.read_parquet(io.BytesIO(self.arrays(_TABLE + name)[""].tobytes()))

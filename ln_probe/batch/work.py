@@ -170,7 +170,7 @@ class Worker:
             for r in measured.keys
         ]  # fmt: skip
         tables = {} if measured.effects is None else {"effects": measured.effects}
-        info = {"rows": about} | ({} if measured.effects is None else {"effect_notes": list(measured.effect_notes)})
+        info = {"rows": about, "notes": list(measured.notes)}
         return Result(arrays, tables, info), sum(map(len, shard.rows))
 
     def _unembedding(self, target: Target, unit: Unit) -> tuple[Result, int]:
@@ -268,9 +268,9 @@ class Report:
 
 def _effects(shards: list[Stored], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """The causal table and its notes."""
-    held = [s for s in shards if "effect_notes" in s.info]
-    tables = [table for s in held if len(table := s.table("effects"))]
-    return effects_table(tables, [note for s in held for note in s.info["effect_notes"]], seed)
+    measured = [stored.table("effects") for stored in shards if stored.has_table("effects")]
+    table, notes = effects_table(measured, seed)
+    return table, (*dict.fromkeys(note for stored in shards for note in stored.info["notes"]), *notes)
 
 
 def _tuples(plain: Any) -> Any:
