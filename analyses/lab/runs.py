@@ -41,8 +41,12 @@ class Run:
         return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
 
 
-def train_all(runs: Sequence[Run], *, jobs: int = 1, progress: bool = True) -> tuple[str, ...]:
+def train_all(
+    runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True
+) -> tuple[str, ...]:
     """Train what is not finished yet, `jobs` at a time in processes of their own, and name the runs that diverged.
+
+    With `until`, every run stops after that step, ready to go on.
 
     Raises:
         ValueError: jobs below 1.
@@ -54,20 +58,20 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, progress: bool = True) -> t
         for i, run in enumerate(runs):
             if progress:
                 tqdm.write(f"[{i + 1}/{len(runs)}] {run.name}")
-            diverged |= _one(run, progress)
+            diverged |= _one(run, until, progress)
         return tuple(diverged.values())
     threads = max(1, (os.cpu_count() or 1) // jobs)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        waiting = [pool.submit(_one, run, False) for run in runs]
+        waiting = [pool.submit(_one, run, until, False) for run in runs]
         for done in tqdm(as_completed(waiting), total=len(waiting), disable=not progress, unit="run"):
             diverged |= done.result()
     return tuple(diverged[run.name] for run in runs if run.name in diverged)
 
 
-def _one(run: Run, progress: bool) -> dict[str, str]:
+def _one(run: Run, until: int | None, progress: bool) -> dict[str, str]:
     try:
-        train(run.task, run.spec, run.training, run.folder, progress=progress)
+        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress)
     except DivergedError as error:
         return {run.name: f"{run.name}: {error}"}
     return {}

@@ -207,10 +207,19 @@ def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32)
     write_atomically(path, save(tensors))
 
 
-def train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, *, progress: bool = True) -> nn.Module:
+def train(
+    task: Task,
+    spec: ModelSpec,
+    training: TrainConfig,
+    out: Path,
+    *,
+    until: int | None = None,
+    progress: bool = True,
+) -> nn.Module:
     """Train one model into the folder `out`, going on where an earlier call stopped.
 
-    Divisors that were not given are measured on the first batch, in a pass through `task.loss`.
+    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
+    after that step, ready to go on.
 
     Raises:
         FileExistsError: `out` holds something that is not this run.
@@ -244,7 +253,8 @@ def train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, *, prog
     rows = [row for row in _rows(metrics) if row["step"] <= start]  # what came after the state is done again
     write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
     began = time.perf_counter() - counters["seconds"]
-    bar = tqdm(range(start, training.steps), initial=start, total=training.steps, disable=not progress, desc=out.name)
+    stop = training.steps if until is None else max(start, min(until, training.steps))
+    bar = tqdm(range(start, stop), initial=start, total=training.steps, disable=not progress, desc=out.name)
     for step in bar:
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
@@ -274,9 +284,11 @@ def train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, *, prog
                 file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
             counters["loss"], counters["counted"] = 0.0, 0.0
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
-        if done % training.state_every == 0 and done < training.steps:
+        if (done % training.state_every == 0 or done == stop) and done < training.steps:
             counters |= {"step": done, "seconds": time.perf_counter() - began}
             write_atomically(state, save(_pack(model, optimizer, counters)))
+    if stop < training.steps:
+        return model
     save_model(model, checkpoint_path(out, training.steps))
     save_model(model, out / MODEL_FILE)
     state.unlink(missing_ok=True)

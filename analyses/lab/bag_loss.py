@@ -1,0 +1,329 @@
+"""The loss of a one-layer transformer on bags of tokens, from one row per distinct token, with its gradients.
+
+Without positions, equal tokens of a sequence have equal queries, keys, values and outputs, so a sequence of T tokens is
+its counts n [token], and everything before the softmax is a table with a row per token of the vocabulary:
+
+    w(a, c) = n_c exp(S_ac) / Σ_c' n_c' exp(S_ac')         S = scores of token a's query and token c's key
+    x_a = base_a + Σ_c w(a, c) VO_c                         base = embedding + b_O,  VO = values W_O
+    logits_a = U (x_a + W_outᵀ relu(W_inᵀ LN(x_a) + b_in) + b_out)
+    loss = Σ_a n_a CE(logits_a, label) / Σ n
+
+This is exact: the same loss and gradients as T rows per sequence, but for rounding. The tables are torch's (autograd
+goes through them); the rows are done here, LANES at a time, forward and backward in one compiled pass over L2 cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64, UInt8
+from torch import Tensor
+
+from ln_probe.analyses.geometry.compiled import compiled
+from ln_probe.analyses.geometry.parallel import in_threads
+
+# Rows that are worked on together. Measured per batch of 6000 (one core): 16: 36 ms, 32: 27, 64: 8.0, 128: 7.7, 256: 7.4.
+# All they need is in one array whose rows are further apart than a step of an unrolled loop, so that compiled loops take
+# the same path, and round the same way, wherever the memory lies (see geometry/compiled.py).
+LANES = 128
+PIECES = 4  # a batch is cut into as many, for threads; a fixed number, so that sums do not depend on the threads
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LOWEST = np.float32(-87.0)  # below it, exp is 0 in float32
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Sequences as counts: `counts` [example token], the class to predict, and which examples to look at."""
+
+    counts: UInt8[np.ndarray, "example token"]
+    label: UInt8[np.ndarray, " example"]
+    chosen: Int64[np.ndarray, " batch"]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the rows are made of; `S` [query key], `VO` and `base` [token d], then the second norm, MLP, unembedding."""
+
+    S: Float[Tensor, "query key"]
+    VO: Float[Tensor, "token d"]
+    base: Float[Tensor, "token d"]
+    gain: Float[Tensor, d]
+    bias: Float[Tensor, d]
+    W_in: Float[Tensor, "d d_mlp"]
+    b_in: Float[Tensor, d_mlp]
+    W_out: Float[Tensor, "d_mlp d"]
+    b_out: Float[Tensor, d]
+    U: Float[Tensor, "label d"]
+
+    def all(self) -> tuple[Tensor, ...]:
+        return tuple(vars(self).values())
+
+
+def bag_loss(tables: Tables, bags: Bags, eps: float) -> Float[Tensor, ""]:
+    """Mean cross-entropy over all tokens of the chosen examples, differentiable in every table.
+
+    Args:
+        tables: float32, on the CPU.
+        bags: the examples.
+        eps: of the norm before the MLP.
+    """
+    loss: Tensor = _BagLoss.apply(bags, eps, *tables.all())  # type: ignore[no-untyped-call]
+    return loss
+
+
+def bag_accuracy(tables: Tables, bags: Bags, eps: float) -> tuple[float, float]:
+    """Mean loss, and the share of tokens at which the label has the largest logit."""
+    loss, accuracy, _ = _sweep(bags, eps, [t.detach().numpy() for t in tables.all()])
+    return loss, accuracy
+
+
+class _BagLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bags: Bags, eps: float, *tables: Tensor) -> Tensor:
+        loss, _, gradients = _sweep(bags, eps, [t.detach().numpy() for t in tables])
+        ctx.save_for_backward(*(torch.from_numpy(g.astype(np.float32)) for g in gradients))
+        return torch.tensor(loss)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, None, *(upstream * g for g in ctx.saved_tensors))
+
+
+def _sweep(
+    bags: Bags, eps: float, tables: list[Float32[np.ndarray, "..."]]
+) -> tuple[float, float, list[Float64[np.ndarray, "..."]]]:
+    """Mean loss, accuracy, and the gradient of the loss by every table."""
+    total = float(bags.counts[bags.chosen].sum(dtype=np.int64))
+    inputs = [np.ascontiguousarray(t, np.float32) for t in tables]
+
+    def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, "..."]]]:
+        gradients = [np.zeros(t.shape) for t in inputs]
+        loss, correct = _rows(bags.counts, bags.label, piece, *inputs, np.float32(eps), np.float32(total), *gradients)
+        return loss, correct, gradients
+
+    done = in_threads(one, np.array_split(bags.chosen, PIECES), torch.get_num_threads())
+    gradients = [np.sum([d[2][i] for d in done], axis=0) for i in range(len(inputs))]
+    return sum(d[0] for d in done) / total, sum(d[1] for d in done) / total, gradients
+
+
+@compiled
+def _exp(x: np.float32) -> np.float32:
+    """exp(x) to 2 units in the last place, without branches: 2^n times the polynomial of Cephes' expf."""
+    x = max(x, _LOWEST)
+    n = np.floor(x * _LOG2E + np.float32(0.5))
+    f = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * f + np.float32(1.3981999507e-3)
+    p = p * f + np.float32(8.3334519073e-3)
+    p = p * f + np.float32(4.1665795894e-2)
+    p = p * f + np.float32(1.6666665459e-1)
+    p = p * f + np.float32(5.0000001201e-1)
+    p = p * f * f + f + np.float32(1.0)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
+
+
+@compiled
+def _add_product(out: Any, M: Any, x: Any) -> None:
+    """out[j] += Σ_k M[k, j] x[k], lane by lane."""
+    for j in range(M.shape[1]):
+        for k in range(M.shape[0]):
+            t = M[k, j]
+            for i in range(LANES):
+                out[j, i] += t * x[k, i]
+
+
+@compiled
+def _add_product_transposed(out: Any, M: Any, x: Any) -> None:
+    """out[k] += Σ_j M[k, j] x[j], lane by lane."""
+    for k in range(M.shape[0]):
+        for j in range(M.shape[1]):
+            t = M[k, j]
+            for i in range(LANES):
+                out[k, i] += t * x[j, i]
+
+
+@compiled
+def _add_outer(out: Any, a: Any, b: Any) -> None:
+    """out[k, j] += Σ over lanes of a[k] b[j]."""
+    for k in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            t = np.float32(0)
+            for i in range(LANES):
+                t += a[k, i] * b[j, i]
+            out[k, j] += t
+
+
+@compiled
+def _add_sum(out: Any, a: Any) -> None:
+    """out[k] += Σ over lanes of a[k]."""
+    for k in range(out.shape[0]):
+        t = np.float32(0)
+        for i in range(LANES):
+            t += a[k, i]
+        out[k] += t
+
+
+@compiled
+def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
+    """values[c] becomes weights[c] exp(values[c] - top), lane by lane; `top` is the largest value that has a weight."""
+    top[:] = np.float32(-1e30)
+    total[:] = np.float32(0)
+    for c in range(values.shape[0]):
+        for i in range(LANES):
+            top[i] = max(top[i], values[c, i] if weights[c, i] > 0 else np.float32(-1e30))
+    for c in range(values.shape[0]):
+        for i in range(LANES):
+            e = weights[c, i] * _exp(min(values[c, i] - top[i], np.float32(0)))
+            values[c, i] = e
+            total[i] += e
+
+
+@compiled
+def _rows(
+    counts: Any, label: Any, chosen: Any,
+    S: Any, VO: Any, base: Any, gain: Any, bias: Any, W_in: Any, b_in: Any, W_out: Any, b_out: Any, U: Any,
+    eps: Any, total: Any,
+    dS: Any, dVO: Any, dbase: Any, dgain: Any, dbias: Any, dW_in: Any, db_in: Any, dW_out: Any, db_out: Any, dU: Any,
+) -> tuple[float, float]:  # fmt: skip
+    """Sum of losses and number of correct tokens of some examples; adds the gradients (over `total`) to d…"""
+    C, d = VO.shape
+    m, L = W_in.shape[1], U.shape[0]
+    one, zero = np.float32(1), np.float32(0)
+    scratch = np.zeros((3 * C + 2 * L + 6 * d + 2 * m + 7, LANES), np.float32)
+    at = 0
+    n, at = scratch[at : at + C], at + C  # counts of the row's example
+    w, at = scratch[at : at + C], at + C  # attention weights
+    dw, at = scratch[at : at + C], at + C
+    p, at = scratch[at : at + L], at + L  # logits, then probabilities, then their gradient
+    ones, at = scratch[at : at + L], at + L
+    x, at = scratch[at : at + d], at + d  # the stream after attention
+    unit, at = scratch[at : at + d], at + d  # normalized
+    y, at = scratch[at : at + d], at + d  # with gain and bias
+    x2, at = scratch[at : at + d], at + d  # the stream after the MLP
+    dx, at = scratch[at : at + d], at + d
+    dy, at = scratch[at : at + d], at + d
+    h, at = scratch[at : at + m], at + m
+    dh, at = scratch[at : at + m], at + m
+    weight, top, z, inverse, s1, s2, value = (
+        scratch[at], scratch[at + 1], scratch[at + 2], scratch[at + 3], scratch[at + 4], scratch[at + 5],
+        scratch[at + 6],
+    )  # fmt: skip
+    ones[:] = one
+    token, wanted = np.zeros(LANES, np.int64), np.zeros(LANES, np.int64)
+    loss = correct = 0.0
+    example, a = 0, 0
+    while example < len(chosen):
+        lanes = 0
+        while lanes < LANES and example < len(chosen):
+            e = chosen[example]
+            if counts[e, a] > 0:
+                token[lanes], wanted[lanes], weight[lanes] = a, label[e], np.float32(counts[e, a])
+                for c in range(C):
+                    n[c, lanes], w[c, lanes] = np.float32(counts[e, c]), S[a, c]
+                for k in range(d):
+                    x[k, lanes] = base[a, k]
+                lanes += 1
+            a += 1
+            if a == C:
+                a, example = 0, example + 1
+        for i in range(lanes, LANES):  # the rest repeats the first row, with no weight
+            weight[i] = zero
+            for c in range(C):
+                n[c, i], w[c, i] = n[c, 0], w[c, 0]
+            for k in range(d):
+                x[k, i] = x[k, 0]
+        # attention
+        _softmax(w, n, top, z)
+        for c in range(C):
+            for i in range(LANES):
+                w[c, i] /= z[i]
+        _add_product(x, VO, w)
+        # LayerNorm and MLP
+        s1[:], s2[:] = zero, zero
+        for k in range(d):
+            for i in range(LANES):
+                s1[i] += x[k, i]
+        for k in range(d):
+            for i in range(LANES):
+                t = x[k, i] - s1[i] / np.float32(d)
+                unit[k, i] = t
+                s2[i] += t * t
+        for i in range(LANES):
+            inverse[i] = one / np.sqrt(s2[i] / np.float32(d) + eps)
+        for k in range(d):
+            for i in range(LANES):
+                t = unit[k, i] * inverse[i]
+                unit[k, i] = t
+                y[k, i] = gain[k] * t + bias[k]
+                x2[k, i] = x[k, i] + b_out[k]
+        for j in range(m):
+            h[j] = b_in[j]
+        _add_product(h, W_in, y)
+        for j in range(m):
+            for i in range(LANES):
+                h[j, i] = max(h[j, i], zero)
+        _add_product(x2, W_out, h)
+        # logits and loss
+        p[:] = zero
+        _add_product_transposed(p, U, x2)
+        for i in range(LANES):
+            value[i] = p[wanted[i] if i < lanes else 0, i]
+        _softmax(p, ones, top, z)
+        for i in range(lanes):
+            loss += weight[i] * (np.log(z[i]) + top[i] - value[i])
+            if value[i] >= top[i]:
+                correct += weight[i]
+        # and back
+        for i in range(LANES):
+            weight[i] /= total
+        for c in range(L):
+            for i in range(LANES):
+                p[c, i] *= weight[i] / z[i]
+        for i in range(lanes):
+            p[wanted[i], i] -= weight[i]
+        _add_outer(dU, p, x2)
+        dx[:], dh[:], dy[:] = zero, zero, zero
+        _add_product(dx, U, p)
+        _add_sum(db_out, dx)
+        _add_outer(dW_out, h, dx)
+        _add_product_transposed(dh, W_out, dx)
+        for j in range(m):
+            for i in range(LANES):
+                dh[j, i] = dh[j, i] if h[j, i] > zero else zero
+        _add_sum(db_in, dh)
+        _add_outer(dW_in, y, dh)
+        _add_product_transposed(dy, W_in, dh)
+        _add_sum(dbias, dy)
+        s1[:], s2[:] = zero, zero
+        for k in range(d):
+            t1 = zero
+            for i in range(LANES):
+                t1 += dy[k, i] * unit[k, i]
+            dgain[k] += t1
+            for i in range(LANES):
+                t = gain[k] * dy[k, i]
+                dy[k, i] = t
+                s1[i] += t
+                s2[i] += t * unit[k, i]
+        for k in range(d):
+            for i in range(LANES):
+                dx[k, i] += inverse[i] * (dy[k, i] - (s1[i] + unit[k, i] * s2[i]) / np.float32(d))
+        for i in range(lanes):
+            for k in range(d):
+                dbase[token[i], k] += dx[k, i]
+        _add_outer(dVO, w, dx)
+        dw[:], s1[:] = zero, zero
+        _add_product_transposed(dw, VO, dx)
+        for c in range(C):
+            for i in range(LANES):
+                s1[i] += w[c, i] * dw[c, i]
+        for c in range(C):
+            for i in range(LANES):
+                dw[c, i] = w[c, i] * (dw[c, i] - s1[i])
+        for i in range(lanes):
+            for c in range(C):
+                dS[token[i], c] += dw[c, i]
+    return loss, correct
