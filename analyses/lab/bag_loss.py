@@ -25,8 +25,8 @@ from torch import Tensor
 from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.geometry.parallel import in_threads
 
-# Rows that are worked on together. Measured per batch of 6000 (one core): 16: 36 ms, 32: 27, 64: 8.0, 128: 7.7, 256: 7.4.
-# All they need is in one array whose rows are further apart than a step of an unrolled loop, so that compiled loops take
+# Rows worked on together; measured per batch of 6000 (one core): 16: 36 ms, 32: 27, 64: 8.0, 128: 7.7, 256: 7.4. All
+# they need is in one array whose rows are further apart than a step of an unrolled loop, so that compiled loops take
 # the same path, and round the same way, wherever the memory lies (see geometry/compiled.py).
 LANES = 128
 PIECES = 4  # a batch is cut into as many, for threads; a fixed number, so that sums do not depend on the threads
@@ -88,20 +88,22 @@ class _BagLoss(torch.autograd.Function):
         return torch.tensor(loss)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(upstream * g for g in ctx.saved_tensors))
 
 
 def _sweep(
-    bags: Bags, eps: float, tables: list[Float32[np.ndarray, "..."]]
-) -> tuple[float, float, list[Float64[np.ndarray, "..."]]]:
+    bags: Bags, eps: float, tables: list[Float32[np.ndarray, ...]]
+) -> tuple[float, float, list[Float64[np.ndarray, ...]]]:
     """Mean loss, accuracy, and the gradient of the loss by every table."""
     total = float(bags.counts[bags.chosen].sum(dtype=np.int64))
     inputs = [np.ascontiguousarray(t, np.float32) for t in tables]
 
-    def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, "..."]]]:
+    def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, ...]]]:
         gradients = [np.zeros(t.shape) for t in inputs]
-        loss, correct = _rows(bags.counts, bags.label, piece, *inputs, np.float32(eps), np.float32(total), *gradients)
+        scalars = (np.float32(eps), np.float32(total))
+        arguments: tuple[Any, ...] = (bags.counts, bags.label, piece, *scalars, *inputs, *gradients)
+        loss, correct = _rows(*arguments)
         return loss, correct, gradients
 
     done = in_threads(one, np.array_split(bags.chosen, PIECES), torch.get_num_threads())
@@ -183,9 +185,8 @@ def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
 
 @compiled
 def _rows(
-    counts: Any, label: Any, chosen: Any,
+    counts: Any, label: Any, chosen: Any, eps: Any, total: Any,
     S: Any, VO: Any, base: Any, gain: Any, bias: Any, W_in: Any, b_in: Any, W_out: Any, b_out: Any, U: Any,
-    eps: Any, total: Any,
     dS: Any, dVO: Any, dbase: Any, dgain: Any, dbias: Any, dW_in: Any, db_in: Any, dW_out: Any, db_out: Any, dU: Any,
 ) -> tuple[float, float]:  # fmt: skip
     """Sum of losses and number of correct tokens of some examples; adds the gradients (over `total`) to d…"""

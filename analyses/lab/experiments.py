@@ -114,9 +114,7 @@ def run(name: str, request: Request, *, command: str) -> Results:
     from ln_probe.analyses.lab.results import write_results
 
     results: Results = importlib.import_module(experiment.module).run(request)
-    write_results(
-        results, request.out, experiment=name, command=command, seconds=time.perf_counter() - began
-    )
+    write_results(results, request.out, experiment=name, command=command, seconds=time.perf_counter() - began)
     return results
 
 

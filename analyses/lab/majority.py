@@ -10,8 +10,6 @@ scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,10 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.bag_loss import Bags, Tables, bag_accuracy, bag_loss
+from ln_probe.analyses.lab.majority_data import MajoritySize, make_data
 from ln_probe.analyses.lab.model import Attention, LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.runs import Run, train_all
@@ -31,25 +30,6 @@ from ln_probe.analyses.lab.training import TrainConfig, step_generator
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
     from ln_probe.analyses.lab.results import Results
-
-PER_PARTITION = 10  # examples with the same counts: the classes are drawn anew for each
-TRAIN_SHARE = 0.8
-
-
-@dataclass(frozen=True)
-class MajoritySize:
-    """Sizes of the task; the defaults are the published ones."""
-
-    classes: int = 20
-    length: int = 50
-    margin: int = 6  # how often the majority class must occur more than the next
-    examples: int = 100_000
-
-    def __post_init__(self) -> None:
-        if min(self.classes, self.length, self.examples) < 2 or not 1 <= self.margin <= self.length:
-            raise ValueError(
-                f"majority needs at least 2 classes, tokens and examples and a margin of 1 to length, got {self}"
-            )
 
 
 def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None) -> LabConfig:
@@ -92,7 +72,7 @@ class MajorityTask:
     @cached_property
     def data(self) -> tuple[Bags, Bags]:
         """Training and test examples: 80 % and 20 % of every class."""
-        return _split(*_examples(self.seed, self.size), seed=self.seed)
+        return make_data(self.seed, self.size)
 
     def steps_per_epoch(self, batch: int) -> int:
         return math.ceil(len(self.data[0].chosen) / batch)
@@ -141,7 +121,7 @@ def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, batch]]
 
 
 def query_angles(model: LabTransformer) -> Float[Tensor, token]:
-    """Angle (0-90 degrees) between W_K q of each token and the ones-vector: at 0, attention is uniform by projection."""
+    """Angle (0-90 degrees) of each token's W_K q to the ones-vector: at 0, projected keys all score alike."""
     block = model.blocks[0]
     attention = cast("Attention", block.attn)
     y = cast("nn.Module", block.ln1)(model.embed.W_E)
@@ -184,59 +164,6 @@ def _tables(model: LabTransformer) -> Tables:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------- data
-
-
-def partitions(total: int, smallest: int, parts: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
-    """Ways to write `total` as at most `parts` ascending numbers of at least `smallest`, depth first.
-
-    At every level the next number is tried in random order, as in the published data: examples are then not a uniform
-    sample of all partitions, but those under whichever first numbers came up.
-    """
-    if total == 0:
-        yield ()
-        return
-    if parts == 1:
-        if total >= smallest:
-            yield (total,)
-        return
-    for number in rng.permutation(np.arange(smallest, total + 1)).tolist():
-        left = total - number
-        if left == 0 or left >= number:
-            for rest in partitions(left, number, parts - 1, rng):
-                yield (number, *rest)
-
-
-def _examples(seed: int, size: MajoritySize) -> tuple[UInt8[np.ndarray, "example token"], np.random.Generator]:
-    """Counts of every example: partitions of the length, and for each, ten draws of which class has which count."""
-    rng = np.random.default_rng([seed, 0])
-    rows = []
-    for parts in partitions(size.length, 1, min(size.length, size.classes), rng):
-        if len(parts) == 1 or parts[-1] - parts[-2] < size.margin:
-            continue
-        for _ in range(PER_PARTITION):
-            row = np.zeros(size.classes, np.uint8)
-            row[rng.permutation(size.classes)[: len(parts)]] = parts
-            rows.append(row)
-        if len(rows) > size.examples:
-            break
-    return np.stack(rows), rng
-
-
-def _split(
-    counts: UInt8[np.ndarray, "example token"], rng: np.random.Generator, *, seed: int
-) -> tuple[Bags, Bags]:
-    label = counts.argmax(1).astype(np.uint8)
-    train: list[Int64[np.ndarray, " part"]] = []
-    test: list[Int64[np.ndarray, " part"]] = []
-    for wanted in np.unique(label):
-        where = rng.permutation(np.flatnonzero(label == wanted))
-        cut = round(TRAIN_SHARE * len(where))
-        train.append(where[:cut])
-        test.append(where[cut:])
-    return tuple(Bags(counts, label, np.sort(np.concatenate(part))) for part in (train, test))  # type: ignore[return-value]
-
-
 # ------------------------------------------------------------------------------------------------------- experiment
 
 STEPS, MILESTONE = 17_000, 5_000  # the published curves end near 17K; every run gets to 5K before any goes on
@@ -274,8 +201,11 @@ def make_runs(request: Request) -> list[Run]:
 
 def run(request: Request) -> Results:
     """Train all cells (to 5K steps first, then to the end) and compare them."""
+    from ln_probe.analyses.lab.majority_findings import findings
+
     runs = make_runs(request)
+    diverged: tuple[str, ...] = ()
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
-        train_all(runs, jobs=request.jobs, progress=request.progress)
-    return collect(runs)
+        diverged = train_all(runs, jobs=request.jobs, progress=request.progress)
+    return findings(runs, diverged)

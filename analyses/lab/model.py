@@ -7,7 +7,7 @@ and 4.x alike. Only the norm at each place is meant to differ between two runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast, overload
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         return flat.view(*x.shape[:-1], heads, d_head)
 
     def _turn(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        cos, sin = (t[: x.shape[1], None].to(x) for t in (self.rotary_cos, self.rotary_sin))
+        cos, sin = (cast("Tensor", t)[: x.shape[1], None].to(x) for t in (self.rotary_cos, self.rotary_sin))
         left, right = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-right, left], dim=-1) * sin
 
@@ -204,7 +204,11 @@ class Attention(nn.Module):
         return out
 
 
-_ACTIVATIONS = {"gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class MLP(nn.Module):

@@ -1,9 +1,9 @@
 """What an experiment found: tidy tables, means and 95 % intervals over seeds, the published figure beside them.
 
-    summary.csv       a row per (what was varied, measure): mean, interval, number of seeds, published figure
-    <table>.parquet   the values behind it, a row per seed
-    <figure>.png
-    results.json      command, versions, settings, runs that diverged, conclusions in sentences
+summary.csv       a row per (what was varied, measure): mean, interval, number of seeds, published figure
+<table>.csv       the values behind it, a row per seed; .parquet if it is long
+<figure>.png
+results.json      command, versions, settings, runs that diverged, conclusions in sentences
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
+LONG = 1000  # rows; a longer table is parquet
 LEVEL = 0.95  # of the intervals: Student's t over seeds
 STATISTICS = ("mean", "ci_low", "ci_high", "sd", "seeds")
 PACKAGES = ("torch", "transformer-lens", "numpy")
@@ -69,7 +70,8 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
     keys = list(keys)
     repeated = values.duplicated([*keys, "seed"])
     if repeated.any():
-        raise ValueError(f"two values for {values.loc[repeated.idxmax(), [*keys, 'seed']].to_dict()}")
+        first = values[repeated][[*keys, "seed"]].iloc[0]
+        raise ValueError(f"two values for {first.to_dict()}")
     rows = []
     for key, group in values.dropna(subset="value").groupby(keys, sort=False, dropna=False):
         x = group["value"].to_numpy(float)
@@ -87,10 +89,16 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
 def write_results(results: Results, out: Path, *, experiment: str, command: str, seconds: float) -> None:
     """Write every table and figure into `out`, `results.json` last."""
     write_atomically(out / SUMMARY_FILE, results.summary.to_csv(index=False, float_format="%.6g").encode())
+    tables = [SUMMARY_FILE]
     for name, table in results.tables.items():
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        write_atomically(out / f"{name}.parquet", buffer.getvalue())
+        if len(table) > LONG:
+            buffer = io.BytesIO()
+            table.to_parquet(buffer, index=False)
+            tables.append(f"{name}.parquet")
+            write_atomically(out / tables[-1], buffer.getvalue())
+        else:
+            tables.append(f"{name}.csv")
+            write_atomically(out / tables[-1], table.to_csv(index=False, float_format="%.6g").encode())
     for name, figure in results.figures.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
@@ -103,7 +111,7 @@ def write_results(results: Results, out: Path, *, experiment: str, command: str,
         "settings": dict(results.settings),
         "diverged": list(results.diverged),
         "conclusions": list(results.conclusions),
-        "tables": [SUMMARY_FILE, *(f"{name}.parquet" for name in results.tables)],
+        "tables": tables,
         "figures": [f"{name}.png" for name in results.figures],
     }
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
