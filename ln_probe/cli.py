@@ -161,6 +161,7 @@ def lab_run(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
     """Train an experiment's models and write tables and plots; run again, it goes on where it stopped."""
+    import ln_probe
     from ln_probe.analyses.lab import experiments
 
     try:
@@ -174,7 +175,9 @@ def lab_run(
         texts=tuple(text or ()), jobs=jobs, collect=collect, progress=not quiet and sys.stderr.isatty(),
     )  # fmt: skip
     try:
-        results = experiments.run(name, request, command=shlex.join(["ln-probe", *sys.argv[1:]]))
+        results = experiments.run(
+            name, request, command=shlex.join(["ln-probe", *sys.argv[1:]]), ln_probe_version=ln_probe.__version__
+        )
     except (FileExistsError, FileNotFoundError, ValueError) as error:
         raise _refuse(str(error)) from error
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))

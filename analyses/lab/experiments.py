@@ -71,7 +71,13 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.majority",
         "majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling",
         "Brody, Alon & Yahav 2023, section 4.1",
-        seeds=10, quick_seeds=2, duration="3 hours", quick_duration="2 minutes",
+        seeds=10, quick_seeds=2, duration="3 hours", quick_duration="3 minutes",
+    ),
+    "random_keys": Experiment(
+        "ln_probe.analyses.lab.random_keys",
+        "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
+        "Brody, Alon & Yahav 2023, figures 1c and 1d",
+        seeds=5, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
     ),
 }  # fmt: skip
 
@@ -94,7 +100,7 @@ def find(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-def run(name: str, request: Request, *, command: str) -> Results:
+def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> Results:
     """Run an experiment, or go on with it, and write what it found into `request.out`.
 
     Raises:
@@ -114,7 +120,14 @@ def run(name: str, request: Request, *, command: str) -> Results:
     from ln_probe.analyses.lab.results import write_results
 
     results: Results = importlib.import_module(experiment.module).run(request)
-    write_results(results, request.out, experiment=name, command=command, seconds=time.perf_counter() - began)
+    write_results(
+        results,
+        request.out,
+        experiment=name,
+        command=command,
+        ln_probe_version=ln_probe_version,
+        seconds=time.perf_counter() - began,
+    )
     return results
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.bag_loss import Bags, Tables, bag_accuracy, bag_loss
+from ln_probe.analyses.lab.bags.loss import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.majority_data import MajoritySize, make_data
 from ln_probe.analyses.lab.model import Attention, LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import Norm

@@ -174,14 +174,14 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             effect = "even helps"
         verdict = (
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
-            f"{effect} ({matched} nats, {gap.seeds} seeds)."
+            f"{effect} ({matched} nats; seeds: {gap.seeds})."
         )
     for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
         times = _estimate(summary, norm=norm, radius=radius, measure="times_the_steps_to_0.4")
         if times is not None:
             found.append(
                 f"To a training loss of 0.4, {norm} at radius {radius} takes {times} times the steps of LayerNorm "
-                f"({times.seeds} seeds that got there)."
+                f"(seeds that got there: {times.seeds})."
             )
     return [verdict, *found] if verdict else found
 

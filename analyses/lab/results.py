@@ -86,7 +86,9 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
 
 
-def write_results(results: Results, out: Path, *, experiment: str, command: str, seconds: float) -> None:
+def write_results(
+    results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
+) -> None:
     """Write every table and figure into `out`, `results.json` last."""
     write_atomically(out / SUMMARY_FILE, results.summary.to_csv(index=False, float_format="%.6g").encode())
     tables = [SUMMARY_FILE]
@@ -106,7 +108,7 @@ def write_results(results: Results, out: Path, *, experiment: str, command: str,
     about = {
         "experiment": experiment,
         "command": command,
-        "versions": {name: version(name) for name in ("ln-probe", *PACKAGES)},
+        "versions": {"ln-probe": ln_probe_version} | {name: version(name) for name in PACKAGES},
         "seconds": round(seconds, 1),
         "settings": dict(results.settings),
         "diverged": list(results.diverged),
