@@ -156,6 +156,7 @@ def lab_run(
     out: Annotated[Path | None, typer.Option(help="Folder; default lab-runs/NAME.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
     text: Annotated[list[Path] | None, typer.Option(help="A text file (UTF-8); may be repeated.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer's folder; else made from the text.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
@@ -172,7 +173,8 @@ def lab_run(
     _check_writable(folder.parent)
     request = experiments.Request(
         out=folder, seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))), quick=quick,
-        texts=tuple(text or ()), jobs=jobs, collect=collect, progress=not quiet and sys.stderr.isatty(),
+        texts=tuple(text or ()), tokenizer=tokenizer, jobs=jobs, collect=collect,
+        progress=not quiet and sys.stderr.isatty(),
     )  # fmt: skip
     try:
         results = experiments.run(

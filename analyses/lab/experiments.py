@@ -25,7 +25,7 @@ class Experiment:
     """One entry of the registry.
 
     Attributes:
-        module: what holds its `run`.
+        module, function: what runs it.
         summary: a line for `lab list`.
         source: the publication it repeats.
         seeds, quick_seeds: how many by default.
@@ -41,6 +41,7 @@ class Experiment:
     duration: str
     quick_duration: str
     needs_text: bool = False
+    function: str = "run"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Request:
         out: the experiment's folder.
         seeds: seeds to run (0, 1, …).
         quick: the size that takes minutes instead of the published one.
-        texts: text files, for experiments that need them.
+        texts, tokenizer: text files, and a tokenizer's folder, for experiments on text.
         jobs: processes that train side by side.
         collect: train nothing: make tables of what runs have reached so far.
         progress: show progress bars.
@@ -61,6 +62,7 @@ class Request:
     seeds: tuple[int, ...]
     quick: bool = False
     texts: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
     jobs: int = 1
     collect: bool = False
     progress: bool = True
@@ -78,6 +80,18 @@ EXPERIMENTS = {
         "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
         seeds=5, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
+    ),
+    "language_model": Experiment(
+        "ln_probe.analyses.lab.published_language_model",
+        "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
+        "Brody, Alon & Yahav 2023, section 4.2",
+        seeds=3, quick_seeds=2, duration="40 minutes", quick_duration="3 minutes", needs_text=True,
+    ),
+    "language_model_full": Experiment(
+        "ln_probe.analyses.lab.published_language_model",
+        "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
+        "Brody, Alon & Yahav 2023, section 4.2",
+        seeds=1, quick_seeds=1, duration="5 hours", quick_duration="10 minutes", needs_text=True, function="run_full",
     ),
 }  # fmt: skip
 
@@ -113,13 +127,13 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
         raise ValueError("no seeds: at least 1 is needed")
     if experiment.needs_text and not request.texts:
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
-    if request.texts and not experiment.needs_text:
-        raise ValueError(f"{name} takes no text: leave out --text {request.texts[0]}")
+    if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
+        raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
     _claim(name, request)
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    results: Results = importlib.import_module(experiment.module).run(request)
+    results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
     write_results(
         results,
         request.out,

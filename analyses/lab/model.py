@@ -330,6 +330,21 @@ class LabTransformer(HookedRootModule):
         if tokens.shape[1] > self.cfg.n_ctx:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the context of {self.cfg.n_ctx}: cut the prompt")
 
+    def stream(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the unembedding reads: the stream after the final norm.
+
+        Raises:
+            ValueError: tokens not [batch pos], or longer than the context.
+        """
+        self._check(tokens)
+        resid = self.hook_embed(F.embedding(tokens, self.embed.W_E))
+        if (table := self._position_table()) is not None:
+            resid = resid + self.hook_pos_embed(table[: tokens.shape[1]].expand_as(resid))
+        for block in self.blocks:
+            resid = block(resid)
+        normalized: Tensor = self.ln_final(resid)
+        return normalized
+
     @overload
     def forward(
         self, tokens: Tensor, return_type: Literal["logits", "loss"] = ..., loss_per_token: bool = ...
@@ -349,13 +364,7 @@ class LabTransformer(HookedRootModule):
         """
         if return_type not in ("logits", "loss", None):
             raise ValueError(f"unknown return_type {return_type!r}: 'logits', 'loss' or None")
-        self._check(tokens)
-        resid = self.hook_embed(F.embedding(tokens, self.embed.W_E))
-        if (table := self._position_table()) is not None:
-            resid = resid + self.hook_pos_embed(table[: tokens.shape[1]].expand_as(resid))
-        for block in self.blocks:
-            resid = block(resid)
-        logits: Tensor = self.unembed(self.ln_final(resid))
+        logits: Tensor = self.unembed(self.stream(tokens))
         if return_type is None:
             return None
         if return_type == "logits":

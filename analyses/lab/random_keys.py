@@ -118,8 +118,8 @@ def _sentences(means: pd.DataFrame) -> Iterator[str]:
     corner = means[(means["space"] == NORMAL) & (means["n"] == COUNTS[-1]) & (means["d"] == 8)]
     values = {str(m): float(v) for m, v in zip(corner["measure"], corner["mean"], strict=True)}
     yield (
-        f"The published map is the share of draws with any unselectable key ({values['any_unselectable']:.2f} at d = 8 "
-        f"and n = {COUNTS[-1]}), not the fraction of keys ({values['unselectable_fraction']:.3f}) its caption speaks of."
+        f"The published map is the share of draws with any unselectable key (here {values['any_unselectable']:.2f} at "
+        f"d = 8, n = {COUNTS[-1]}), not the fraction of keys ({values['unselectable_fraction']:.3f}) of its caption."
     )
     yield (
         f"Seen by one head (LayerNorm, then a random W_K from {HEAD_D_MODEL} dimensions) up to "
