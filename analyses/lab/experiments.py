@@ -150,7 +150,10 @@ def _claim(name: str, request: Request) -> None:
     path = request.out / EXPERIMENT_FILE
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
-        held = json.loads(path.read_text())
+        try:
+            held = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
         if held != wanted:
             raise FileExistsError(
                 f"{request.out} holds another experiment ({_describe(held)}; this is {_describe(wanted)}): choose "

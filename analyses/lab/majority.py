@@ -89,7 +89,7 @@ class MajorityTask:
     def loss(self, model: nn.Module, batch: Bags) -> Float[Tensor, ""]:
         lab = cast("LabTransformer", model)
         if self.reduced:
-            return bag_loss(_tables(lab), batch, lab.cfg.eps)
+            return bag_loss(tables_of(lab), batch, lab.cfg.eps)
         tokens, labels = sequences(batch)
         logits: Tensor = lab(tokens)
         return F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
@@ -97,7 +97,7 @@ class MajorityTask:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Test loss and accuracy (per position), and the angle of effective queries to the ones-vector."""
         lab, test = cast("LabTransformer", model), self.data[1]
-        tables = _tables(lab)
+        tables = tables_of(lab)
         loss, accuracy = bag_accuracy(tables, test, lab.cfg.eps)
         share = torch.from_numpy(test.counts[test.chosen].sum(0, dtype=np.int64)).float()
         angles = query_angles(lab)
@@ -130,7 +130,7 @@ def query_angles(model: LabTransformer) -> Float[Tensor, token]:
     return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
 
 
-def _tables(model: LabTransformer) -> Tables:
+def tables_of(model: LabTransformer) -> Tables:
     """What all tokens of one layer without positions share, a row per token of the vocabulary."""
     cfg = model.cfg
     needs = {

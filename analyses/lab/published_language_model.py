@@ -165,7 +165,11 @@ def findings(runs: Sequence[Run], diverged: tuple[str, ...] = ()) -> Results:
     at_kept = losses[losses["step"].isin(set(fractions["step"]) | {_reached(started)})]
     values = pd.concat([fractions, at_kept], ignore_index=True)
     summary = summarize(values, KEYS, PUBLISHED)
-    summary.loc[summary["step"] != last, "published"] = float("nan")  # published models were trained to the end
+    # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.
+    other = summary["step"] != last
+    if started[0].spec.to_dict()["d_vocab"] != GPT2_VOCABULARY:
+        other |= summary["measure"] == LOSS
+    summary.loc[other, "published"] = float("nan")
     return Results(
         summary=summary,
         tables={"curves": losses, "seeds": values[[*KEYS, "seed", "value"]]},
