@@ -49,7 +49,7 @@ def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityT
         double = model(norm, radius).double()
         expected = plain.loss(double, chosen)
         wanted = torch.autograd.grad(expected, list(double.parameters()))
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         largest = max(float(g.abs().max()) for g in wanted)
         for (name, _), got, right in zip(ours.named_parameters(), gradients, wanted, strict=True):
             assert float((got - right).abs().max()) < 2e-6 * largest, name
@@ -63,7 +63,7 @@ def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:
     batch = task.batch(0, 100, 0)
     loss = task.loss(ours, batch)
     expected = MajorityTask(0, SMALL, reduced=False).loss(ours.double(), batch)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_the_model_is_torchs_encoder_layer(task: MajorityTask) -> None:
@@ -104,7 +104,7 @@ def test_the_same_loss_curve(task: MajorityTask) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         curves.append(losses)
     assert curves[0] == pytest.approx(curves[1], rel=2e-6)
     assert curves[0][-1] < curves[0][0]
@@ -190,7 +190,7 @@ def test_evaluation(task: MajorityTask) -> None:
     logits = ours(tokens)
     assert found["test_accuracy"] == pytest.approx(float((logits.argmax(-1) == labels[:, None]).float().mean()), 1e-6)
     expected = F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
-    assert found["test_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_interrupted_at_any_step(task: MajorityTask, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_torchs_start() -> None:
         (ours.W_U, nn.Linear(64, 30).weight),
     ):
         tolerance = 5 / math.sqrt(2 * mine.numel())
-        assert float(mine.std()) == pytest.approx(float(theirs.std()), rel=tolerance)
+        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=tolerance)
 
 
 @pytest.mark.parametrize("options", [
