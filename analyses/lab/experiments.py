@@ -85,13 +85,13 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.published_language_model",
         "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
         "Brody, Alon & Yahav 2023, section 4.2",
-        seeds=3, quick_seeds=2, duration="40 minutes", quick_duration="3 minutes", needs_text=True,
+        seeds=3, quick_seeds=2, duration="20 minutes", quick_duration="2 minutes", needs_text=True,
     ),
     "language_model_full": Experiment(
         "ln_probe.analyses.lab.published_language_model",
         "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
         "Brody, Alon & Yahav 2023, section 4.2",
-        seeds=1, quick_seeds=1, duration="5 hours", quick_duration="10 minutes", needs_text=True, function="run_full",
+        seeds=1, quick_seeds=1, duration="90 minutes", quick_duration="3 minutes", needs_text=True, function="run_full",
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +51,17 @@ def test_the_published_shape() -> None:
     torch.testing.assert_close(unscaled.blocks[0].ln1(x), x - x.mean(-1, keepdim=True))
 
 
-def test_logits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "PIECE", 7)
     torch.manual_seed(0)
-    model = published_model("layernorm", None, SIZE).build().double()
+    model = replace(published_model("layernorm", None, SIZE), bias_unembed=bias).build().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
     tokens = torch.randint(300, (3, 24))
     whole, parts = model(tokens, return_type="loss"), piecewise_loss(model, tokens)
-    assert float(parts) == pytest.approx(float(whole), rel=1e-12)
+    assert parts.item() == pytest.approx(whole.item(), rel=1e-12)
     wanted, got = (torch.autograd.grad(loss, list(model.parameters())) for loss in (whole, parts))
     for a, b in zip(wanted, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
