@@ -47,6 +47,7 @@ CONTRASTS = {
     "size 1/sqrt(d), with projection": (WITH, ("layernorm", "1/sqrt(d)")),
     "size 1/sqrt(d), without projection": (("scaling_only", "sqrt(d)"), WITHOUT),
 }
+_MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that nobody published
 KEYS = ["norm", "radius", "step", "measure"]
 
 
@@ -115,8 +116,9 @@ def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
 
 
 def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of `CONTRASTS` with their intervals, a row per contrast, step and measure."""
+    """Paired differences of `CONTRASTS` with their intervals, over the seeds whose cells have all come that far."""
     wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
+    wide = wide.dropna(subset=[cell for cell in (*CONTRASTS["the published gap"], *_MATCHED) if cell in wide])
     rows = []
     for name, (first, second) in CONTRASTS.items():
         if first in wide and second in wide:
@@ -176,6 +178,14 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
             f"{effect} ({matched} nats; seeds: {gap.seeds})."
         )
+    angles = summary[(summary["measure"] == "angle_deg") & (summary["step"] == max(steps, default=0))]
+    told = [
+        f"{norm} at {radius} {angle}°"
+        for norm, radius in dict.fromkeys(zip(angles["norm"], angles["radius"], strict=True))
+        if (angle := _estimate(angles, norm=norm, radius=radius)) is not None
+    ]
+    if told:
+        found.append(f"Angle of queries to the ones-vector at step {max(steps)}: {'; '.join(told)}.")
     for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
         times = _estimate(summary, norm=norm, radius=radius, measure="times_the_steps_to_0.4")
         if times is not None:
@@ -207,8 +217,9 @@ def _plot(table: pd.DataFrame) -> Figure:
             axis.plot(told["step"], told["published"], "x", color=f"C{i}")
         axis.set_xlabel("step")
         axis.set_ylabel(label)
+        bottom, top = means.loc[means["measure"] == measure, "mean"].agg(["min", "max"])
+        axis.set_ylim(*((0, 90) if measure == "angle_deg" else (0.8 * bottom, 1.05 * top)))  # wide intervals are cut
     axes[0].set_yscale("log")
-    axes[0].set_xlim(left=0)
     axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
     figure.tight_layout()
     return figure

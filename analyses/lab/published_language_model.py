@@ -72,7 +72,7 @@ class Size:
 
 SMALL = Size(d_vocab=1024, n_ctx=256, batch=4, steps=1500)
 TINY = Size(d_vocab=512, n_ctx=128, batch=4, steps=300)
-# Published: 50000 steps of 16 windows at 5e-5. A window takes a core a third of a second, so steps are fewer and larger.
+# Published: 50000 steps of 16 windows at 5e-5. A window takes a core a third of a second: fewer and larger steps.
 FULL = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=2, steps=3000, valid_windows=8)
 FULL_TINY = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=1, steps=40, valid_windows=2)
 
