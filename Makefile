@@ -24,6 +24,7 @@ bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
 	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/batch.py
+	$(BIN)/python bench/lab.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,10 @@
-"""The command line: `ln-probe report`, `plan`, `merge`, `models`. Heavy imports happen inside the commands."""
+"""The command line: `ln-probe report | plan | merge | models | lab`. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+lab = typer.Typer(help="From-scratch experiments, published figures beside their own.", no_args_is_help=True)
+app.add_typer(lab, name="lab")
 
 
 def main() -> None:
@@ -54,6 +59,61 @@ def models(
 app.command()(commands.report)
 app.command()(commands.plan)
 app.command()(commands.merge)
+
+
+@lab.command("list")
+def lab_list() -> None:
+    """The experiments, what they repeat and how long they take on two cores."""
+    from ln_probe.analyses.lab.experiments import EXPERIMENTS
+
+    for name, found in EXPERIMENTS.items():
+        text = "  needs --text" if found.needs_text else ""
+        typer.echo(
+            f"{name}: {found.summary}\n  {found.source}\n"
+            f"  {found.seeds} seeds: {found.duration}; --quick ({found.quick_seeds}): {found.quick_duration}{text}"
+        )
+
+
+@lab.command("run")
+def lab_run(
+    name: Annotated[str, typer.Argument(help="One of `ln-probe lab list`.")],
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many; default: the experiment's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default lab-runs/NAME.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file (UTF-8); may be repeated.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer's folder; else made from the text.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
+    collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+) -> None:
+    """Train an experiment's models and write tables and plots; run again, it goes on where it stopped."""
+    import ln_probe
+    from ln_probe.analyses.lab import experiments
+
+    try:
+        known = experiments.find(name)
+    except experiments.UnknownExperimentError as error:
+        raise commands.refuse(str(error)) from error
+    folder = out or Path("lab-runs") / name
+    commands.check_writable(folder.parent)
+    request = experiments.Request(
+        out=folder, seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))), quick=quick,
+        texts=tuple(text or ()), tokenizer=tokenizer, jobs=jobs, collect=collect,
+        progress=not quiet and sys.stderr.isatty(),
+    )  # fmt: skip
+    try:
+        results = experiments.run(
+            name, request, command=shlex.join(["ln-probe", *sys.argv[1:]]), ln_probe_version=ln_probe.__version__
+        )
+    except (FileExistsError, FileNotFoundError, ValueError) as error:
+        raise commands.refuse(str(error)) from error
+    typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
+    for sentence in results.conclusions:
+        typer.echo(sentence)
+    for failure in results.diverged:
+        typer.echo(f"diverged: {failure}", err=True)
+    typer.echo(f"{folder}: results.json, {', '.join([*results.tables, *results.figures])}", err=True)
+    raise typer.Exit(commands.SOME_FAILED if results.diverged else commands.DONE)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
     none                  x / c
 
 With r = √d the first is torch's LayerNorm, `Px / sqrt(mean((Px)²) + eps)`. The divisor c of the norms that do not
-scale is measured once, at initialization (`calibrate`), so that their outputs start at the size of the others'
-(radius²/d mean square). After Brody, Alon & Yahav 2023, section 3, where the norms differ in size as well.
+scale is given, or measured once, at initialization (`calibrate`), so that their outputs start at the size of the
+others' (radius²/d mean square). After Brody, Alon & Yahav 2023, section 3, whose norms differ in size as well: their
+layer without projection has r = 1/√d, so its scores are d² times smaller.
 """
 
 from __future__ import annotations
@@ -39,16 +40,26 @@ class Norm(nn.Module):
         eps: added to the mean square before the root (the norms that scale).
         radius: length of the normalized vectors; None means √d_model. The norms that do not scale aim at it
             when they are calibrated.
-        affine: with a learned gain `w` and bias `b`, [d_model] each.
+        divisor: the constant of a norm that does not scale; None: measured (`calibrate`).
+        gain, bias: with a learned gain `w`, a learned bias `b`, [d_model] each.
 
     Raises:
-        ValueError: unknown kind, radius or d_model not positive, eps negative.
+        ValueError: unknown kind; radius, divisor or d_model not positive; eps negative; a divisor for a norm that
+            scales, or beside a radius.
     """
 
     divisor: Float[Tensor, ""] | None
 
     def __init__(
-        self, kind: str, d_model: int, *, eps: float = 1e-5, radius: float | None = None, affine: bool = True
+        self,
+        kind: str,
+        d_model: int,
+        *,
+        eps: float = 1e-5,
+        radius: float | None = None,
+        divisor: float | None = None,
+        gain: bool = True,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         if kind not in NORM_KINDS:
@@ -59,14 +70,21 @@ class Norm(nn.Module):
             raise ValueError(f"radius must be positive, got {radius}")
         if eps < 0:
             raise ValueError(f"eps must not be negative, got {eps}")
+        if divisor is not None and kind in SCALES:
+            raise ValueError(f"a {kind!r} norm divides by each vector's own size: leave out divisor={divisor}")
+        if divisor is not None and radius is not None:
+            raise ValueError(f"give a divisor ({divisor}) or a radius to aim at ({radius}), not both")
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(f"divisor must be a positive number, got {divisor}")
         self.kind = kind
         self.eps = eps
         self.d_model = d_model
         self.radius = math.sqrt(d_model) if radius is None else float(radius)
-        self.w = nn.Parameter(torch.ones(d_model)) if affine else None
-        self.b = nn.Parameter(torch.zeros(d_model)) if affine else None
+        self.w = nn.Parameter(torch.ones(d_model)) if gain else None
+        self.b = nn.Parameter(torch.zeros(d_model)) if bias else None
+        self.measured = not self.scales and divisor is None  # by `calibrate`
         # Zero until calibrated: a norm that does not scale must not run with an unstated constant.
-        self.register_buffer("divisor", None if self.scales else torch.tensor(0.0))
+        self.register_buffer("divisor", None if self.scales else torch.tensor(divisor or 0.0))
         self.calibrating = False
         self.hook_scale = HookPoint()
         self.hook_normalized = HookPoint()
@@ -100,9 +118,9 @@ class Norm(nn.Module):
                 )
             divisor = self.divisor.to(x.dtype).expand(*x.shape[:-1], 1)
         normalized: Tensor = self.hook_normalized(x / self.hook_scale(divisor))
-        if self.w is None or self.b is None:
-            return normalized
-        return normalized * self.w + self.b
+        if self.w is not None:
+            normalized = normalized * self.w
+        return normalized if self.b is None else normalized + self.b
 
     def extra_repr(self) -> str:
         return f"{self.kind}, d_model={self.d_model}, radius={self.radius:g}, eps={self.eps:g}"
@@ -110,11 +128,11 @@ class Norm(nn.Module):
 
 @contextmanager
 def calibrate(model: nn.Module) -> Iterator[None]:
-    """Within it, a forward pass sets the divisor of every norm that does not scale to its mean input sigma.
+    """Within it, a forward pass sets every divisor that was not given to the mean sigma of the norm's inputs.
 
     Sites are set in the order in which they run, so each is measured behind already calibrated ones.
     """
-    norms = [m for m in model.modules() if isinstance(m, Norm) and not m.scales]
+    norms = [m for m in model.modules() if isinstance(m, Norm) and m.measured]
     for norm in norms:
         norm.calibrating = True
     try:

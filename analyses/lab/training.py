@@ -1,13 +1,15 @@
 """One trainer for every experiment of the laboratory: deterministic, resumable, streamed to disk.
 
 A batch depends on the seed and the step alone, and everything else that moves (weights, Adam's moments, the step) is
-in one checkpoint, so an interrupted run continues bit for bit. A run is a folder:
+in one checkpoint, so an interrupted run continues bit for bit (with the same number of threads: sums are split among
+them). A run is a folder:
 
     lab.json                what was trained, on what, with which seed (the run's identity)
     metrics.jsonl           one line per evaluation
     checkpoints/*.safetensors   the model at chosen steps
     state.safetensors       the last resumable state (removed when the run ends)
     model.safetensors       the final model
+    diverged.json           instead of it, if the loss stopped being a number
     tokenizer.json          where the task has text
 """
 
@@ -19,8 +21,9 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import pandas as pd
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -32,13 +35,32 @@ from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
 
 LAB_FILE = "lab.json"
+METRICS_FILE = "metrics.jsonl"
+MODEL_FILE = "model.safetensors"
+STATE_FILE = "state.safetensors"
+DIVERGED_FILE = "diverged.json"
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
+
+_CHOICES = {"optimizer": ("adamw", "adam"), "schedule": ("cosine", "linear", "constant")}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Schedule and sizes of a run. `lr` warms up linearly, then decays as a cosine to `lr_end`."""
+    """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says.
+
+    Attributes:
+        steps: updates in the run. batch: examples per update.
+        decay_steps: updates after which `lr_end` would be reached; None means `steps`.
+        clip: largest gradient norm; 0 means none.
+        evaluate_every: updates between lines of `metrics.jsonl`.
+        evaluate_at: more steps to evaluate at.
+        save_at: steps whose model is kept; the last always is.
+        state_every: updates between resumable states.
+
+    Raises (on construction):
+        ValueError: a size below 1, an unknown optimizer or schedule.
+    """
 
     steps: int
     batch: int
@@ -47,33 +69,61 @@ class TrainConfig:
     warmup: int = 200
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 0.5  # gradient norm; 0 means none
+    clip: float = 0.5
     seed: int = 0
     evaluate_every: int = 200
-    save_at: tuple[int, ...] = ()  # steps whose model is kept; the last always is
+    save_at: tuple[int, ...] = ()
     state_every: int = 200
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: int | None = None
+    evaluate_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "evaluate_every", "state_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}")
 
     def lr_at(self, step: int) -> float:
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        part = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * part)) / 2
+        part = (step - self.warmup) / max(1, (self.decay_steps or self.steps) - self.warmup)
+        if self.schedule == "constant":
+            return self.lr
+        if self.schedule == "linear":
+            return self.lr_end + (self.lr - self.lr_end) * max(0.0, 1 - part)
+        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(1.0, part))) / 2
+
+    def evaluates_at(self, done: int) -> bool:
+        return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
+
+
+class ModelSpec(Protocol):
+    """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.
+
+    `build` makes the module from torch's global generator (the trainer seeds it); `to_dict` is plain JSON and all that
+    decides what is built.
+    """
+
+    def build(self) -> nn.Module: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Task(Protocol):
-    """What a run trains on. `identity` is everything that decides its batches, as plain JSON."""
+    """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
+
+    `batch` is whatever `loss` takes, and depends on its arguments alone. `evaluate` runs without gradients.
+    """
 
     name: str
 
     @property
     def identity(self) -> dict[str, Any]: ...
-    def batch(self, step: int, size: int, seed: int) -> Tensor: ...
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor: ...
+    def batch(self, step: int, size: int, seed: int) -> Any: ...
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
     def evaluate(self, model: nn.Module) -> dict[str, float]: ...
     def write_files(self, out: Path) -> None: ...
 
@@ -88,7 +138,7 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _identity(task: Task, model: LabConfig, training: TrainConfig) -> dict[str, Any]:
+def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(  # through JSON, to be compared with what a file holds
         json.dumps(
             {
@@ -107,7 +157,10 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` this run's folder, or raise if it holds something else."""
     path = out / LAB_FILE
     if path.exists():
-        held = json.loads(path.read_text())
+        try:
+            held = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error}): delete {out} or choose another folder") from error
         wrong = sorted(k for k in {*identity, *held} if held.get(k) != identity.get(k))
         if wrong:
             raise FileExistsError(
@@ -135,7 +188,10 @@ def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str
         parts[kind][name] = value
     model.load_state_dict(parts["model"])
     for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
+        held = {k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
+        if held["exp_avg"].shape != parameter.shape:
+            raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
+        optimizer.state[parameter] = held
     return {k: float(v) for k, v in parts["counter"].items()}
 
 
@@ -152,45 +208,53 @@ def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32)
 
 
 def train(
-    task: Task, model_config: LabConfig, training: TrainConfig, out: Path, *, progress: bool = True
-) -> LabTransformer:
+    task: Task,
+    spec: ModelSpec,
+    training: TrainConfig,
+    out: Path,
+    *,
+    until: int | None = None,
+    progress: bool = True,
+) -> nn.Module:
     """Train one model into the folder `out`, going on where an earlier call stopped.
+
+    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
+    after that step, ready to go on.
 
     Raises:
         FileExistsError: `out` holds something that is not this run.
-        DivergedError: the loss became NaN or infinite (what was saved before stays).
+        ValueError: its saved state is truncated, corrupt or of another model.
+        DivergedError: the loss became NaN or infinite, now or in an earlier call (what was saved before stays).
     """
     out = Path(out)
-    _claim(out, _identity(task, model_config, training))
+    _claim(out, _identity(task, spec, training))
+    if (out / DIVERGED_FILE).exists():
+        raise DivergedError(json.loads((out / DIVERGED_FILE).read_text())["message"])
     torch.manual_seed(training.seed)
-    model = LabTransformer(model_config)
+    model = spec.build()
+    if (out / MODEL_FILE).exists():
+        load_weights(model, out / MODEL_FILE)
+        return model.eval()
     with calibrate(model):
-        model(task.batch(0, training.batch, training.seed))
-    optimizer = torch.optim.AdamW(
-        [  # decay is for matrices alone
-            {
-                "params": [p for p in model.parameters() if p.ndim > 1],
-                "weight_decay": training.weight_decay,
-            },
-            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        betas=training.betas,
-    )
-    if (out / "model.safetensors").exists():
-        return load_run(out)
-    state = out / "state.safetensors"
+        task.loss(model, task.batch(0, training.batch, training.seed))
+    optimizer = _optimizer(model, training)
+    state = out / STATE_FILE
     counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
     if state.exists():
-        counters = _unpack(model, optimizer, _load(state))
+        packed = _load(state)
+        try:
+            counters = _unpack(model, optimizer, packed)
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(f"{state} does not fit {out / LAB_FILE} ({error}): delete it to start again") from error
     start = int(counters["step"])
     task.write_files(out)
     (out / "checkpoints").mkdir(exist_ok=True)
-    metrics = out / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    rows = [row for row in rows if row["step"] <= start]  # what came after the state is done again
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = out / METRICS_FILE
+    rows = [row for row in _rows(metrics) if row["step"] <= start]  # what came after the state is done again
+    write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
     began = time.perf_counter() - counters["seconds"]
-    bar = tqdm(range(start, training.steps), initial=start, total=training.steps, disable=not progress, desc=out.name)
+    stop = training.steps if until is None else max(start, min(until, training.steps))
+    bar = tqdm(range(start, stop), initial=start, total=training.steps, disable=not progress, desc=out.name)
     for step in bar:
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
@@ -199,10 +263,12 @@ def train(
         loss = task.loss(model, task.batch(step, training.batch, training.seed))
         value = loss.item()
         if not math.isfinite(value):
-            raise DivergedError(
+            message = (
                 f"{out}: the loss is {value} at step {step} (seed {training.seed}); the last state before it is "
                 f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
             )
+            write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
+            raise DivergedError(message)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if training.clip:
@@ -210,19 +276,50 @@ def train(
         optimizer.step()
         done = step + 1
         counters["loss"], counters["counted"] = counters["loss"] + value, counters["counted"] + 1
-        if done % training.evaluate_every == 0 or done == training.steps:
-            row = {"step": done, "train_loss": counters["loss"] / counters["counted"], **task.evaluate(model)}
+        if training.evaluates_at(done):
+            row = {"step": done, "train_loss": counters["loss"] / counters["counted"]}
+            with torch.no_grad():
+                row |= task.evaluate(model)
             with metrics.open("a") as file:
                 file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
             counters["loss"], counters["counted"] = 0.0, 0.0
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
-        if done % training.state_every == 0 and done < training.steps:
+        if (done % training.state_every == 0 or done == stop) and done < training.steps:
             counters |= {"step": done, "seconds": time.perf_counter() - began}
             write_atomically(state, save(_pack(model, optimizer, counters)))
+    if stop < training.steps:
+        return model
     save_model(model, checkpoint_path(out, training.steps))
-    save_model(model, out / "model.safetensors")
+    save_model(model, out / MODEL_FILE)
     state.unlink(missing_ok=True)
     return model
+
+
+def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [  # decay is for matrices alone
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return kind([group for group in groups if group["params"]], betas=training.betas)
+
+
+def _rows(metrics: Path) -> list[dict[str, Any]]:
+    """Lines of a metrics file; half a line at its end (a run that was killed) is left out."""
+    rows = []
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def read_metrics(run: Path) -> pd.DataFrame:
+    """A row per evaluation of a run: `step`, `train_loss` (mean since the row before), the task's own, `seconds`."""
+    return pd.DataFrame(_rows(run / METRICS_FILE))
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -236,7 +333,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 def weights_of(run: Path, step: int | None = None) -> Path:
     """The file of the model kept at `step`, or of the final one; FileNotFoundError (says which there are) if none."""
-    weights = run / "model.safetensors" if step is None else checkpoint_path(run, step)
+    weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
     if not weights.exists():
         steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
         what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
@@ -262,12 +359,21 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
         raise ValueError(f"{path / LAB_FILE} does not describe a lab model ({error!r})") from error
     weights = weights_of(path, step)
     model = LabTransformer(config, tokenizer=_tokenizer(path))
-    tensors = {k: v.float() for k, v in _load(weights).items()}
+    load_weights(model, weights)
+    return model.eval()
+
+
+def load_weights(model: nn.Module, weights: Path) -> None:
+    """Put a saved model's weights into a module of the same shape, as float32.
+
+    Raises:
+        ValueError: the file is truncated, or of another shape.
+    """
+    tensors = {k: v.float() if v.is_floating_point() else v for k, v in _load(weights).items()}
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ValueError(f"{weights} does not fit {path / LAB_FILE}: {error}") from error
-    return model.eval()
+        raise ValueError(f"{weights} does not fit {weights.parent / LAB_FILE}: {error}") from error
 
 
 def _tokenizer(path: Path) -> Any:

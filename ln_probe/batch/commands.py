@@ -127,7 +127,7 @@ def report(
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
     targets = _targets(wish)
     settings = _settings(wish)
-    _check_writable(out)
+    check_writable(out)
 
     from ln_probe.batch.drive import BusyError, locked
     from ln_probe.batch.plan import claim
@@ -186,7 +186,7 @@ def merge(
 
     try:
         run, targets = reopen(folder)
-        _check_writable(folder)
+        check_writable(folder)
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     try:
@@ -417,7 +417,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(set(found)))
 
 
-def _check_writable(out: Path) -> None:
+def check_writable(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.language_model import TextTask, bundle, train_tokenizer
+from ln_probe.analyses.lab.language_model import bundle
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
+from ln_probe.analyses.lab.text import TextTask, train_tokenizer
 from ln_probe.analyses.lab.training import DivergedError, TrainConfig, checkpoint_steps, load_run, train
 
 CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)

@@ -1,0 +1,169 @@
+"""The experiments of the laboratory by name; `ln-probe lab list | run` is a thin shell around this file.
+
+An experiment is a module with a function `run(request: Request) -> Results`, and a line in EXPERIMENTS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ln_probe.analyses.files import write_atomically
+
+if TYPE_CHECKING:
+    from ln_probe.analyses.lab.results import Results
+
+EXPERIMENT_FILE = "experiment.json"  # marks a folder as an experiment's
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One entry of the registry.
+
+    Attributes:
+        module, function: what runs it.
+        summary: a line for `lab list`.
+        source: the publication it repeats.
+        seeds, quick_seeds: how many by default.
+        duration, quick_duration: on two cores, in words.
+        needs_text: whether the user has to give text files.
+    """
+
+    module: str
+    summary: str
+    source: str
+    seeds: int
+    quick_seeds: int
+    duration: str
+    quick_duration: str
+    needs_text: bool = False
+    function: str = "run"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Attributes:
+        out: the experiment's folder.
+        seeds: seeds to run (0, 1, …).
+        quick: the size that takes minutes instead of the published one.
+        texts, tokenizer: text files, and a tokenizer's folder, for experiments on text.
+        jobs: processes that train side by side.
+        collect: train nothing: make tables of what runs have reached so far.
+        progress: show progress bars.
+    """
+
+    out: Path
+    seeds: tuple[int, ...]
+    quick: bool = False
+    texts: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    jobs: int = 1
+    collect: bool = False
+    progress: bool = True
+
+
+EXPERIMENTS = {
+    "majority": Experiment(
+        "ln_probe.analyses.lab.majority",
+        "majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling",
+        "Brody, Alon & Yahav 2023, section 4.1",
+        seeds=10, quick_seeds=2, duration="3 hours", quick_duration="3 minutes",
+    ),
+    "random_keys": Experiment(
+        "ln_probe.analyses.lab.random_keys",
+        "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
+        "Brody, Alon & Yahav 2023, figures 1c and 1d",
+        seeds=5, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
+    ),
+    "language_model": Experiment(
+        "ln_probe.analyses.lab.published_language_model",
+        "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
+        "Brody, Alon & Yahav 2023, section 4.2",
+        seeds=3, quick_seeds=2, duration="20 minutes", quick_duration="2 minutes", needs_text=True,
+    ),
+    "language_model_full": Experiment(
+        "ln_probe.analyses.lab.published_language_model",
+        "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
+        "Brody, Alon & Yahav 2023, section 4.2",
+        seeds=1, quick_seeds=1, duration="90 minutes", quick_duration="3 minutes", needs_text=True, function="run_full",
+    ),
+}  # fmt: skip
+
+
+class UnknownExperimentError(KeyError):
+    """No experiment has that name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def find(name: str) -> Experiment:
+    """The experiment called `name`.
+
+    Raises:
+        UnknownExperimentError: there is none (lists those there are).
+    """
+    if name not in EXPERIMENTS:
+        raise UnknownExperimentError(f"unknown experiment {name!r}: known ones are {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]
+
+
+def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> Results:
+    """Run an experiment, or go on with it, and write what it found into `request.out`.
+
+    Raises:
+        UnknownExperimentError: no such experiment.
+        FileExistsError: `request.out` holds something else.
+        ValueError: no seeds; text files missing where they are needed, or given where they are not.
+    """
+    experiment = find(name)
+    if not request.seeds:
+        raise ValueError("no seeds: at least 1 is needed")
+    if experiment.needs_text and not request.texts:
+        raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
+    if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
+        raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
+    _claim(name, request)
+    began = time.perf_counter()
+    from ln_probe.analyses.lab.results import write_results
+
+    results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
+    write_results(
+        results,
+        request.out,
+        experiment=name,
+        command=command,
+        ln_probe_version=ln_probe_version,
+        seconds=time.perf_counter() - began,
+    )
+    return results
+
+
+def _claim(name: str, request: Request) -> None:
+    """Make `request.out` this experiment's folder, or raise if it holds something else."""
+    path = request.out / EXPERIMENT_FILE
+    wanted = {"experiment": name, "quick": request.quick}
+    if path.exists():
+        try:
+            held = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+        if held != wanted:
+            raise FileExistsError(
+                f"{request.out} holds another experiment ({_describe(held)}; this is {_describe(wanted)}): choose "
+                "another --out or delete it"
+            )
+        return
+    if request.out.exists() and any(request.out.iterdir()):
+        raise FileExistsError(f"{request.out} is not empty and holds no experiment: choose another --out")
+    write_atomically(path, (json.dumps(wanted) + "\n").encode())
+
+
+def _describe(claim: dict[str, object]) -> str:
+    return f"{claim.get('experiment')}{', quick' if claim.get('quick') else ''}"

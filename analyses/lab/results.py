@@ -1,0 +1,119 @@
+"""What an experiment found: tidy tables, means and 95 % intervals over seeds, the published figure beside them.
+
+summary.csv       a row per (what was varied, measure): mean, interval, number of seeds, published figure
+<table>.csv       the values behind it, a row per seed; .parquet if it is long
+<figure>.png
+results.json      command, versions, settings, runs that diverged, conclusions in sentences
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats  # type: ignore[import-untyped]
+
+from ln_probe.analyses.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
+LONG = 1000  # rows; a longer table is parquet
+LEVEL = 0.95  # of the intervals: Student's t over seeds
+STATISTICS = ("mean", "ci_low", "ci_high", "sd", "seeds")
+PACKAGES = ("torch", "transformer-lens", "numpy")
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything `ln-probe lab run` writes.
+
+    Attributes:
+        summary: as `summarize` makes it.
+        tables: other tables by name (a row per seed, or per point of a map), in long form.
+        figures: matplotlib figures by name.
+        conclusions: what was found, in sentences.
+        settings: what was run (sizes, steps, seeds), as plain JSON.
+        diverged: runs whose loss stopped being a number, by name and step.
+    """
+
+    summary: pd.DataFrame
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    conclusions: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    diverged: tuple[str, ...] = ()
+
+
+def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Mean and 95 % interval over seeds for every combination of `keys`.
+
+    Args:
+        values: long form: the columns of `keys`, `seed` and `value`.
+        keys: columns that set rows apart ("norm", "step", "measure", …).
+        published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
+
+    Returns:
+        keys, then `mean`, `ci_low`, `ci_high` (NaN with one seed), `sd`, `seeds`, `published`.
+
+    Raises:
+        ValueError: a seed occurs twice under the same keys.
+    """
+    keys = list(keys)
+    repeated = values.duplicated([*keys, "seed"])
+    if repeated.any():
+        first = values[repeated][[*keys, "seed"]].iloc[0]
+        raise ValueError(f"two values for {first.to_dict()}")
+    rows = []
+    for key, group in values.dropna(subset="value").groupby(keys, sort=False, dropna=False):
+        x = group["value"].to_numpy(float)
+        sd = float(x.std(ddof=1)) if len(x) > 1 else np.nan
+        half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 1)) * sd / np.sqrt(len(x)) if len(x) > 1 else np.nan
+        mean = float(x.mean())
+        rows.append((*(key if isinstance(key, tuple) else (key,)), mean, mean - half, mean + half, sd, len(x)))
+    table = pd.DataFrame(rows, columns=[*keys, *STATISTICS])
+    if published is None:
+        return table.assign(published=np.nan)
+    on = [k for k in keys if k in published.columns]
+    return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
+
+
+def write_results(
+    results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
+) -> None:
+    """Write every table and figure into `out`, `results.json` last."""
+    write_atomically(out / SUMMARY_FILE, results.summary.to_csv(index=False, float_format="%.6g").encode())
+    tables = [SUMMARY_FILE]
+    for name, table in results.tables.items():
+        if len(table) > LONG:
+            buffer = io.BytesIO()
+            table.to_parquet(buffer, index=False)
+            tables.append(f"{name}.parquet")
+            write_atomically(out / tables[-1], buffer.getvalue())
+        else:
+            tables.append(f"{name}.csv")
+            write_atomically(out / tables[-1], table.to_csv(index=False, float_format="%.6g").encode())
+    for name, figure in results.figures.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+        write_atomically(out / f"{name}.png", buffer.getvalue())
+    about = {
+        "experiment": experiment,
+        "command": command,
+        "versions": {"ln-probe": ln_probe_version} | {name: version(name) for name in PACKAGES},
+        "seconds": round(seconds, 1),
+        "settings": dict(results.settings),
+        "diverged": list(results.diverged),
+        "conclusions": list(results.conclusions),
+        "tables": tables,
+        "figures": [f"{name}.png" for name in results.figures],
+    }
+    write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())

@@ -1,0 +1,104 @@
+"""Tables of the laboratory's experiments, and the maps of random keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.optimize import linprog
+
+from ln_probe.analyses.lab import random_keys
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
+from ln_probe.analyses.lab.results import Results, summarize, write_results
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def test_means_and_intervals_by_hand() -> None:
+    values = pd.DataFrame({"norm": ["a"] * 3 + ["b"], "seed": [0, 1, 2, 0], "value": [1.0, 2.0, 3.0, 7.0]})
+    published = pd.DataFrame({"norm": ["b"], "published": [6.5]})
+    table = summarize(values, ["norm"], published).set_index("norm")
+    assert list(table.columns) == ["mean", "ci_low", "ci_high", "sd", "seeds", "published"]
+    half = 4.302652729911275 * 1.0 / np.sqrt(3)  # Student's t with 2 degrees of freedom, 97.5 %
+    assert table.loc["a", ["mean", "ci_low", "ci_high"]].tolist() == pytest.approx([2.0, 2 - half, 2 + half])
+    assert np.isnan(table.loc["a", "published"])
+    assert table.loc["b", "published"] == 6.5
+    assert np.isnan(table.loc["b", "ci_low"]), "one seed has no interval"
+    assert table["seeds"].tolist() == [3, 1]
+
+
+def test_values_that_are_missing_do_not_count() -> None:
+    values = pd.DataFrame({"norm": ["a", "a", "b"], "seed": [0, 1, 0], "value": [1.0, np.nan, np.nan]})
+    table = summarize(values, ["norm"])
+    assert table[["norm", "mean", "seeds"]].to_numpy().tolist() == [["a", 1.0, 1]]
+
+
+def test_a_seed_counts_once() -> None:
+    values = pd.DataFrame({"norm": ["a", "a"], "seed": [3, 3], "value": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"two values for \{'norm': 'a', 'seed': 3\}"):
+        summarize(values, ["norm"])
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    long = pd.DataFrame({"seed": range(2000), "value": 0.5})
+    summary = summarize(pd.DataFrame({"norm": ["a"], "seed": [0], "value": [1.0]}), ["norm"])
+    results = Results(
+        summary, tables={"short": long[:3], "long": long}, conclusions=("It is so.",), diverged=("seed 4",)
+    )
+    write_results(results, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
+    about = json.loads((tmp_path / "results.json").read_text())
+    assert about["tables"] == ["summary.csv", "short.csv", "long.parquet"]
+    assert about["conclusions"] == ["It is so."]
+    assert about["diverged"] == ["seed 4"]
+    assert about["versions"]["ln-probe"] == "1"
+    assert len(pd.read_parquet(tmp_path / "long.parquet")) == 2000
+    assert pd.read_csv(tmp_path / "summary.csv")["mean"].tolist() == [1.0]
+
+
+# ------------------------------------------------------------------------------------------------------- random keys
+
+
+def inside(keys: np.ndarray, i: int) -> bool:
+    """Whether key i is a convex combination of the others, by a linear program."""
+    others = np.delete(keys, i, axis=0)
+    found = linprog(
+        np.zeros(len(others)), A_eq=np.vstack([others.T, np.ones(len(others))]), b_eq=[*keys[i], 1], bounds=(0, None)
+    )
+    return bool(found.status == 0)
+
+
+@pytest.mark.parametrize("space", [NORMAL, HEAD])
+def test_a_square_by_linear_programs(space: str) -> None:
+    cell = Cell(space, 16 if space == HEAD else 3, 3, 12, draws=6)
+    keys = cell.keys(seed=4)
+    assert keys.shape == (6, 12, 3)
+    verdicts = np.array([[inside(draw, i) for i in range(12)] for draw in keys])
+    assert unselectable(cell, 4) == (verdicts.any(1).mean(), pytest.approx(verdicts.mean()))
+    assert 0 < verdicts.mean() < 1
+    assert not np.array_equal(keys, cell.keys(seed=5))
+
+
+def test_squares_that_are_known() -> None:
+    assert unselectable(Cell(NORMALIZED, 5, 5, 60, 10), 0) == (0.0, 0.0)  # on a sphere
+    assert unselectable(Cell(NORMAL, 8, 8, 9, 10), 0) == (0.0, 0.0)  # a simplex
+    assert unselectable(Cell(NORMAL, 3, 3, 60, 10), 0)[0] == 1.0
+    x = Cell(NORMALIZED, 6, 6, 4, 3).keys(0)
+    np.testing.assert_allclose(x.sum(-1), 0, atol=1e-12)
+    np.testing.assert_allclose(np.linalg.norm(x, axis=-1), np.sqrt(6), rtol=1e-12)
+
+
+def test_the_maps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(random_keys, "COUNTS", (10, 60))
+    monkeypatch.setattr(random_keys, "DRAWS", 15)
+    monkeypatch.setattr(random_keys, "HEADS", ((8, 2),))
+    found = random_keys.run(Request(tmp_path, (0, 1), quick=True, progress=False))
+    maps = found.tables["maps"]
+    assert set(maps["space"]) == {NORMAL, NORMALIZED, HEAD, "a head"}
+    published = found.summary.dropna(subset="published").set_index(["space", "d"])
+    assert published.loc[NORMAL, 3]["mean"] == published.loc[NORMAL, 3]["published"] == 1
+    assert found.conclusions[0].startswith("After LayerNorm no key of any draw is unselectable")
+    assert list(found.figures) == ["maps"]

@@ -1,0 +1,313 @@
+"""The majority task, its model, and its loss from one row per distinct token."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ln_probe.analyses.lab.majority import EPOCH, MajorityTask, majority_model, query_angles, sequences
+from ln_probe.analyses.lab.majority_data import MajoritySize, make_data, partitions
+from ln_probe.analyses.lab.majority_findings import WHENEVER, findings
+from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
+from ln_probe.analyses.lab.runs import Run, train_all
+from ln_probe.analyses.lab.training import TrainConfig, load_run, read_metrics, train
+
+SMALL = MajoritySize(classes=6, length=12, margin=2, examples=400)
+
+
+@pytest.fixture(scope="module")
+def task() -> MajorityTask:
+    return MajorityTask(0, SMALL)
+
+
+def model(norm: str, radius: float | None = None, seed: int = 0) -> LabTransformer:
+    torch.manual_seed(seed)
+    made = LabTransformer(majority_model(norm, radius, SMALL))
+    with calibrate(made), torch.no_grad():
+        made.blocks[0].ln1(made.embed.W_E)
+    return made
+
+
+@pytest.mark.parametrize("norm", NORM_KINDS)
+@pytest.mark.parametrize("radius", [None, 8**-0.5])
+def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityTask) -> None:
+    """Loss and gradients of the compiled float32 rows against the model itself on the sequences, in float64."""
+    plain = MajorityTask(0, SMALL, reduced=False)
+    ours = model(norm, radius)
+    for chosen in (task.batch(0, 150, 0), task.batch(3, 1, 0)):  # more rows than lanes, and fewer
+        loss = task.loss(ours, chosen)
+        gradients = torch.autograd.grad(loss, list(ours.parameters()))
+        double = model(norm, radius).double()
+        expected = plain.loss(double, chosen)
+        wanted = torch.autograd.grad(expected, list(double.parameters()))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        largest = max(float(g.abs().max()) for g in wanted)
+        for (name, _), got, right in zip(ours.named_parameters(), gradients, wanted, strict=True):
+            assert float((got - right).abs().max()) < 2e-6 * largest, name
+
+
+def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:
+    ours = model("layernorm")
+    with torch.no_grad():
+        ours.blocks[0].attn.W_Q.mul_(400)
+        ours.embed.W_E.mul_(30)
+    batch = task.batch(0, 100, 0)
+    loss = task.loss(ours, batch)
+    expected = MajorityTask(0, SMALL, reduced=False).loss(ours.double(), batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_the_model_is_torchs_encoder_layer(task: MajorityTask) -> None:
+    """The same logits as the published construction, from the same weights, with 584 parameters at that size."""
+    ours = model("layernorm").double()
+    layer = nn.TransformerEncoderLayer(
+        8, 1, 8, dropout=0.0, layer_norm_eps=0.0, batch_first=True, norm_first=True
+    ).double()
+    layer.norm1 = nn.LayerNorm(8, eps=0.0, elementwise_affine=False)
+    layer.self_attn.in_proj_bias = None
+    block = ours.blocks[0]
+    with torch.no_grad():
+        heads = [W[0].T for W in (block.attn.W_Q, block.attn.W_K, block.attn.W_V)]
+        layer.self_attn.in_proj_weight.copy_(torch.cat(heads))
+        layer.self_attn.out_proj.weight.copy_(block.attn.W_O[0].T)
+        for linear, W, b in ((layer.linear1, block.mlp.W_in, block.mlp.b_in), (layer.linear2, *_out(block))):
+            linear.weight.copy_(W.T)
+            linear.bias.copy_(b)
+    tokens, _ = sequences(task.batch(0, 20, 0))
+    E = ours.embed.W_E
+    torch.testing.assert_close(ours(tokens), layer(F.embedding(tokens, E)) @ E.T, rtol=1e-10, atol=1e-10)
+    assert sum(p.numel() for p in LabTransformer(majority_model("layernorm")).parameters()) == 584
+
+
+def _out(block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    return block.mlp.W_out, block.mlp.b_out  # type: ignore[union-attr,return-value]
+
+
+def test_the_same_loss_curve(task: MajorityTask) -> None:
+    plain = MajorityTask(0, SMALL, reduced=False)
+    curves = []
+    for one in (task, plain):
+        made = model("scaling_only")
+        optimizer = torch.optim.Adam(made.parameters(), lr=1e-3)
+        losses = []
+        for step in range(20):
+            loss = one.loss(made, one.batch(step, 100, 0))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[0] == pytest.approx(curves[1], rel=2e-6)
+    assert curves[0][-1] < curves[0][0]
+
+
+def test_threads_change_nothing(task: MajorityTask) -> None:
+    ours, before, found = model("layernorm"), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            loss = task.loss(ours, task.batch(0, 200, 0))
+            found.append((loss, torch.autograd.grad(loss, [ours.embed.W_E])[0]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_partitions() -> None:
+    """All of them, by another recursion; and the published search reaches each exactly once."""
+
+    def count(total: int, parts: int, largest: int) -> int:
+        if total == 0:
+            return 1
+        return sum(count(total - k, parts - 1, k) for k in range(1, min(total, largest) + 1)) if parts else 0
+
+    for total, parts in ((10, 10), (10, 3), (17, 5)):
+        found = list(partitions(total, 1, parts, np.random.default_rng(0)))
+        assert len(found) == len(set(found)) == count(total, parts, total)
+        assert all(sum(p) == total and list(p) == sorted(p) and len(p) <= parts for p in found)
+    assert count(10, 10, 10) == 42
+
+
+def test_data() -> None:
+    size = MajoritySize(examples=3000)
+    train, test = make_data(0, size)
+    again, other = make_data(0, size), make_data(1, size)
+    assert np.array_equal(train.counts, again[0].counts)
+    assert np.array_equal(test.chosen, again[1].chosen)
+    assert not np.array_equal(train.counts[:100], other[0].counts[:100])
+    counts = np.sort(train.counts, axis=1)
+    assert (counts.sum(1) == 50).all()
+    assert (counts[:, -1].astype(int) - counts[:, -2] >= 6).all()
+    assert (train.label == train.counts.argmax(1)).all()
+    assert sorted([*train.chosen, *test.chosen]) == list(range(len(counts)))
+    assert len(counts) == 3010
+    for label in range(20):
+        share = (train.label[train.chosen] == label).sum() / (train.label == label).sum()
+        assert share == pytest.approx(0.8, abs=0.01)
+
+
+def test_an_epoch_sees_every_example_once(task: MajorityTask) -> None:
+    steps = task.steps_per_epoch(100)
+    seen = [task.batch(step, 100, 0).chosen for step in range(steps)]
+    assert [len(s) for s in seen[:-1]] == [100] * (steps - 1)
+    assert sorted(np.concatenate(seen)) == sorted(task.data[0].chosen)
+    fresh = MajorityTask(0, SMALL)
+    assert np.array_equal(fresh.batch(steps + 1, 100, 0).chosen, task.batch(steps + 1, 100, 0).chosen)
+    tokens, labels = sequences(task.batch(0, 100, 0))
+    assert tokens.shape == (100, 12)
+    assert [Counter(row).most_common(1)[0][0] for row in tokens.tolist()] == labels.tolist()
+
+
+def test_epochs_have_the_published_length() -> None:
+    published = MajoritySize()
+    assert -(-published.examples * 8 // 10 // 6000) == EPOCH
+
+
+def test_angles_of_planted_queries() -> None:
+    ours = model("layernorm")
+    with torch.no_grad():
+        ours.blocks[0].attn.W_K.zero_()
+        ours.blocks[0].attn.W_K[0, :, 0] = 1.0  # every effective query lies along the ones-vector
+    torch.testing.assert_close(query_angles(ours), torch.zeros(6), atol=0.05, rtol=0)
+    with torch.no_grad():
+        ours.blocks[0].attn.W_K[0, ::2, 0] = -1.0  # and now at a right angle to it
+    torch.testing.assert_close(query_angles(ours), torch.full((6,), 90.0), atol=0.05, rtol=0)
+
+
+def test_evaluation(task: MajorityTask) -> None:
+    ours = model("layernorm")
+    found = task.evaluate(ours)
+    tokens, labels = sequences(task.data[1])
+    logits = ours(tokens)
+    assert found["test_accuracy"] == pytest.approx(float((logits.argmax(-1) == labels[:, None]).float().mean()), 1e-6)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
+    assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_interrupted_at_any_step(task: MajorityTask, tmp_path: Path) -> None:
+    """Stopped after 1, 5 and 6 steps (an epoch has 4) and gone on with by a fresh task: the same bits."""
+    config = TrainConfig(
+        steps=9, batch=100, warmup=0, clip=0.0, optimizer="adam", schedule="linear", decay_steps=90, evaluate_every=4,
+        state_every=100, save_at=(0, 5),
+    )  # fmt: skip
+    spec = majority_model("projection_only", size=SMALL)
+    whole = train(task, spec, config, tmp_path / "whole", progress=False)
+    for until in (1, 5, 6, None):
+        cut = train(MajorityTask(0, SMALL), spec, config, tmp_path / "cut", until=until, progress=False)
+    for (name, a), b in zip(whole.state_dict().items(), cut.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    one, other = (read_metrics(tmp_path / name).drop(columns="seconds") for name in ("whole", "cut"))
+    pd.testing.assert_frame_equal(one, other, check_exact=True)
+    loaded = load_run(tmp_path / "cut")
+    assert float(loaded.blocks[0].ln1.divisor) > 0
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"n_layers": 2}, r"the reduction to distinct tokens is for n_layers=1, got n_layers=2: use .*reduced=False"),
+    ({"positions": "learned", "causal": True}, r"for positions='none', causal=False, got positions='learned'"),
+])  # fmt: skip
+def test_shapes_that_cannot_be_reduced(options: dict[str, object], said: str, task: MajorityTask) -> None:
+    other = LabConfig(**{**majority_model("layernorm", size=SMALL).to_dict(), **options})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        task.loss(other.build(), task.batch(0, 10, 0))
+    assert torch.isfinite(MajorityTask(0, SMALL, reduced=False).loss(other.build(), task.batch(0, 10, 0)))
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(
+        ValueError, match=r"margin of 1 to the length, got MajoritySize\(classes=20, length=50, margin=60"
+    ):
+        MajoritySize(margin=60)
+    with pytest.raises(ValueError, match="a length of 2 to 255"):
+        MajoritySize(length=300)
+
+
+# ---------------------------------------------------------------------------------------------------------- findings
+
+
+def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) -> list[Run]:
+    """Runs of two seeds whose training loss fell on a straight line to 2 (step 500), then to the given one (1000)."""
+    runs = []
+    for (norm, radius), ends in losses.items():
+        for seed, end in enumerate(ends):
+            place = folder / f"{norm}-{radius.replace('/', '_')}-{seed}"
+            place.mkdir(parents=True)
+            rows = [{"step": 500, "train_loss": 2.0}, {"step": 1000, "train_loss": end, "test_accuracy": 0.5}]
+            (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            config = TrainConfig(steps=1000, batch=10, seed=seed)
+            runs.append(Run({"norm": norm, "radius": radius}, MajorityTask(seed, SMALL), LabConfig(1, 8, 1, 6, 12),
+                            config, place))  # fmt: skip
+    return runs
+
+
+def test_findings_of_known_losses(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, {
+        ("layernorm", "sqrt(d)"): (0.4, 0.6),
+        ("scaling_only", "sqrt(d)"): (0.5, 0.7),
+        ("layernorm", "1/sqrt(d)"): (1.3, 1.5),
+        ("scaling_only", "1/sqrt(d)"): (1.4, 1.6),
+    }))  # fmt: skip
+    loss = found.tables["contrasts"]
+    loss = loss[loss["measure"] == "train_loss"].set_index("contrast")["mean"]
+    assert loss["the published gap"] == pytest.approx(1.0)
+    assert loss["no projection, at radius sqrt(d)"] == pytest.approx(0.1)
+    assert loss["size 1/sqrt(d), without projection"] == pytest.approx(0.9)
+    assert "most of the published gap is due to size, not projection" in found.conclusions[0]
+    assert "costs something of its own (0.10 [0.10, 0.10] nats; seeds: 2)" in found.conclusions[0]
+    row = found.summary.set_index(["norm", "radius", "step", "measure"]).loc["layernorm", "sqrt(d)", 1000, "train_loss"]
+    assert (row["mean"], row["published"], row["seeds"]) == (pytest.approx(0.5), 0.75, 2)
+    reached = found.summary[found.summary["measure"] == "steps_to_0.75"].set_index(["norm", "radius", "step"])
+    # From 2 at 500 to 0.4 (0.6) at 1000: 0.75 is crossed at 890.6 (946.4).
+    assert reached.loc["layernorm", "sqrt(d)", WHENEVER]["mean"] == pytest.approx((890.625 + 946.4286) / 2)
+    assert ("scaling_only", "1/sqrt(d)") not in {k[:2] for k in reached.index}
+
+
+def test_findings_without_the_whole_design(tmp_path: Path) -> None:
+    found = findings(written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)}))
+    assert len(found.tables["contrasts"]) == 0
+    assert isinstance(found.summary, pd.DataFrame)
+    with pytest.raises(ValueError, match="no run has been evaluated yet"):
+        findings([Run({"norm": "none", "radius": "sqrt(d)"}, MajorityTask(0, SMALL), LabConfig(1, 8, 1, 6, 12),
+                      TrainConfig(steps=1, batch=1), tmp_path / "nothing")])  # fmt: skip
+
+
+def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
+    runs = []
+    for seed, lr in ((0, 1e-3), (1, 1e30), (2, 1e-3)):
+        config = TrainConfig(steps=4, batch=50, lr=lr, warmup=0, clip=0.0, seed=seed, optimizer="adam")
+        spec, folder = majority_model("layernorm", size=SMALL), tmp_path / f"seed{seed}"
+        runs.append(Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), spec, config, folder))
+    for _ in range(2):  # and again, from what was written
+        diverged = train_all(runs, progress=False)
+        assert len(diverged) == 1
+        assert diverged[0].startswith("norm layernorm, seed 1: ")
+        assert "(seed 1); the last state before it is kept. Lower lr (now 1e+30)" in diverged[0]
+    assert all((tmp_path / f"seed{seed}" / "model.safetensors").exists() for seed in (0, 2))
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        train_all(runs, jobs=0)
+
+
+@pytest.mark.slow
+def test_side_by_side_is_the_same(tmp_path: Path) -> None:
+    """In processes of their own: the same weights, and a diverged seed named."""
+    found = []
+    for jobs in (1, 2):
+        runs = [
+            Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
+                TrainConfig(steps=4, batch=50, lr=lr, warmup=0, clip=0.0, seed=seed), tmp_path / f"{jobs}-{seed}")
+            for seed, lr in ((0, 1e-3), (1, 1e30), (2, 1e-3))
+        ]  # fmt: skip
+        diverged = train_all(runs, jobs=jobs, progress=False)
+        assert ["seed 1" in text for text in diverged] == [True]
+        found.append([load_run(runs[i].folder).state_dict() for i in (0, 2)])
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
