@@ -27,6 +27,7 @@ from ln_probe.analyses.hull import KeyGeometry, key_geometry
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.sites import Site
 
 HEAD_COLUMNS = (
@@ -87,25 +88,26 @@ class Selectability:
         self.select, self.uniform, self.heads = select, uniform, heads
         self.groups: dict[tuple[int, str, str], _Group] = {}
 
-    def add(self, prompt: int, site: Site, x: Float[Tensor, "pos d_model"], heads: Heads | None) -> None:
-        """Take in one prompt at one layer: the norm's inputs x, and the heads behind it (None: not supported)."""
-        outputs = variant_outputs(site, x, self.constants[site.name])
+    def add(self, prompt: int, seen: AttentionInput, heads: Heads | None) -> None:
+        """Take in one prompt at one attention layer, and the heads of it (None: not supported)."""
+        outputs = variant_outputs(seen.site, seen.x, self.constants[seen.site.name])
         if self.select:
-            self._add_normalized(prompt, site, outputs)
+            self._add_normalized(prompt, seen, outputs)
         if heads is not None:
-            self._add_heads(prompt, site, outputs, heads)
+            self._add_heads(prompt, seen.site, outputs, heads)
 
-    def _group(self, site: Site, space: str, variant: str, dim: int) -> _Group:
-        return self.groups.setdefault((site.layer, space, variant), _Group(site, dim))
+    def _group(self, layer: int, site: Site, space: str, variant: str, dim: int) -> _Group:
+        return self.groups.setdefault((layer, space, variant), _Group(site, dim))
 
-    def _add_normalized(self, prompt: int, site: Site, outputs: dict[str, Tensor]) -> None:
+    def _add_normalized(self, prompt: int, seen: AttentionInput, outputs: dict[str, Tensor]) -> None:
+        site = seen.site
         dim = site.d - 1 if site.projects else site.d
         known: dict[str, KeyGeometry] = {}
         for variant, keys in outputs.items():
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
-                known[same] = key_geometry(keys.cpu().numpy()[None], causal=True)
-            group = self._group(site, NORMALIZED, variant, dim)
+                known[same] = key_geometry(keys.cpu().numpy()[None], causal=seen.causal)
+            group = self._group(seen.layer, site, NORMALIZED, variant, dim)
             group.prompts.append(prompt)
             self._keep(group, known[same], None)
 
@@ -121,18 +123,20 @@ class Selectability:
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
                 k = heads.keys(site.affine(normalized))
-                uniform, most = uniformity.measure(heads, site, q, k, axes, q_plain)
+                uniform, paid = uniformity.measure(heads, site, q, k, axes, q_plain)
                 geometry = observed = None
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
                     # Without a bound on queries there are no nats to give a margin in.
-                    geometry = key_geometry(keys, query_set=query_set, causal=True, margins=query_set is not None)
-                    if query_set is not None and site.layer in self.radii:
-                        rho = self.radii[site.layer][chosen].numpy()[:, None, None]
+                    geometry = key_geometry(
+                        keys, query_set=query_set, causal=heads.causal, margins=query_set is not None
+                    )
+                    if query_set is not None and heads.layer in self.radii:
+                        rho = self.radii[heads.layer][chosen].numpy()[:, None, None]
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
-                known[same] = geometry, uniform, most[chosen].numpy(), observed
+                known[same] = geometry, uniform, paid[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
-            group = self._group(site, HEAD, variant, heads.W_K.shape[-1])
+            group = self._group(heads.layer, site, HEAD, variant, heads.W_K.shape[-1])
             group.prompts.append(prompt)
             if self.uniform:
                 group.uniform.append((max(0, len(y) - 1), uniform))
@@ -151,7 +155,7 @@ class Selectability:
             # The observed set lies in the reachable one: a weight found there counts here too.
             "attainable_reachable": np.fmax(geometry.attainable, nothing if observed is None else observed),
             "pattern_max": nothing if most is None else most,
-            "first_unselectable_at": geometry.first_unselectable_at,
+            "first_unselectable_at": nothing if (at := geometry.first_unselectable_at) is None else at,
         }
         for name, values in found.items():
             group.measures[name].append(np.asarray(values))

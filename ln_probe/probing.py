@@ -69,6 +69,7 @@ def analyze(
     hooked = check_model(model)
     _check_arguments(hooked, probes, layers, heads, keys)
     clock = _Clock()
+    was_training = cast(nn.Module, model).training
     source = source_of(cast(nn.Module, model))
     with evaluating(hooked):
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
@@ -101,7 +102,12 @@ def analyze(
         "started": clock.started,
         "seconds": clock.laps,
     }  # fmt: skip
-    return Report(**tables, provenance=provenance, notes=(*ready.notes, *run.notes()))
+    notes = [*ready.notes, *run.notes()]
+    if was_training:
+        notes.append(
+            "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
+        )
+    return Report(**tables, provenance=provenance, notes=tuple(notes))
 
 
 def _check_arguments(
@@ -154,13 +160,23 @@ class _Run:
         self.layers = sorted(set(range(n_layers(model)) if layers is None else layers))
         self.heads = None if heads is None else sorted(set(heads))
         self.progress = progress
-        self.statistics = [decomposition.SiteStatistics(s) for s in sites if layers is None or s.layer in layers]
+        self.every_layer = layers is None
+        # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
+        self.statistics = [
+            decomposition.SiteStatistics(s)
+            for s in sites
+            if self._wanted(s) or set(s.attention_layers) & set(self.layers)
+        ]
         self.unsupported: dict[int, str] = {}
         self.observed: dict[int, list[Tensor]] = defaultdict(list)
         self.attends = any("attention" in s.reads.split("+") for s in sites)
         self.wants_heads = self.attends and bool({"selectability", "uniformity"} & set(probes))
         self.result: Selectability | None = None
         self.skipped: list[str] = []
+        self.bidirectional = False
+
+    def _wanted(self, site: Site) -> bool:
+        return self.every_layer or site.layer in self.layers
 
     def _bar(self, text: str) -> Any:
         return tqdm(
@@ -219,7 +235,8 @@ class _Run:
             def on_attention(seen: AttentionInput, number: int = number) -> None:
                 assert self.result is not None
                 bar.set_postfix(layer=seen.layer)
-                self.result.add(number, seen.site, seen.x, self._heads_of(seen))
+                self.bidirectional |= not seen.causal
+                self.result.add(number, seen, self._heads_of(seen))
 
             stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
 
@@ -227,7 +244,7 @@ class _Run:
         return {s.site.name: s.constant for s in self.statistics}
 
     def tables(self, *, every: bool, seed: int) -> dict[str, pd.DataFrame]:
-        statistics = self.statistics if "decomposition" in self.probes else []
+        statistics = [s for s in self.statistics if "decomposition" in self.probes and self._wanted(s.site)]
         empty_heads = pd.DataFrame(columns=list(selectability.HEAD_COLUMNS))
         empty_keys = pd.DataFrame(columns=list(selectability.KEY_COLUMNS))
         return {
@@ -276,7 +293,25 @@ class _Run:
         elif not self.attends:
             notes.append("no norm of this model is read by attention: selectability and uniformity were not measured")
         notes += [f"head space was not measured. {text}" for text in self.unsupported.values()]
+        if self.bidirectional:
+            notes.append(
+                "attention is not causal: every query sees all keys, and first_unselectable_at does not apply (NaN)"
+            )
+        wrong = [s for s in self.sites if "is not centred as the others" in s.evidence]
+        if wrong:
+            notes.append(
+                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare with the unfolded model: "
+                "ln_probe.hooks.check_equivalent(raw, folded)"
+            )
         notes += self.skipped
+        beyond = [s for s in self.statistics if s.reconstruction_error > s.reconstruction_bound]
+        if beyond:
+            worst = max(beyond, key=lambda s: s.reconstruction_error)
+            notes.append(
+                f"{len(beyond)} of {len(self.statistics)} norms differ from the sum of their terms by more than "
+                f"rounding in {str(worst.dtype).removeprefix('torch.')} explains (reconstruction_bound), most "
+                f"{worst.site.name}, by {worst.reconstruction_error:.1e}: do they compute in a lower precision?"
+            )
         states = {s.state for s in self.sites}
         if any("centred" in s for s in states):
             count = sum("centred" in s.state for s in self.sites)
@@ -297,13 +332,14 @@ class _Run:
 def _thresholds() -> dict[str, float]:
     from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
     from ln_probe.hooks.attention import PATTERN_TOLERANCE
-    from ln_probe.hooks.sites import CENTRED, SAME_OUTPUT
+    from ln_probe.hooks.sites import SAME_OUTPUT
+    from ln_probe.hooks.state import CENTRED
 
     return {
         "tau": TAU,
         "rank_tolerance": RANK_TOLERANCE,
         "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
-        "centred_float32": CENTRED[torch.float32],
+        "centred": CENTRED,
         "same_output": SAME_OUTPUT,
         "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": selectability.HARDEST_PER_VARIANT,
