@@ -27,6 +27,7 @@ from ln_probe.analyses.key_tables import HEAD, NORMALIZED, UNIFORM, KeyRows
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.sites import Site
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
@@ -69,13 +70,13 @@ class Selectability:
         self.select, self.uniform, self.heads = select, uniform, heads
         self._groups: dict[tuple[int, str, str], _Group] = {}
 
-    def add(self, prompt: int, site: Site, x: Float[Tensor, "pos d_model"], heads: Heads | None) -> None:
-        """Take in one prompt at one layer: the norm's inputs x, and the heads behind it (None: not supported)."""
-        outputs = variant_outputs(site, x, self.constants[site.name])
+    def add(self, prompt: int, seen: AttentionInput, heads: Heads | None) -> None:
+        """Take in one prompt at one attention layer, and the heads of it (None: not supported)."""
+        outputs = variant_outputs(seen.site, seen.x, self.constants[seen.site.name])
         if self.select:
-            self._add_normalized(prompt, site, x, outputs)
+            self._add_normalized(prompt, seen, outputs)
         if heads is not None:
-            self._add_heads(prompt, site, outputs, heads)
+            self._add_heads(prompt, seen.site, outputs, heads)
 
     def rows(self) -> list[KeyRows]:
         """All that was measured, the prompts of a (layer, space, variant) side by side."""
@@ -97,21 +98,22 @@ class Selectability:
         ]
 
     def _group(
-        self, prompt: int, length: int, site: Site, space: str, variant: str, dim: int, heads: Sequence[int]
+        self, prompt: int, length: int, layer: int, site: Site, space: str, variant: str, dim: int, heads: Sequence[int]
     ) -> _Group:
-        group = self._groups.setdefault((site.layer, space, variant), _Group(site, dim, tuple(heads)))
+        group = self._groups.setdefault((layer, space, variant), _Group(site, dim, tuple(heads)))
         group.prompts.append(prompt)
         group.lengths.append(length)
         return group
 
-    def _add_normalized(self, prompt: int, site: Site, x: Tensor, outputs: dict[str, Tensor]) -> None:
+    def _add_normalized(self, prompt: int, seen: AttentionInput, outputs: dict[str, Tensor]) -> None:
+        site = seen.site
         dim = site.d - 1 if site.projects else site.d
         known: dict[str, KeyGeometry] = {}
         for variant, keys in outputs.items():
             same = "intact" if no_op(site, variant) else variant
             if same not in known:
-                known[same] = key_geometry(keys.cpu().numpy()[None], causal=True)
-            group = self._group(prompt, len(x), site, NORMALIZED, variant, dim, (-1,))
+                known[same] = key_geometry(keys.cpu().numpy()[None], causal=seen.causal)
+            group = self._group(prompt, len(seen.x), seen.layer, site, NORMALIZED, variant, dim, (-1,))
             self._keep(group, known[same], None)
 
     def _add_heads(self, prompt: int, site: Site, outputs: dict[str, Tensor], heads: Heads) -> None:
@@ -131,13 +133,15 @@ class Selectability:
                 if self.select:
                     keys = k.permute(1, 0, 2)[chosen].cpu().numpy()
                     # Without a bound on queries there are no nats to give a margin in.
-                    geometry = key_geometry(keys, query_set=query_set, causal=True, margins=query_set is not None)
-                    if query_set is not None and site.layer in self.radii:
-                        rho = self.radii[site.layer][chosen][:, None, None]
+                    geometry = key_geometry(
+                        keys, query_set=query_set, causal=heads.causal, margins=query_set is not None
+                    )
+                    if query_set is not None and heads.layer in self.radii:
+                        rho = self.radii[heads.layer][chosen][:, None, None]
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
                 known[same] = geometry, uniform, weights[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
-            group = self._group(prompt, len(y), site, HEAD, variant, heads.W_K.shape[-1], chosen)
+            group = self._group(prompt, len(y), heads.layer, site, HEAD, variant, heads.W_K.shape[-1], chosen)
             if self.uniform:
                 group.uniform.append(np.stack([getattr(uniform, name)[chosen].numpy() for name in UNIFORM], axis=-1))
             if geometry is not None:
@@ -155,7 +159,7 @@ class Selectability:
             # The observed set lies in the reachable one: a weight found there counts here too.
             "attainable_reachable": np.fmax(geometry.attainable, nothing if observed is None else observed),
             "pattern_max": nothing if most is None else most,
-            "first_unselectable_at": geometry.first_unselectable_at,
+            "first_unselectable_at": nothing if (at := geometry.first_unselectable_at) is None else at,
         }
         for name, values in found.items():
             group.measures.setdefault(name, []).append(np.asarray(values))

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ln_probe.hooks.attention import Heads, causal_softmax, heads_at_once
+from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.sites import Site
 
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
@@ -22,7 +22,7 @@ _ROWS = 64  # queries handled at once where each sees its own rotated keys: boun
 
 @dataclass(frozen=True, eq=False)
 class Uniformity:
-    """Per head, means over queries 1 … T-1 (a query that sees one key has no choice).
+    """Per head, means over the queries that see more than one key (causal: 1 … T-1).
 
     Shapes [head]: entropy_ratio (0–1), uniform_angle_deg (0–90; NaN without projection), score_spread (nats),
     score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best; NaN if unbounded).
@@ -41,18 +41,22 @@ def scores(
     return torch.einsum("qhd,khd->hqk", q, k) / divisor
 
 
-def entropy_ratio(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head query"]:
-    """Entropy of each row of a causal pattern over the log of the keys it sees; NaN for the first row (one key)."""
+def _visible(like: Float[Tensor, "head query key"], causal: bool) -> Bool[Tensor, "query key"]:
+    queries, keys = like.shape[-2:]
+    every = torch.ones(queries, keys, dtype=torch.bool, device=like.device)
+    return every.tril(keys - queries) if causal else every
+
+
+def entropy_ratio(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query"]:
+    """Entropy of each row of a pattern over the log of the keys it sees; NaN for a row that sees one key."""
     entropy = torch.special.entr(pattern).sum(-1)
-    visible = torch.arange(1, pattern.shape[-2] + 1, device=pattern.device, dtype=pattern.dtype)
-    visible = visible + (pattern.shape[-1] - pattern.shape[-2])
-    return torch.where(visible > 1, entropy / visible.log(), math.nan)
+    count = _visible(pattern, causal).sum(-1).to(pattern)
+    return torch.where(count > 1, entropy / count.log(), math.nan)
 
 
-def score_spread(s: Float[Tensor, "head query key"]) -> Float[Tensor, "head query"]:
+def score_spread(s: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query"]:
     """Standard deviation, in nats, of each query's scores over the keys it sees."""
-    queries, keys = s.shape[-2:]
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=s.device).tril(keys - queries)
+    visible = _visible(s, causal)
     count = visible.sum(-1)
     mean = s.where(visible, 0.0).sum(-1) / count
     return ((s - mean[..., None]).where(visible, 0.0).pow(2).sum(-1) / count).sqrt()
@@ -84,7 +88,11 @@ def angle_to_uniform(
         pairs = turned[rows][:, None].expand(-1, len(q), -1, -1).reshape(-1, *q.shape[1:])
         back = heads.rotary.inverse(pairs, positions.repeat(len(rows)))
         per_key = angle(back).view(len(rows), len(q), -1)
-        seen = (positions[None] <= rows[:, None])[..., None]
+        seen = (
+            (positions[None] <= rows[:, None])[..., None]
+            if heads.causal
+            else torch.ones_like(per_key, dtype=torch.bool)
+        )
         found.append(per_key.where(seen, 0.0).sum(1) / seen.sum(1))
     return torch.cat(found)
 
@@ -127,27 +135,30 @@ def measure(
     """
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
     entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
+    causal = heads.causal
+    first = 1 if causal else 0
     for some in heads_at_once((heads.n_heads, len(q), len(k))):
         s = scores(q[:, some], k[:, some], heads.divisor)
         if len(q) > 1:
-            spread[some] = score_spread(s)[:, 1:].mean(-1).cpu()
-        pattern = causal_softmax(s)
+            spread[some] = score_spread(s, causal=causal)[:, first:].mean(-1).cpu()
+        pattern = visible_softmax(s, causal=causal)
         del s
-        most[some] = received(pattern).cpu()
+        most[some] = received(pattern, causal=causal).cpu()
         if len(q) > 1:
-            entropy[some] = entropy_ratio(pattern)[:, 1:].mean(-1).cpu()
+            entropy[some] = entropy_ratio(pattern, causal=causal)[:, first:].mean(-1).cpu()
     if len(q) < 2:
         return Uniformity(nothing, nothing, nothing, nothing), most
-    angle = angle_to_uniform(heads, site.gain, q_plain)[1:].nanmean(0).cpu() if site.projects else nothing
+    angle = angle_to_uniform(heads, site.gain, q_plain)[first:].nanmean(0).cpu() if site.projects else nothing
     return Uniformity(entropy, angle, spread, spread_floor(k, axes)), most
 
 
-def received(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """The largest weight each key really got, from queries at t ≥ max(position, 1); NaN if there is no such query."""
+def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head key"]:
+    """The largest weight each key really got, from queries at t ≥ max(position, 1) (all, if attention is not causal);
+    NaN if there is no such query."""
     rows = pattern.shape[-2]
     if rows < 2:
         return torch.full_like(pattern[:, 0], math.nan)
-    return pattern[:, 1:].amax(1)  # causal: rows before a key hold zeros
+    return pattern[:, 1 if causal else 0 :].amax(1)  # causal: rows before a key hold zeros
 
 
 def random_angle(d: int, *, seed: int = 0, draws: int = 2000) -> float:

@@ -75,6 +75,7 @@ class Heads:
         rotary: None without rotary positions.
         q_norm, k_norm: norms of queries and keys inside attention, where there are any (per head).
         kv_heads: number of distinct key heads.
+        causal: whether a query sees only the keys at or before it (False: all of them, as in BERT).
     """
 
     layer: int
@@ -87,6 +88,7 @@ class Heads:
     q_norm: Site | None
     k_norm: Site | None
     kv_heads: int
+    causal: bool = True
 
     @property
     def n_heads(self) -> int:
@@ -186,6 +188,17 @@ def _divisors(attn: Any, d_head: int) -> Iterator[float]:
     yield 1.0
 
 
+def _obstacle(attn: Any) -> str:
+    """Which known form of scores, other than a scaled dot product, this layer declares; empty if none."""
+    for cfg in (getattr(attn, "cfg", None), getattr(attn, "config", None)):
+        cap = getattr(cfg, "attn_scores_soft_cap", None)
+        if isinstance(cap, int | float) and cap > 0:
+            return f"its scores have a soft cap of {cap:g}"
+        if getattr(cfg, "positional_embedding_type", None) == "alibi":
+            return "its scores have a bias that grows with distance (ALiBi)"
+    return ""
+
+
 def read_heads(
     layer: int,
     attn: nn.Module,
@@ -205,9 +218,13 @@ def read_heads(
         cos_sin: rotary tables seen in the pass (bridge), or None.
 
     Raises:
-        UnsupportedAttentionError: no known form of the scores gives that pattern (ALiBi, soft caps, several streams).
+        UnsupportedAttentionError: the layer declares scores of another form (a soft cap, ALiBi: by name), or no known
+            form gives that pattern.
     """
     module = cast(Any, attn)
+    if obstacle := _obstacle(module):
+        raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
+    causal = not bool(pattern.triu(1).any())
     try:
         n_heads = int(module.W_Q.shape[0])
         W_Q, W_K = _weight(module, "W_Q", n_heads), _weight(module, "W_K", n_heads)
@@ -225,15 +242,15 @@ def read_heads(
     for divisor in dict.fromkeys(_divisors(module, d_head)):
         heads = Heads(
             layer, W_Q, _bias(module, "b_Q", W_Q), W_K, _bias(module, "b_K", W_K), divisor, rotary,
-            qk_norms.get("query"), qk_norms.get("key"), kv_heads,
+            qk_norms.get("query"), qk_norms.get("key"), kv_heads, causal,
         )  # fmt: skip
         difference = _disagreement(heads, norm_output, pattern)
         worst = min(worst, difference)
         if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
             return heads
     raise UnsupportedAttentionError(
-        f"layer {layer}: the model's attention pattern differs by {worst:.2g} from softmax(q·k / divisor): its scores "
-        "have another form (ALiBi, soft cap, a mask of its own?), which head-space measures do not support"
+        f"layer {layer}: the attention pattern of {type(attn).__name__} differs by {worst:.2g} from "
+        "softmax(q·k / divisor): its scores have a form that head-space measures do not know"
     )
 
 
@@ -244,7 +261,7 @@ def _disagreement(
     q, k = heads.queries(norm_output), heads.keys(norm_output)
     worst = []  # (of tensors: a NaN must not get lost)
     for some in heads_at_once(pattern.shape):
-        ours = attention_pattern(q[:, some], k[:, some], heads.divisor)
+        ours = attention_pattern(q[:, some], k[:, some], heads.divisor, causal=heads.causal)
         ours.mul_(pattern[some] > 0)  # a local window hides far keys
         ours.div_(ours.sum(-1, keepdim=True).clamp_min(1e-300))
         worst.append(ours.sub_(pattern[some]).abs_().max())
@@ -260,14 +277,16 @@ def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
 
 
 def attention_pattern(
-    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float
+    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float, *, causal: bool = True
 ) -> Float[Tensor, "head query key"]:
-    """Causal attention: softmax of q·k / divisor over the keys at or before each query."""
-    return causal_softmax(torch.einsum("qhd,khd->hqk", q, k) / divisor)
+    """Softmax of q·k / divisor over the keys at or before each query, or over all keys."""
+    return visible_softmax(torch.einsum("qhd,khd->hqk", q, k) / divisor, causal=causal)
 
 
-def causal_softmax(scores: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
-    """Softmax over the keys at or before each query (the last queries, where there are fewer)."""
-    queries, keys = scores.shape[-2:]
-    hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
-    return scores.masked_fill(hidden, -math.inf).softmax(-1)
+def visible_softmax(scores: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query key"]:
+    """Softmax over the keys at or before each query (the last queries, where there are fewer), or over all keys."""
+    if causal:
+        queries, keys = scores.shape[-2:]
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1)

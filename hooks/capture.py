@@ -48,6 +48,11 @@ class AttentionInput:
     attn: nn.Module
     site: Site
 
+    @property
+    def causal(self) -> bool:
+        """Whether no query paid attention to a later key."""
+        return not bool(self.pattern.triu(1).any())
+
 
 @dataclass
 class _Layer:
@@ -61,7 +66,8 @@ OnAttention = Callable[[AttentionInput], None]
 
 
 def _finite(site: Site, value: Tensor, what: str) -> None:
-    if not torch.isfinite(value).all():
+    # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
+    if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         at = (~torch.isfinite(value)).any(-1).nonzero()[0].tolist()
         raise ActivationError(
             f"{site.name}: its {what} holds NaN or infinite values (first at position {at[-1]}); the model's weights "
@@ -119,7 +125,7 @@ def stream(
         ActivationError: a norm's input or output is not finite.
     """
     wanted = range(len(blocks(model))) if layers is None else layers
-    before = {s.layer: s for s in sites if "attention" in s.reads.split("+")}
+    before = {layer: s for s in sites for layer in s.attention_layers}
     running: dict[int, _Layer] = {}
     done: set[str] = set()
 
@@ -133,8 +139,9 @@ def stream(
             _finite(site, y, "output")
             if on_norm is not None:
                 on_norm(site, _by_position(site, x, len(tokens)), _by_position(site, y, len(tokens)))
-            if on_attention is not None and before.get(site.layer) is site and site.layer in wanted:
-                running[site.layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+            for layer in site.attention_layers if on_attention is not None else ():
+                if layer in wanted:
+                    running[layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
 
         return hook
 

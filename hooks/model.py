@@ -6,6 +6,7 @@ served through these few names; nothing here imports a model class.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
@@ -30,10 +31,11 @@ class HookedModel(Protocol):
 
 
 def check_model(model: object) -> HookedModel:
-    """`model` itself, if it is one that hooks can be put on.
+    """`model` itself, if it is one that hooks can be put on and whose weights can be measured.
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
+        ValueError: its weights are quantized, have no values (meta device), or are on several devices.
     """
     if isinstance(model, str):
         raise TypeError(
@@ -44,7 +46,46 @@ def check_model(model: object) -> HookedModel:
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
             "a lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
         )
+    _check_weights(model)
     return cast(HookedModel, model)
+
+
+_MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Classes that hold packed integers instead of weights: bitsandbytes (Linear4bit, Linear8bitLt), torch's quantized
+# modules, GPTQ (QuantLinear), AWQ (WQLinear), HQQ.
+_QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLinear|HQQLinear")
+
+
+def _check_weights(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        name = path.replace("_original_component.", "")  # what a bridge wraps: says nothing to a reader
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        if _QUANTIZED.search(kind):
+            raise ValueError(_quantized(f"{name} is a {kind}"))
+    first: dict[torch.device, str] = {}
+    for path, parameter in model.named_parameters():
+        name = path.replace("_original_component.", "")
+        if parameter.dtype not in _MEASURABLE:
+            raise ValueError(_quantized(f"{name} holds {str(parameter.dtype).removeprefix('torch.')}"))
+        first.setdefault(parameter.device, name)
+    meta = first.get(torch.device("meta"))
+    if meta is not None:
+        raise ValueError(
+            f"the model has no weights to measure: {meta} is on the meta device (built without loading, or offloaded). "
+            "Load it onto a real device, as ln_probe.load_model does"
+        )
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ValueError(
+            f"the model's weights are on several devices ({where}): move it to one, model.to('{next(iter(first))}')"
+        )
+
+
+def _quantized(what: str) -> str:
+    return (
+        f"the model's weights are quantized ({what}): norms, keys and margins are measured on floating-point weights. "
+        "Load it unquantized (float32, bfloat16, float16; a .gguf file is unpacked by ln_probe.load_model)"
+    )
 
 
 def world(model: object) -> str:

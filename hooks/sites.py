@@ -22,18 +22,14 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.edits import edits_on
 from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
+from ln_probe.hooks.state import state_of, writing_weights
 
 KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
-STATES = ("raw", "folded", "centred", "folded+centred")
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
 SAME_OUTPUT = 5e-2
-# max |mean| / RMS of the stream below which its centring is a no-op: rounding of a float32 mean of d ≤ 4096 numbers
-# stays under 1e-6, a trained uncentred stream is above 1e-3 (MGM, SmolLM2, GPT-2).
-CENTRED = {torch.float64: 1e-10, torch.float32: 1e-5}
-CENTRED_HALF = 5e-3
 PROBE_TOKENS = 3
 
 
@@ -47,10 +43,11 @@ class Site:
 
     Attributes:
         name: hook-point name without its last part.
-        layer: block index; the final norm has the number of layers.
+        layer: block index; the final norm has the number of layers, one after the embedding 0.
         kind: one of KINDS (what it does to a vector; lab norms keep their own names).
         reads: one of READERS (who takes its output).
-        state: one of STATES.
+        attention_layers: blocks whose attention takes its output; after a post-norm block, the next one.
+        state: one of `ln_probe.hooks.state.STATES`.
         evidence: why `state` and `reads` say so.
         module: the module to put torch hooks on.
         gain, bias: the affine part as it acts (Gemma's offset included); None where there is none.
@@ -72,6 +69,7 @@ class Site:
     eps: float
     radius: float
     constant_scale: float
+    attention_layers: tuple[int, ...] = ()
 
     @property
     def projects(self) -> bool:
@@ -238,38 +236,47 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
     return [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
+Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
+
+
 @contextmanager
-def _readers_watched(model: HookedModel, skip: set[int]) -> Iterator[dict[str, list[Tensor]]]:
-    """Inputs of everything inside attention, MLPs and the unembedding, by which of the three it belongs to."""
-    seen: dict[str, list[Tensor]] = {"attention": [], "mlp": [], "unembed": []}
+def _readers_watched(model: HookedModel, skip: set[int]) -> Iterator[dict[Reader, list[Tensor]]]:
+    """Inputs of everything inside attention, MLPs and the unembedding, by which of them it belongs to."""
+    seen: dict[Reader, list[Tensor]] = {}
     with ExitStack() as stack:
-        roots: list[tuple[str, Any]] = []
-        for block in blocks(model):
-            roots += [("attention", getattr(block, "attn", None)), ("mlp", getattr(block, "mlp", None))]
-        roots.append(("unembed", getattr(model, "unembed", None)))
+        roots: list[tuple[Reader, Any]] = []
+        for layer, block in enumerate(blocks(model)):
+            roots += [
+                (("attention", layer), getattr(block, "attn", None)),
+                (("mlp", layer), getattr(block, "mlp", None)),
+            ]
+        roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
         taken = set(skip)  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
-        for what, root in sorted(roots, key=lambda item: item[0] != "attention"):
+        for reader, root in sorted(roots, key=lambda item: item[0][0] != "attention"):
             for module in root.modules() if isinstance(root, nn.Module) else ():
                 if id(module) in taken or type(module).__name__ == "HookPoint":
                     continue
                 taken.add(id(module))
 
-                def watch(_m: nn.Module, args: Any, kwargs: Any, what: str = what) -> None:
-                    seen[what] += [t.detach() for t in _first_tensor(args, kwargs)]
+                def watch(_m: nn.Module, args: Any, kwargs: Any, reader: Reader = reader) -> None:
+                    seen.setdefault(reader, []).extend(t.detach() for t in _first_tensor(args, kwargs))
 
                 handle = module.register_forward_pre_hook(watch, with_kwargs=True)
                 stack.callback(handle.remove)
         yield seen
 
 
-def _layer(name: str, model: HookedModel) -> int:
+def _layer(name: str, model: HookedModel, order: dict[str, int]) -> int:
     match = re.match(r"blocks\.(\d+)\.", name)
-    return int(match[1]) if match else n_layers(model)
+    if match:
+        return int(match[1])
+    first = min((place for other, place in order.items() if other.startswith("blocks.")), default=len(order))
+    return 0 if order.get(name, len(order)) < first else n_layers(model)  # after the embedding, or at the end
 
 
 def _short_run(
     model: HookedModel, modules: dict[str, nn.Module]
-) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], dict[Reader, list[Tensor]]]:
     """Inputs and outputs of every site, and inputs of every reader, in one pass over a few tokens."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, list[Tensor]] = {}  # HookedTransformer calls `ln1` once each for q, k and v
@@ -288,41 +295,31 @@ def _short_run(
     return inputs, outputs, seen
 
 
-def _reads(name: str, outputs: list[Tensor], seen: dict[str, list[Tensor]]) -> str:
+def _readers(outputs: dict[str, list[Tensor]], seen: dict[Reader, list[Tensor]]) -> dict[str, list[Reader]]:
+    """Who takes each site's output. Of several sites that a reader sees, the last one that ran: a block's input often
+    comes along for the residual sum (BLOOM, BERT)."""
+    found: dict[str, list[Reader]] = {name: [] for name in outputs}
+    for reader, inputs in seen.items():
+        # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
+        places = {t.data_ptr() for t in inputs}
+        taken = [n for n, made in outputs.items() if ".attn." not in n and any(t.data_ptr() in places for t in made)]
+        if not taken:
+            flat = [t.flatten() for t in inputs]
+            taken = [
+                n for n, made in outputs.items()
+                if ".attn." not in n and any(torch.equal(t, made[0].flatten()) for t in flat)
+            ]  # fmt: skip
+        if taken:
+            found[taken[-1]].append(reader)
+    return found
+
+
+def _reads(name: str, readers: list[Reader]) -> str:
     leaf = name.rsplit(".", 1)[-1]
     if ".attn." in name:  # QK-norm: inside attention, so its output never enters it from outside
         return "query" if leaf.startswith("q") else "key" if leaf.startswith("k") else "other"
-    # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
-    places = {t.data_ptr() for t in outputs}
-    readers = [w for w, inputs in seen.items() if any(t.data_ptr() in places for t in inputs)]
-    if not readers and outputs:
-        flat = outputs[0].flatten()
-        readers = [w for w, inputs in seen.items() if any(torch.equal(t.flatten(), flat) for t in inputs)]
-    return "+".join(readers) if "+".join(readers) in READERS else "other"
-
-
-def _state(gain: Tensor | None, bias: Tensor | None, x: Tensor | None) -> tuple[str, str]:
-    reasons = []
-    unit = gain is None or bool((gain == 1).all())
-    flat = bias is None or bool((bias == 0).all())
-    folded = unit and flat
-    if folded:
-        reasons.append(
-            "no gain or bias" if gain is None else "gain is exactly 1" + (" and bias 0" if bias is not None else "")
-        )
-    centred = False
-    if x is not None:
-        stream = x.double()
-        share = float(stream.mean(-1).abs().max() / stream.pow(2).mean().sqrt().clamp_min(1e-300))
-        centred = share <= CENTRED.get(x.dtype, CENTRED_HALF)
-        reasons.append(f"|mean| of its input is at most {share:.1e} of its RMS")
-    state = {
-        (False, False): "raw",
-        (True, False): "folded",
-        (False, True): "centred",
-        (True, True): "folded+centred",
-    }
-    return state[folded, centred], "; ".join(reasons)
+    joined = "+".join(what for what in ("attention", "mlp", "unembed") if any(r == what for r, _ in readers))
+    return joined if joined in READERS else "other"
 
 
 def find_sites(model: object) -> list[Site]:
@@ -347,14 +344,23 @@ def find_sites(model: object) -> list[Site]:
         return []
     inputs, outputs, seen = _short_run(hooked, modules)
     order = {name: place for place, name in enumerate(outputs)}
+    readers = _readers(outputs, seen)
+    writing = writing_weights(hooked)
     sites = []
     for name, module in sorted(modules.items(), key=lambda item: order.get(item[0], len(order))):
         facts = _describe(name, module, hooked)
-        state, evidence = _state(facts["gain"], facts["bias"], inputs.get(name))
+        layer, reads = _layer(name, hooked, order), _reads(name, readers.get(name, []))
+        taken = readers.get(name, [])
+        layers_reading = sorted({place for what, place in taken if what != "unembed"})
+        projects = facts["kind"] in ("layernorm", "projection_only")
+        state, evidence = state_of(
+            hooked, layer=layer, reads=reads, reading_layers=layers_reading, projects=projects, gain=facts["gain"],
+            bias=facts["bias"], x=inputs.get(name), writing=writing,
+        )  # fmt: skip
         sites.append(
             Site(
-                name=name, layer=_layer(name, hooked), reads=_reads(name, outputs.get(name, []), seen), state=state,
-                evidence=evidence, module=module, **facts,
+                name=name, layer=layer, reads=reads, state=state, evidence=evidence, module=module,
+                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")), **facts,
             )
         )  # fmt: skip
     return sites

@@ -132,19 +132,24 @@ class Passes:
     def _bar(self, text: str, prompts: Iterable[tuple[int, Tensor]]) -> Any:
         return tqdm(prompts, desc=text, unit="prompt", disable=not self.progress, leave=False)
 
+    def _wanted(self, site: Site) -> bool:
+        return self.settings.layers is None or site.layer in self.settings.layers
+
     def _heads_of(self, seen: AttentionInput) -> Heads:
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, pos]]]) -> Calibration:
         """The first pass, over all prompts (number and token ids) in their order."""
+        # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         statistics = [
             decomposition.SiteStatistics(s)
             for s in self.sites
-            if self.settings.layers is None or s.layer in self.settings.layers
+            if self._wanted(s) or set(s.attention_layers) & set(self.layers)
         ]
         by_name = {s.site.name: s for s in statistics}
         unsupported: dict[int, str] = {}
+        bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
         length = 0
 
@@ -153,6 +158,8 @@ class Passes:
                 by_name[site.name].add(x, y, heads=max(1, len(x) // length))
 
         def on_attention(seen: AttentionInput) -> None:
+            nonlocal bidirectional
+            bidirectional |= not seen.causal
             if seen.layer in unsupported:
                 return
             try:
@@ -171,14 +178,16 @@ class Passes:
                 on_attention=on_attention if self.wants_heads else None,
             )  # fmt: skip
         return Calibration(
-            layernorms=decomposition.table(statistics if "decomposition" in self.settings.probes else []),
+            layernorms=decomposition.table(
+                [s for s in statistics if "decomposition" in self.settings.probes and self._wanted(s.site)]
+            ),
             constants={s.site.name: s.constant for s in statistics},
             radii={
                 layer: np.quantile(np.concatenate(found), selectability.QUERY_RADIUS_QUANTILE, axis=0)
                 for layer, found in observed.items()
             },
             unsupported=unsupported,
-            notes=self._notes(statistics, unsupported),
+            notes=self._notes(statistics, unsupported, bidirectional),
         )
 
     def measure(self, prompts: Sequence[tuple[int, Int[Tensor, pos]]], calibration: Calibration) -> Measured:
@@ -209,7 +218,7 @@ class Passes:
             def on_attention(seen: AttentionInput, number: int = number) -> None:
                 bar.set_postfix(layer=seen.layer)
                 supported = seen.layer not in calibration.unsupported
-                found.add(number, seen.site, seen.x, self._heads_of(seen) if supported else None)
+                found.add(number, seen, self._heads_of(seen) if supported else None)
 
             stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
         return found.rows()
@@ -232,13 +241,31 @@ class Passes:
         )
         return found, (note,)
 
-    def _notes(self, statistics: list[decomposition.SiteStatistics], unsupported: Mapping[int, str]) -> tuple[str, ...]:
+    def _notes(
+        self, statistics: list[decomposition.SiteStatistics], unsupported: Mapping[int, str], bidirectional: bool
+    ) -> tuple[str, ...]:
         notes = []
         if not self.sites:
             notes.append("the model has no normalization: there is no site to decompose, and no norm before attention")
         elif not self.attends:
             notes.append("no norm of this model is read by attention: selectability and uniformity were not measured")
         notes += [f"head space was not measured. {text}" for text in unsupported.values()]
+        if bidirectional:
+            notes.append(
+                "attention is not causal: every query sees all keys, and first_unselectable_at does not apply (NaN)"
+            )
+        if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
+            notes.append(
+                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare with the unfolded model: "
+                "ln_probe.hooks.check_equivalent(raw, folded)"
+            )
+        if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
+            worst = max(beyond, key=lambda s: s.reconstruction_error)
+            notes.append(
+                f"{len(beyond)} of {len(statistics)} norms differ from the sum of their terms by more than "
+                f"rounding in {str(worst.dtype).removeprefix('torch.')} explains (reconstruction_bound), most "
+                f"{worst.site.name}, by {worst.reconstruction_error:.1e}: do they compute in a lower precision?"
+            )
         centred = sum("centred" in s.state for s in self.sites)
         if centred:
             notes.append(

@@ -23,6 +23,8 @@ from ln_probe.passes import PROBES, Calibration, Passes, Settings, effects_table
 from ln_probe.prompts import make_prompts
 from ln_probe.report import Report
 
+TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
+
 
 def analyze(
     model: object,
@@ -62,6 +64,7 @@ def analyze(
     )  # fmt: skip
     settings.check(hooked)
     clock = _Clock()
+    was_training = cast(nn.Module, model).training
     with evaluating(hooked):
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
         passes = Passes(hooked, settings, progress=progress)
@@ -88,7 +91,7 @@ def analyze(
             source_of(cast(nn.Module, model)), ready.summary, settings, calibration, int(hooked.cfg.d_model)
         )
         | {"started": clock.started, "seconds": clock.laps},
-        notes=(*ready.notes, *calibration.notes, *measured.notes, *causal_notes, *notes),
+        notes=(*ready.notes, *calibration.notes, *measured.notes, *causal_notes, *notes, *(TRAINING,) * was_training),
     )
 
 
@@ -122,13 +125,14 @@ class _Clock:
 def _thresholds() -> dict[str, float]:
     from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
     from ln_probe.hooks.attention import PATTERN_TOLERANCE
-    from ln_probe.hooks.sites import CENTRED, SAME_OUTPUT
+    from ln_probe.hooks.sites import SAME_OUTPUT
+    from ln_probe.hooks.state import CENTRED
 
     return {
         "tau": TAU,
         "rank_tolerance": RANK_TOLERANCE,
         "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
-        "centred_float32": CENTRED[torch.float32],
+        "centred": CENTRED,
         "same_output": SAME_OUTPUT,
         "query_radius_quantile": selectability.QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,

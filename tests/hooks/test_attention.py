@@ -28,7 +28,7 @@ def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[Attention
     return found
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3"])
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3", "bert"])
 def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     _, cache = model.run_with_cache(TOKENS[None])
@@ -44,8 +44,12 @@ def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., A
             torch.testing.assert_close(k, theirs, rtol=1e-4, atol=1e-4)
         if not (arch == "neo" and seen.layer == 1):  # a local window: beyond this comparison
             torch.testing.assert_close(
-                attention_pattern(q, k, heads.divisor), seen.pattern.double(), rtol=1e-3, atol=1e-5
+                attention_pattern(q, k, heads.divisor, causal=arch != "bert"),
+                seen.pattern.double(),
+                rtol=1e-3,
+                atol=1e-5,
             )
+        assert seen.causal == heads.causal == (arch != "bert")
 
 
 @pytest.mark.parametrize("options", [
@@ -67,12 +71,31 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callabl
         torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "kind"), [
-    ({"positional_embedding_type": "alibi"}, "ALiBi"), ({"attn_scores_soft_cap": 2.0}, "soft cap"),
+ALIBI, CAP = r"a bias that grows with distance \(ALiBi\)", "a soft cap of {}"
+
+
+@pytest.mark.parametrize(("options", "form"), [
+    ({"positional_embedding_type": "alibi"}, ALIBI), ({"attn_scores_soft_cap": 2.0}, CAP.format(2)),
 ])  # fmt: skip
-def test_other_scores_are_refused_by_name(options: dict[str, Any], kind: str, make_hooked: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=rf"layer 0: the model's attention pattern differs by .*{kind}"):
+def test_other_scores_are_refused_by_name(options: dict[str, Any], form: str, make_hooked: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=f"layer 0: its scores have {form}, which head-space measures"):
         layers_of(make_hooked(**options))
+
+
+@pytest.mark.parametrize(("arch", "form"), [("bloom", ALIBI), ("gemma2", CAP.format(50))])
+def test_other_scores_of_bridges_are_refused_by_name(arch: str, form: str, make_bridge: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=f"layer 0: its scores have {form}, which head-space measures"):
+        layers_of(make_bridge(arch))
+
+
+def test_scores_of_an_unknown_form_are_refused_with_the_difference(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    attn = model.blocks[0].attn
+    attn.hook_pattern.add_hook(lambda pattern, hook: pattern**2 / (pattern**2).sum(-1, keepdim=True))
+    with pytest.raises(
+        UnsupportedAttentionError, match=r"layer 0: the attention pattern of \w+ differs by 0\.\d+ from softmax"
+    ):
+        layers_of(model)
 
 
 def _ellipsoid(heads: Heads, site: Site, position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -75,26 +75,27 @@ def test_two_parallel_norms_with_equal_parameters_are_told_apart(make_hooked: Ca
     assert [s.reads for s in find_sites(model)] == ["attention", "mlp", "attention", "mlp", "unembed"]
 
 
-def test_folded_and_centred_states(make_hooked: Callable[..., Any]) -> None:
-    from transformer_lens import HookedTransformer
+def test_post_norm_sites(make_bridge: Callable[..., Any]) -> None:
+    """BERT: attention of a block reads the last norm of the block before, the first one that of the embedding."""
+    sites = find_sites(make_bridge("bert"))
+    assert [(s.name, s.layer, s.reads, s.attention_layers) for s in sites] == [
+        ("embed_ln", 0, "attention", (0,)), ("blocks.0.ln1", 0, "mlp", ()), ("blocks.0.ln2", 0, "attention", (1,)),
+        ("blocks.1.ln1", 1, "mlp", ()), ("blocks.1.ln2", 1, "other", ()), ("ln_final", 2, "unembed", ()),
+    ]  # fmt: skip
 
-    raw = make_hooked()
-    for fold, centre, state in ((True, False, "folded"), (False, True, "centred"), (True, True, "folded+centred")):
-        model = make_hooked(normalization_type="LNPre" if fold else "LN")
-        assert isinstance(model, HookedTransformer)
-        model.load_and_process_state_dict(
-            raw.state_dict(), fold_ln=fold, center_writing_weights=centre, center_unembed=False, fold_value_biases=False
-        )
-        sites = find_sites(model)
-        assert {s.state for s in sites} == {state}
-        assert all("of its RMS" in s.evidence for s in sites)
+
+def test_a_norm_whose_output_only_comes_along_is_not_read(make_bridge: Callable[..., Any]) -> None:
+    """BLOOM hands the residual stream to attention for the sum: at the first block, the embedding norm's output."""
+    sites = {s.name: s for s in find_sites(make_bridge("bloom"))}
+    assert (sites["embed_ln"].reads, sites["embed_ln"].layer) == ("other", 0)
+    assert [s.attention_layers for s in sites.values() if s.reads == "attention"] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("kind", NORM_KINDS)
 @pytest.mark.parametrize("radius", [None, 0.5])
 def test_lab_norms(kind: str, radius: float | None) -> None:
     model = lab(norm=kind, radius=radius)
-    with torch.no_grad():  # a gain of exactly 1 would count as folded
+    with torch.no_grad():
         model.blocks[0].ln1.w.uniform_(0.5, 1.5)
     site = find_sites(model)[0]
     assert (site.name, site.reads, site.kind, site.state) == ("blocks.0.ln1", "attention", kind, "raw")

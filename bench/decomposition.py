@@ -1,0 +1,164 @@
+"""What taking every norm apart costs beside a bare forward pass, and beside a full activation cache.
+
+GPT-2 small's shape, random weights, 8 prompts of 512 tokens, two threads. *Bare*: eight forward passes, nothing looked
+at. *Decomposition*: `ln_probe.analyze(…, probes=("decomposition",))`, from the model to the table. *Cache*: the same
+statistics by `run_with_cache`, a prompt at a time (the cache of all eight would take 8 GB). Times are medians of
+alternated repeats in one process (processor time too, which other users of the machine disturb less); each peak of
+memory is that of a process of its own (which has loaded the same packages and model) beside the bare one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ln_probe.analyses.decomposition import SiteStatistics, table
+from ln_probe.hooks.model import run
+from ln_probe.hooks.sites import find_sites
+from ln_probe.loading.worlds import has_hooked_transformer
+from ln_probe.probing import analyze
+
+PROMPTS, TOKENS, THREADS, REPEATS = 8, 512, 2, 5
+PARTS = ("bare", "decomposition", "cache")
+TIME_BOUND, MEMORY_BOUND = 1.15, 1.1
+
+
+def gpt2_small(world: str) -> Any:
+    torch.manual_seed(0)
+    if world == "hooked":
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+        config = HookedTransformerConfig(
+            n_layers=12, d_model=768, n_heads=12, d_head=64, d_mlp=3072, d_vocab=50257, n_ctx=1024, act_fn="gelu_new",
+            normalization_type="LN", default_prepend_bos=False, device="cpu",
+        )  # fmt: skip
+        return HookedTransformer(config).eval()
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    hf_config = GPT2Config()
+    hf_config._attn_implementation = "eager"
+    hf = GPT2LMHeadModel(hf_config).eval()
+    return build_bridge_from_module(
+        hf, "GPT2LMHeadModel", hf_config=hf_config, tokenizer=None, model_name="gpt2-small-shape"
+    )
+
+
+def bare(model: Any, tokens: torch.Tensor) -> None:
+    for prompt in tokens:
+        run(model, prompt[None])
+
+
+def decomposition(model: Any, tokens: torch.Tensor) -> Any:
+    return analyze(model, tokens, probes=("decomposition",), progress=False).layernorms
+
+
+def cache(model: Any, tokens: torch.Tensor, world: str) -> Any:
+    found = [SiteStatistics(s) for s in find_sites(model)]
+    for prompt in tokens:
+        with torch.no_grad():
+            _, kept = model.run_with_cache(prompt[None])
+        for each in found:
+            x, y = norm_of(kept, each.site, world)
+            each.add(x[0], y[0])
+    return table(found)
+
+
+def norm_of(kept: Any, site: Any, world: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A norm's input and output out of a cache; HookedTransformer caches neither under the norm's name."""
+    if world == "bridge":
+        return kept[f"{site.name}.hook_in"], kept[f"{site.name}.hook_out"]
+    stream = {"attention": "hook_resid_pre", "mlp": "hook_resid_mid"}.get(site.reads)
+    x = kept[f"blocks.{site.layer}.{stream}"] if stream else kept[f"blocks.{site.layer - 1}.hook_resid_post"]
+    return x, site.affine(kept[f"{site.name}.hook_normalized"])
+
+
+def peak_mb() -> float:
+    status = Path("/proc/self/status")
+    if status.exists():
+        return float(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line)) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def part(name: str, world: str, repeats: int) -> dict[str, float]:
+    torch.set_num_threads(THREADS)
+    model = gpt2_small(world)
+    tokens = torch.randint(0, 50257, (PROMPTS, TOKENS), generator=torch.Generator().manual_seed(1))
+    runs: dict[str, Callable[[], Any]] = {
+        "bare": lambda: bare(model, tokens),
+        "decomposition": lambda: decomposition(model, tokens),
+        "cache": lambda: cache(model, tokens, world),
+    }
+    if name in PARTS:  # memory of one part alone
+        with contextlib.suppress(OSError):  # forget the peak of building the model, where the system lets us
+            Path("/proc/self/clear_refs").write_text("5")
+        loaded = peak_mb()
+        runs[name]()
+        return {"peak_mb": peak_mb(), "loaded_mb": loaded}
+    wall: dict[str, list[float]] = {p: [] for p in PARTS}
+    processor: dict[str, list[float]] = {p: [] for p in PARTS}
+    runs["bare"]()
+    for _ in range(repeats):
+        for p in PARTS:
+            start, busy = time.perf_counter(), time.process_time()
+            runs[p]()
+            wall[p].append(time.perf_counter() - start)
+            processor[p].append(time.process_time() - busy)
+    found = {f"{p}_s": statistics.median(wall[p]) for p in PARTS}
+    for kind, times in (("wall", wall), ("cpu", processor)):
+        for p in PARTS:
+            ratios = [t / b for t, b in zip(times[p], times["bare"], strict=True)]
+            found[f"{p}_{kind}"] = statistics.median(ratios)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--part", choices=(*PARTS, "times"))
+    parser.add_argument("--world", choices=("hooked", "bridge"))
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(part(arguments.part, arguments.world, arguments.repeats)))
+        return
+    environment = os.environ | {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    worlds = [arguments.world] if arguments.world else ["bridge", *(["hooked"] if has_hooked_transformer() else [])]
+    print(f"\ndecomposition: 12 layers, d 768, {PROMPTS} × {TOKENS} tokens, {THREADS} threads")
+    print(
+        "| world | part | seconds | … of bare | processor time, … of bare | peak, MB | … of bare | before it ran, MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for world in worlds:
+        found: dict[str, dict[str, float]] = {}
+        for name in ("times", *PARTS):
+            command = [sys.executable, __file__, "--part", name, "--world", world]
+            command += ["--repeats", str(arguments.repeats)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        for name in PARTS:
+            times = found["times"]
+            memory_ratio = found[name]["peak_mb"] / found["bare"]["peak_mb"]
+            print(
+                f"| {world} | {name} | {times[f'{name}_s']:.2f} | {times[f'{name}_wall']:.2f} | "
+                f"{times[f'{name}_cpu']:.2f} | {found[name]['peak_mb']:.0f} | {memory_ratio:.2f} | "
+                f"{found[name]['loaded_mb']:.0f} |",
+                flush=True,
+            )
+            if name == "decomposition" and (time_ratio > TIME_BOUND or memory_ratio > MEMORY_BOUND):
+                print(f"| {world} | **beyond the bound** | | {TIME_BOUND} | | {MEMORY_BOUND} | |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Models that cannot be measured are refused, and told why and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ln_probe
+from ln_probe.hooks.model import check_model
+
+
+def refuses(model: Any, said: str) -> None:
+    for use in (check_model, lambda m: ln_probe.analyze(m, torch.arange(5)[None], progress=False)):
+        with pytest.raises(ValueError, match=said):
+            use(model)
+
+
+def test_a_meta_model(make_bridge: Callable[..., Any]) -> None:
+    refuses(
+        make_bridge("gpt2").to("meta"),
+        r"no weights to measure: transformer\.wte\.weight is on the meta device \(built without loading, or "
+        r"offloaded\)\. Load it onto",
+    )
+
+
+def test_a_half_offloaded_model(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("llama")
+    model.blocks[1].mlp.to("meta")
+    refuses(model, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta device")
+
+
+def test_weights_on_several_devices(make_bridge: Callable[..., Any]) -> None:
+    """No second device is needed to see where a tensor says that it is."""
+    model = make_bridge("gpt2")
+    block = model.blocks[1].ln1.original_component
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        block.weight = torch.nn.Parameter(torch.empty(32, device="cuda"))
+    refuses(
+        model, r"weights are on several devices \(transformer\.wte\.weight on cpu, "
+        r"transformer\.h\.1\.ln_1\.weight on cuda:0\): move it to one, model\.to\('cpu'\)",
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_a_block_left_on_the_gpu(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    model.blocks[1].to("cuda")
+    refuses(
+        model, r"weights are on several devices \(transformer\.wte\.weight on cpu, transformer\.h\.1\.\S+ on cuda:0\)"
+    )
+
+
+def test_quantized_modules(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("llama")
+    mlp = model.blocks[0].mlp.original_component
+    mlp.up_proj = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(32, 80)))[0]
+    refuses(
+        model,
+        r"weights are quantized \(blocks\.0\.mlp\.up_proj is a torch\.ao\.nn\.quantized\S+\): .* Load it unquantized",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_parameters(dtype: torch.dtype, make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked()
+    packed = torch.zeros(8, 4).to(dtype)
+    model.blocks[0].attn.W_Q = torch.nn.Parameter(packed, requires_grad=False)
+    name = str(dtype).removeprefix("torch.")
+    refuses(model, rf"quantized \(blocks\.0\.attn\.W_Q holds {name}\)")
