@@ -24,7 +24,7 @@ from ln_probe.analyses.causal_table import COLUMNS as CAUSAL_COLUMNS
 from ln_probe.analyses.decomposition import COLUMNS as LAYERNORM_COLUMNS
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.selectability import HEAD_COLUMNS, KEY_COLUMNS
+from ln_probe.analyses.key_tables import HEAD_COLUMNS, KEY_COLUMNS
 from ln_probe.loading.worlds import World, has_hooked_transformer
 
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
