@@ -18,7 +18,7 @@ _LOWEST = np.float32(-87.0)  # below it, exp is 0 in float32
 
 @compiled
 def _exp(x: np.float32) -> np.float32:
-    """exp(x) to 2 units in the last place, without branches: 2^n times the polynomial of Cephes' expf."""
+    """exp(x) to 3 units in the last place, without branches: 2^n times the polynomial of Cephes' expf."""
     x = max(x, _LOWEST)
     n = np.floor(x * _LOG2E + np.float32(0.5))
     f = x - n * _LN2_HIGH - n * _LN2_LOW
