@@ -29,7 +29,7 @@ class Experiment:
         summary: a line for `lab list`.
         source: the publication it repeats.
         seeds, quick_seeds: how many by default.
-        duration, quick_duration: on two cores, in words.
+        duration, quick_duration: with the default seeds on one core, in words (`jobs` divides it).
         needs_text: whether the user has to give text files.
     """
 
@@ -79,7 +79,7 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.random_keys",
         "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
-        seeds=5, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
+        seeds=3, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
     ),
     "language_model": Experiment(
         "ln_probe.analyses.lab.published_language_model",

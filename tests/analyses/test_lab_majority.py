@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ln_probe.analyses.lab.bags.rows import _exp
 from ln_probe.analyses.lab.majority import EPOCH, MajorityTask, majority_model, query_angles, sequences
 from ln_probe.analyses.lab.majority_data import MajoritySize, make_data, partitions
 from ln_probe.analyses.lab.majority_findings import WHENEVER, findings
@@ -64,6 +65,13 @@ def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:
     loss = task.loss(ours, batch)
     expected = MajorityTask(0, SMALL, reduced=False).loss(ours.double(), batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_the_compiled_exponential() -> None:
+    x = np.linspace(-87, 0, 20_001, dtype=np.float32)
+    got = np.array([_exp(v) for v in x], float)
+    np.testing.assert_allclose(got, np.exp(x.astype(float)), rtol=3 * 2.0**-23)  # 3 units in the last place
+    assert 0 < _exp(np.float32(-1e30)) < 1e-37
 
 
 def test_the_model_is_torchs_encoder_layer(task: MajorityTask) -> None:

@@ -25,7 +25,9 @@ from torch import Tensor
 from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.lab.bags.rows import sweep_rows
 
-PIECES = 4  # a batch is cut into as many, for threads; a fixed number, so that sums do not depend on the threads
+# A batch is cut into as many, for threads; a fixed number, so that sums do not depend on the threads. Every piece ends
+# in partly filled sweeps: 4 pieces cost 7 % more than 2 (one core).
+PIECES = 2
 
 
 @dataclass(frozen=True)
