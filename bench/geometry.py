@@ -33,6 +33,7 @@ SPEED = [  # family, keys, dimensions, heads, target ratio against (a)
     ("normal", 128, 2, 12, 200),
     ("normal", 128, 4, 12, 200),
 ]
+MGM_LAYER = 4
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -152,17 +153,50 @@ def heads(layers: int = 12) -> None:
 
 def pool(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> None:
     """Verdicts of large pools, without margins."""
-    print(f"\npool: d = 64, norms × lognormal(1), {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours")
-    row("keys", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
-    row(*["---"] * 5)
+    print(f"\npool: {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours")
+    row("keys", "number", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
+    row(*["---"] * 6)
+    ln_probe.key_geometry(families.lognormal_norms(np.random.default_rng(1), 1000, 64), margins=False)  # compile
     for n in sizes:
-        keys = families.lognormal_norms(np.random.default_rng(0), n, 64)
-        start = time.perf_counter()
-        verdict = ln_probe.key_geometry(keys, margins=False).verdict
-        took = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        hidden, open_ = (verdict == "unselectable").mean(), int((verdict == "undecided").sum())
-        row(n, f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak:.2f}")
+        _pool("d = 64, norms × lognormal(1)", families.lognormal_norms(np.random.default_rng(0), n, 64))
+    if "LN_PROBE_MGM" not in os.environ:
+        print("(MGM left out: LN_PROBE_MGM is not set)")
+        return
+    keys = mgm_keys(max(sizes))
+    for n in sizes:
+        _pool(f"MGM layer {MGM_LAYER} head 0, random token ids", keys[:n])
+
+
+def _pool(name: str, keys: np.ndarray) -> None:
+    start = time.perf_counter()
+    verdict = ln_probe.key_geometry(keys, margins=False, threads=2).verdict
+    took = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    hidden, open_ = (verdict == "unselectable").mean(), int((verdict == "undecided").sum())
+    row(name, len(keys), f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak:.2f}")
+
+
+def mgm_keys(number: int) -> np.ndarray:
+    """Head-space keys of head 0 of one layer of the MGM checkpoint, over prompts of random token ids."""
+    import torch
+
+    from ln_probe.hooks.attention import read_heads
+    from ln_probe.hooks.capture import AttentionInput, stream
+    from ln_probe.hooks.sites import find_sites
+
+    model = ln_probe.load_model(os.environ["LN_PROBE_MGM"], allow_pickle=True)
+    sites, found = find_sites(model), list[np.ndarray]()
+
+    def keep(seen: AttentionInput) -> None:
+        heads = read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
+        found.append(heads.keys(seen.y)[:, 0].numpy())
+
+    generator = torch.Generator().manual_seed(0)
+    length = int(model.cfg.n_ctx)
+    while sum(map(len, found)) < number:
+        tokens = torch.randint(int(model.cfg.d_vocab), (length,), generator=generator)
+        stream(model, tokens, sites, on_attention=keep, layers=[MGM_LAYER])
+    return np.concatenate(found)[:number]
 
 
 SECTIONS = {"speed": speed, "verdicts": verdicts, "heads": heads, "pool": pool}
