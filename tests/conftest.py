@@ -179,8 +179,8 @@ def mgm() -> Path:
 @pytest.fixture(scope="session")
 def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
-    from ln_probe.analyses.lab.language_model import TextTask
     from ln_probe.analyses.lab.model import LabConfig
+    from ln_probe.analyses.lab.text import TextTask
     from ln_probe.analyses.lab.training import TrainConfig, train
 
     home = tmp_path_factory.mktemp("lab runs ü")

@@ -113,16 +113,16 @@ class Stored:
         try:
             with safe_open(path, framework="np") as file:
                 header = json.loads(file.metadata()[_HEADER])
+                maker, written, info = (str(header[field]) for field in ("key", "sha256", "info"))
                 self.names = tuple(sorted(file.keys()))
-                info: str = header["info"]
-                digest = hashlib.sha256(f"{header['key']}\n{info}\n".encode())
+                digest = hashlib.sha256(f"{maker}\n{info}\n".encode())
                 for name in self.names:
                     _update(digest, name, file.get_tensor(name))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{path} is damaged ({error})") from error
-        if digest.hexdigest() != header["sha256"]:
+        if digest.hexdigest() != written:
             raise DamagedError(f"{path} is damaged (its content is not what was written)")
-        if header["key"] != key:
+        if maker != key:
             raise DamagedError(f"{path} is the result of something else")
         self.info: dict[str, Any] = json.loads(info)
 
