@@ -69,7 +69,7 @@ def findings(runs: Sequence[Run], diverged: tuple[str, ...] = ()) -> Results:
         settings={"training": {k: v for k, v in vars(runs[0].training).items() if k != "seed"},
                   "model": {k: v for k, v in runs[0].spec.to_dict().items() if k not in ("norm", "radius")},
                   "data": {k: v for k, v in runs[0].task.identity.items() if k != "seed"},
-                  "seeds": sorted({run.seed for run in runs})},
+                  "seeds": sorted({int(seed) for seed in table["seed"]})},
         diverged=diverged,
     )  # fmt: skip
 

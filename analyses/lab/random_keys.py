@@ -105,7 +105,12 @@ def run(request: Request) -> Results:
         tables={"maps": means.drop(columns="published")},
         figures={"maps": _plot(means[means["space"] != "a head"])},
         conclusions=tuple(_sentences(means)),
-        settings={"draws": DRAWS, "seeds": list(request.seeds), "distribution": "normal", "eps": 0},
+        settings={
+            "draws": next(cells(request.quick)).draws,
+            "seeds": list(request.seeds),
+            "distribution": "normal",
+            "eps": 0,
+        },
     )
 
 
