@@ -67,7 +67,7 @@ def bridge_of(hf_model: Any) -> Any:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_bridge() -> Callable[..., Any]:
     def make(arch: str, dtype: torch.dtype = torch.float32) -> Any:
         return bridge_of(hugging_face(arch, dtype))
@@ -93,7 +93,7 @@ def hf_model() -> Callable[[str], Any]:
     return hugging_face
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
     pytest.importorskip("transformer_lens")
