@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.hull import key_geometry
+    from ln_probe.comparison import Comparison, compare
     from ln_probe.models import bundled_models, load_model
     from ln_probe.probing import analyze
     from ln_probe.report import Report, load_report
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Comparison": "ln_probe.comparison",
     "Report": "ln_probe.report",
     "analyze": "ln_probe.probing",
     "bundled_models": "ln_probe.models",
+    "compare": "ln_probe.comparison",
     "key_geometry": "ln_probe.analyses.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
@@ -31,11 +34,13 @@ _HOME = {
 _SUBPACKAGES = ("analyses", "hooks")
 
 __all__ = [
+    "Comparison",
     "Report",
     "__version__",
     "analyses",
     "analyze",
     "bundled_models",
+    "compare",
     "hooks",
     "key_geometry",
     "load_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,22 +14,36 @@ from ln_probe.render.text import visible
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
+NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or of entropy, is not pointed out
 
-def findings(report: Report) -> list[str]:
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence, and the picture of the page that shows it."""
+
+    text: str
+    picture: str
+
+
+def findings(report: Report) -> list[Finding]:
     """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
-    said = [
-        *_causal(report.causal),
-        *_margins(report.heads),
-        *_spread(report.heads),
-        *_selectable(report.heads),
-        *_projection(report.layernorms),
-        *_scaling(report.layernorms),
-        *_unembedding(report.unembedding),
-        *_uniform(report.heads, float(report.provenance.get("random_angle_deg", math.nan))),
-    ]
-    if not said and not len(report.layernorms):
-        return ["The model has no normalization: there is nothing to take apart."]
-    return said
+    random_angle = float(report.provenance.get("random_angle_deg", math.nan))
+    said = {
+        "causal": _causal(report.causal),
+        "attainable": _attainable(report.heads),
+        "unselectable": _selectable(report.heads, "head", "As attention sees them, per head"),
+        "entropy": _spread(report.heads),
+        "projection": _projection(report.layernorms),
+        "norms": _scaling(report.layernorms),
+        "margins": _margins(report.heads),
+        "geometry": _selectable(report.heads, "normalized", "At the norm's output"),
+        "table-unembedding": _unembedding(report.unembedding),
+        "angle": _uniform(report.heads, random_angle),
+    }
+    found = [Finding(text, picture) for picture, texts in said.items() for text in texts]
+    if not found and not len(report.layernorms):
+        return [Finding("The model has no normalization: there is nothing to take apart.", "")]
+    return found
 
 
 def _largest(rows: pd.DataFrame, values: pd.Series[float]) -> pd.Series[Any]:
@@ -49,7 +64,9 @@ def _causal(effects: pd.DataFrame) -> list[str]:
     if ("attention", "intact") in rows:
         parts = []
         for variant, name in (("no_scaling", "scaling"), ("no_projection", "projection"), ("neither", "both")):
-            row = rows["attention", variant]
+            row = rows.get(("attention", variant))
+            if row is None:
+                continue
             if row["no_op"]:
                 parts.append(f"without {name} not at all, by construction")
                 continue
@@ -66,7 +83,7 @@ def _causal(effects: pd.DataFrame) -> list[str]:
         worst = _largest(alone, alone["delta_loss"])
         said.append(
             f"The one norm whose scaling the loss needs most is {worst['sites']}: {worst['delta_loss']:+.2g} nats per "
-            f"token without it, from {_number(rows[worst['sites'], 'intact']['loss'])}{_kept(worst)}."
+            f"token without it, from {_number(worst['loss'] - worst['delta_loss'])}{_kept(worst)}."
         )
     return said
 
@@ -76,77 +93,81 @@ def _kept(row: Any) -> str:
     return "" if math.isnan(tail) else f", {tail:+.2g} if position 0 keeps its scaling"
 
 
-def _margins(heads: pd.DataFrame) -> list[str]:
-    """How far a key can be raised, and how much attention it can get: median heads."""
+def _medians(heads: pd.DataFrame, column: str) -> tuple[float, float]:
+    """The median head's value, intact and without scaling; the second is NaN where that changes nothing."""
     if not len(heads):
-        return []
+        return math.nan, math.nan
     frozen = _variant(heads, "no_scaling")
     changes_nothing = len(frozen) > 0 and bool((frozen["no_op"] != "").all())
+    return (
+        float(_variant(heads, "intact")[column].median()),
+        math.nan if changes_nothing else float(frozen[column].median()),
+    )
 
-    def medians(column: str) -> tuple[float, float]:
-        return float(_variant(heads, "intact")[column].median()), float(frozen[column].median())
 
-    said = []
-    one, two = medians("margin_median")
-    if not math.isnan(one):
-        text = (
-            f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head "
-            "can make"
-        )
-        if changes_nothing:
-            text += " (taking scaling away changes nothing here by construction)"
-        elif not math.isnan(two):
-            text += f"; with scaling replaced by a constant, {_number(two)}"
-            low_one, low_two = medians("margin_p05")
-            if max(low_one, low_two) > 0:
-                text += f". For the hardest twentieth of keys: {_number(low_one)} against {_number(low_two)} nats"
-        said.append(text + ".")
-    one, two = medians("attainable_median")
-    if not math.isnan(one):
-        text = (
+def _margins(heads: pd.DataFrame) -> list[str]:
+    """How far the strongest query can raise a key above the others."""
+    one, two = _medians(heads, "margin_median")
+    if math.isnan(one):
+        return []
+    text = (
+        f"A typical key can be raised {_number(one)} nats above every other key by the strongest query its head can "
+        "make"
+    )
+    if not math.isnan(two):
+        text += f"; with scaling replaced by a constant, {_number(two)}"
+    low_one, low_two = _medians(heads, "margin_p05")
+    if not math.isnan(low_two) and max(low_one, low_two) > 0:
+        text += f". For the hardest twentieth of keys: {_number(low_one)} against {_number(low_two)} nats"
+    return [text + "."]
+
+
+def _attainable(heads: pd.DataFrame) -> list[str]:
+    """How much attention keys can get, and how much less or more without scaling."""
+    one, two = _medians(heads, "attainable_median")
+    if math.isnan(one):
+        return []
+    low_one, low_two = _medians(heads, "attainable_p05")
+    if math.isnan(two):
+        return [
             f"From queries of the size that occur, a typical key can get {_percent(one)} of the attention of the last "
-            "position"
+            f"position, one of the hardest twentieth {_percent(low_one)}."
+        ]
+    text = (
+        f"From queries of the size that occur, a typical key can get {_percent(one)} of the attention of the last "
+        f"position ({_percent(two)} without scaling), one of the hardest twentieth {_percent(low_one)} "
+        f"({_percent(low_two)})"
+    )
+    per_layer = {v: _variant(heads, v).groupby("layer")["attainable_p05"].median() for v in ("intact", "no_scaling")}
+    change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
+    if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
+        layer = int(change.index[int(change.abs().to_numpy().argmax())])
+        before, after = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
+        text += (
+            f"; it matters most in layer {layer}, where without scaling its hardest keys can get {_percent(after)} "
+            f"instead of {_percent(before)}"
         )
-        low_one, low_two = medians("attainable_p05")
-        if changes_nothing or math.isnan(two):
-            text += f", one of the hardest twentieth {_percent(low_one)}"
-        else:
-            text += (
-                f" ({_percent(two)} without scaling), one of the hardest twentieth {_percent(low_one)} "
-                f"({_percent(low_two)})"
-            )
-        said.append(text + ".")
-    return said
+    return [text + "."]
 
 
-def _selectable(heads: pd.DataFrame) -> list[str]:
-    said: list[str] = []
+def _selectable(heads: pd.DataFrame, space: str, where: str) -> list[str]:
+    """Keys in the hull of the others, in one space."""
     if not len(heads) or heads["keys"].isna().all():
-        return said
-    for space, where in (
-        ("head", "As attention sees them, per head"),
-        ("normalized", "At the norm's output"),
-    ):
-        parts = []
-        for variant, name in (
-            ("intact", "intact"),
-            ("no_scaling", "without scaling"),
-            ("neither", "without both"),
-        ):
-            rows = _variant(heads, variant, space)
-            if len(rows) and rows["keys"].sum():
-                share = rows["unselectable"].sum() / rows["keys"].sum()
-                parts.append(f"{100 * share:.1f} % {name}")
-        if parts:
-            rows = heads[heads["space"] == space]
-            if (rows["by_theorem"] != "").all():
-                known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
-            elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
-                known = " The intact figure is so by theorem (keys on a sphere)."
-            else:
-                known = ""
-            said.append(f"{where}, keys that no query can select: {', '.join(parts)}.{known}")
-    return said
+        return []
+    parts = []
+    for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
+        rows = _variant(heads, variant, space)
+        if len(rows) and rows["keys"].sum():
+            parts.append(f"{100 * rows['unselectable'].sum() / rows['keys'].sum():.1f} % {name}")
+    if not parts:
+        return []
+    rows = heads[heads["space"] == space]
+    known = ""
+    if (rows["by_theorem"] != "").all():
+        known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
+    elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
+        known = " The intact figure is so by theorem (keys on a sphere)."
+    return [f"{where}, keys that no query can select: {', '.join(parts)}.{known}"]
 
 
 def _spread(heads: pd.DataFrame) -> list[str]:
@@ -155,7 +176,7 @@ def _spread(heads: pd.DataFrame) -> list[str]:
         return []
     per_layer = {v: _variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in ("intact", "no_scaling")}
     change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
-    if not len(change) or change.abs().max() < 0.01:
+    if not len(change) or change.abs().max() < NOTEWORTHY:
         return []
     layer = int(change.index[int(change.abs().to_numpy().argmax())])
     one, two = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
@@ -167,7 +188,7 @@ def _spread(heads: pd.DataFrame) -> list[str]:
 
 def _projection(norms: pd.DataFrame) -> list[str]:
     rows = norms[norms["kind"].isin(["layernorm", "projection_only"])] if len(norms) else norms
-    if not len(rows):
+    if not len(rows) or rows["mean_share"].isna().all():
         return []
     if rows["state"].str.contains("centred").all():
         return ["Projection removes nothing: the residual stream is already centred at every norm, by construction."]
@@ -183,7 +204,7 @@ def _projection(norms: pd.DataFrame) -> list[str]:
 
 def _scaling(norms: pd.DataFrame) -> list[str]:
     rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
-    if not len(rows):
+    if not len(rows) or rows["norm_before_mean"].isna().all():
         return []
     first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
     spread = _largest(rows, rows["norm_before_cv_tail"].fillna(0))
@@ -238,4 +259,6 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float) -> str:
+    if 0 < share < 1e-5:
+        return "less than 0.001 %"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

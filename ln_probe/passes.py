@@ -18,9 +18,11 @@ from jaxtyping import Float64, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ln_probe import recording
 from ln_probe.analyses import causal, causal_table, decomposition, selectability, unembedding
 from ln_probe.analyses.key_tables import KeyRows
 from ln_probe.analyses.selectability import Selectability
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel, n_layers, read_unembedding
@@ -222,6 +224,15 @@ class Passes:
 
             stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
         return found.rows()
+
+    def record(self, prompts: Sequence[Int[Tensor, pos]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
+        """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet."""
+        wanted = self.settings.layers
+        return recording.record(
+            self.model, self.sites, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
+            heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
+            drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
+        )  # fmt: skip
 
     def unembedding(self, name_of: Any) -> tuple[pd.DataFrame, tuple[str, ...]]:
         """The `unembedding` table and notes; empty if not asked for, or if there is no unembedding behind a norm."""

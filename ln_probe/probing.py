@@ -21,6 +21,7 @@ from ln_probe.loading.provenance import ModelSource
 from ln_probe.models import source_of
 from ln_probe.passes import PROBES, Calibration, Passes, Settings, effects_table
 from ln_probe.prompts import make_prompts
+from ln_probe.recording import marked
 from ln_probe.report import Report
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
@@ -75,12 +76,15 @@ def analyze(
         measured = passes.measure(prompts_by_number, calibration)
         clock.lap("second pass")
         unembedding, notes = passes.unembedding(ready.name_of)
+        blocks = key_tables.by_place(measured.keys)
         found_heads, found_keys = key_tables.tables(
-            key_tables.by_place(measured.keys), calibration.radii, lambda p, i: ready.strings[p][i],
+            blocks, calibration.radii, lambda p, i: ready.strings[p][i],
             every=keys == "all", seed=seed,
         )  # fmt: skip
         effects, causal_notes = effects_table([] if measured.effects is None else [measured.effects], seed)
         clock.lap("tables")
+        exhibits = marked(passes.record(ready.tokens, ready.strings, count=len(ready.tokens)), blocks)
+        clock.lap("exhibits")
     return Report(
         layernorms=calibration.layernorms,
         heads=found_heads,
@@ -92,6 +96,7 @@ def analyze(
         )
         | {"started": clock.started, "seconds": clock.laps},
         notes=(*ready.notes, *calibration.notes, *measured.notes, *causal_notes, *notes, *(TRAINING,) * was_training),
+        exhibits=exhibits,
     )
 
 

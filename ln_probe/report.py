@@ -8,15 +8,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
+
+if TYPE_CHECKING:
+    from ln_probe.render.attention import AttentionView
 
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 REPORT_FILE = "report.json"
-FORMAT = 1
+FORMAT = 2
 UNEMBEDDING_COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "attainable", "attainable_upper")
 
 
@@ -36,6 +40,7 @@ class Report:
             whose probe did not run is empty. Columns: README, "What is measured".
         provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
         notes: what a reader has to know before believing the tables.
+        exhibits: what is kept for pictures: attention patterns, marks of keys, vectors around the norms.
     """
 
     layernorms: pd.DataFrame
@@ -45,6 +50,7 @@ class Report:
     unembedding: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(UNEMBEDDING_COLUMNS)))
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    exhibits: Exhibits = field(default_factory=Exhibits)
 
     @property
     def name(self) -> str:
@@ -63,7 +69,21 @@ class Report:
         """What the tables say, in plain sentences computed from them."""
         from ln_probe.findings import findings
 
-        return findings(self)
+        return [f.text for f in findings(self)]
+
+    def attention(self, layer: int | None = None, prompt: int = 0) -> AttentionView:
+        """Attention patterns with circuitsvis, keys marked by how hard they are to select; shows without a network.
+
+        Args:
+            layer: the layer shown first (None: the first); the others can be chosen in the picture.
+            prompt: the prompt shown first.
+
+        Raises:
+            ValueError: nothing was kept of that layer or prompt (says what there is).
+        """
+        from ln_probe.render.attention import AttentionView
+
+        return AttentionView(self.exhibits, layer, prompt)
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page that opens offline; the path written."""
@@ -74,7 +94,7 @@ class Report:
         return path
 
     def save(self, folder: str | Path) -> Path:
-        """Write report.json, a parquet file per table and report.html into `folder` (made if missing).
+        """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
 
         Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
 
@@ -89,6 +109,7 @@ class Report:
             aside = folder / f".{name}.parquet.partial"
             table.to_parquet(aside, index=False)
             os.replace(aside, folder / f"{name}.parquet")
+        self.exhibits.save(folder / EXHIBITS_FILE)
         self.to_html(folder / "report.html")
         content = {"format": FORMAT, "provenance": dict(self.provenance), "notes": list(self.notes)}
         write_atomically(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
@@ -122,7 +143,10 @@ def load_report(folder: str | Path) -> Report:
             tables[name] = pd.read_parquet(file)
         except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
             raise ValueError(f"{file} is damaged ({error}): make the report again") from error
-    return Report(**tables, provenance=provenance, notes=notes)
+    kept = folder / EXHIBITS_FILE
+    if not kept.exists():
+        raise FileNotFoundError(f"{kept} is missing: make the report again")
+    return Report(**tables, provenance=provenance, notes=notes, exhibits=Exhibits.load(kept))
 
 
 def slug(name: str) -> str:

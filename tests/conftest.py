@@ -90,7 +90,7 @@ def make_hugging_face() -> Callable[..., Any]:
     return hugging_face
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_bridge() -> Callable[..., Any]:
     def make(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
         return bridge_of(hugging_face(arch, dtype, **more))
@@ -126,7 +126,7 @@ def hf_model() -> Callable[[str], Any]:
     return hugging_face
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
     pytest.importorskip("transformer_lens")

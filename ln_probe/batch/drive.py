@@ -155,7 +155,7 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
 
 def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> dict[Target, str]:
     """OUT/index.html: every checkpoint of the run, with its report or the reason why there is none; those reasons."""
-    from ln_probe.render.page import IndexEntry, index_page
+    from ln_probe.render.index import IndexEntry, index_page
     from ln_probe.report import load_report
 
     entries, failures = [], dict[Target, str]()

@@ -30,7 +30,7 @@ from ln_probe.batch.suite import Target
 from ln_probe.passes import Settings
 
 WORK_FOLDER = ".ln_probe"
-FORMAT = 1
+FORMAT = 2
 CALIBRATION, PROMPTS, UNEMBEDDING, REPORT = "calibration", "prompts", "unembedding", "report"
 
 # Results of different versions of these are not mixed in one report.

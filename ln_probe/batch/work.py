@@ -28,10 +28,12 @@ from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, UNEMBEDDING, Run, 
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target
 from ln_probe.batch.tokens import TokenShards
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.passes import Calibration, Passes, effects_table
 from ln_probe.prompts import cut_notes, namer, summary
+from ln_probe.recording import SAMPLED_PROMPTS, marked
 
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
@@ -142,12 +144,18 @@ class Worker:
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
+        first = tokens[0]
+        strings = [[first.names[i] for i in row.tolist()] for row in first.rows[:SAMPLED_PROMPTS]]
+        kept = passes.record(first.rows[:SAMPLED_PROMPTS], strings, count=prompts["count"])
+        exhibits, index = kept.plain()
         info = {
+            "exhibits": index,
             "constants": dict(found.constants), "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*tokens[0].notes, *cut, *found.notes], "prompts": prompts, "tokens": tokens.key,
             "model": asdict(source_of(cast(nn.Module, passes.model))), "d_model": int(passes.model.cfg.d_model),
         }  # fmt: skip
-        arrays = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
+        arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
+        arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         return Result(arrays, {"layernorms": found.layernorms}, info), prompts["tokens"]
 
     def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
@@ -258,6 +266,10 @@ class Report:
             provenance=provenance(source, base.info["prompts"], run.settings, made, base.info["d_model"])
             | {"request": request, "command": run.command},
             notes=(*made.notes, *causal_notes, *([] if last is None else last.info["notes"])),
+            exhibits=marked(
+                Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
+                _blocks(shards[:1]),  # recorded were the first prompts of the first shard
+            ),
         )
         folder = run.out / target.folder
         with store.storing(run.out):

@@ -1,186 +1,248 @@
-"""The pictures of a report, each a matplotlib Figure that the user may restyle.
-
-Colours are Okabe & Ito's (safe for the colour-blind); a variant has the same one everywhere.
-"""
+"""The pictures of a report, each a matplotlib Figure that the user may restyle."""
 
 from __future__ import annotations
 
-import io
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ln_probe.analyses.variants import VARIANTS
+from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
 from ln_probe.render.text import disarmed
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
-COLOURS = {"intact": "#0072B2", "no_scaling": "#D55E00", "no_projection": "#009E73", "neither": "#CC79A7"}
+COLOURS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "neither": PINK}
+MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "neither": "D"}  # told apart without colour as well
 LABELS = {
     "intact": "intact",
     "no_scaling": "without scaling",
     "no_projection": "without projection",
     "neither": "without both",
 }
-SIZE = (6.4, 3.4)
-LABEL = 24  # characters of a site's name on an axis
+SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
+LABEL = 24  # characters of a name on an axis
+TICKS = 24  # labels on an axis
+VECTOR_CELLS = 2500  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
 
 
 def norms_over_depth(report: Report) -> Figure:
-    """Mean length of vectors before and after each norm, and their spread before it, over depth."""
-    figure, axes = _figure("length", log=True)
-    rows = report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
+    """Mean length of vectors before and after each norm (± one deviation before it), without position 0."""
+    figure, axes = _figure("length (L2 norm)", log=True)
+    rows = _sites_of(report)
     place = np.arange(len(rows))
-    mean, cv = (rows[f"norm_before_{m}_tail"].fillna(rows[f"norm_before_{m}"]) for m in ("mean", "cv"))
+    mean, cv = (_tail(rows, f"norm_before_{m}") for m in ("mean", "cv"))
     low = np.maximum(mean * (1 - cv), mean * 0.05)  # the axis is logarithmic
-    axes.fill_between(place, low, mean * (1 + cv), color=COLOURS["intact"], alpha=0.15, label="± one deviation")
-    axes.plot(place, mean, "o-", color=COLOURS["intact"], label="before the norm")
-    axes.plot(
-        place,
-        rows["norm_after_mean_tail"].fillna(rows["norm_after_mean"]),
-        "s-",
-        color=COLOURS["no_scaling"],
-        label="after it",
-    )
-    _sites(axes, rows)
+    axes.fill_between(place, low, mean * (1 + cv), color=BLUE, alpha=0.18, lw=0, label="± one deviation")
+    axes.plot(place, mean, "o-", color=BLUE, label="before the norm")
+    axes.plot(place, _tail(rows, "norm_after_mean"), "s-", color=ORANGE, label="after it")
+    _few_log_ticks(axes)
+    name_sites(axes, rows)
+    legend(axes)
     return figure
 
 
-def mean_share_over_depth(report: Report) -> Figure:
-    """Share of squared length along the ones-vector at each norm: what projection removes."""
-    figure, axes = _figure("share along the ones-vector", log=True)
-    rows = report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
+def projection_over_depth(report: Report) -> Figure:
+    """What projection removes at each norm: the share of squared length along the ones-vector, and the angle to it."""
+    figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    rows = _sites_of(report)
     place = np.arange(len(rows))
-    shown = rows["mean_share_tail"].fillna(rows["mean_share"]).clip(lower=1e-12)
-    axes.plot(place, shown, "o-", color=COLOURS["no_projection"], label="without position 0")
-    axes.plot(place, rows["mean_share"].clip(lower=1e-12), ":", color="0.5", label="all positions")
-    _sites(axes, rows)
+    for axes, column, label in (
+        (above, "mean_share", "share of squared length"),
+        (below, "angle_to_ones_deg", "angle to ones, degrees"),
+    ):
+        dress(axes, label)
+        every, tail = rows[column].clip(lower=1e-12), _tail(rows, column).clip(lower=1e-12)
+        axes.plot(place, tail, "o-", color=GREEN, label="without position 0")
+        axes.plot(place, every, "v:", ms=4, color=PINK, label="all positions")
+    above.set_yscale("log")
+    _few_log_ticks(above)
+    below.axhline(90, color=GRID, lw=1)
+    below.set_ylim(0, 94)
+    below.set_yticks([0, 30, 60, 90])
+    name_sites(below, rows)
+    legend(above)
     return figure
 
 
 def margins_over_depth(report: Report) -> Figure:
-    """Margins of keys per layer and variant: the median head's median key (lines) and hardest twentieth (dashes)."""
-    figure, axes = _figure("margin, nats", log=True)
-    drawn = False
-    for variant, rows in _by_variant(report):
-        grouped = rows.groupby("layer")[["margin_median", "margin_p05"]].median()
-        if grouped["margin_median"].isna().all():
-            continue
-        axes.plot(grouped.index, grouped["margin_median"], "o-", color=COLOURS[variant], label=LABELS[variant])
-        axes.plot(
-            grouped.index,
-            grouped["margin_p05"].where(grouped["margin_p05"] > 0),
-            "v--",
-            color=COLOURS[variant],
-            alpha=0.6,
-        )
-        drawn = drawn or bool((grouped["margin_p05"] > 0).any())
-    if drawn:
-        axes.plot([], [], "v--", color="0.4", label="hardest twentieth")
-    _layers(axes, report)
+    """How far keys can be raised above all others: the median head's median key, and its hardest twentieth (dashes)."""
+    return _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=True)
+
+
+def attainable_over_depth(report: Report) -> Figure:
+    """Attention that queries of the size that occur can give a key: median head's median key, hardest twentieth."""
+    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
+    figure.axes[0].set_ylim(bottom=0)
     return figure
 
 
 def unselectable_by_head(report: Report) -> Figure:
-    """Share of keys that no query can select, layer × head, intact and without scaling."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True, squeeze=False)[0]
-    found = dict(_by_variant(report))
+    """Share of keys that no query can select, layer × head, for each variant."""
+    return heat_maps(report, "unselectable_fraction", "share of keys")
+
+
+def margins_by_head(report: Report) -> Figure:
+    """Median margin of each head's keys, layer × head, for each variant."""
+    return heat_maps(report, "margin_median", "margin, nats")
+
+
+def heat_maps(report: Report, column: str, label: str) -> Figure:
+    """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where it is not known.
+
+    Raises:
+        KeyError: no such column.
+    """
+    found = [(v, r) for v, r in by_variant(report) if not r[column].isna().all()]
+    columns = min(2, len(found)) or 1
+    lines = -(-len(found) // columns) or 1
+    figure = Figure(figsize=(SIZE[0], 0.5 + 1.75 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    values = np.concatenate([[0.0], *(r[column].to_numpy(float) for _, r in found)])
+    # At least a thousandth, so that a map of zeros is one colour and its scale has an end.
+    top = float(values[np.isfinite(values)].max()) or 1e-3
     image = None
-    for axes, variant in zip(panels, ("intact", "no_scaling"), strict=True):
-        rows = found.get(variant, pd.DataFrame())
-        axes.set_title(LABELS[variant], fontsize=10)
-        axes.set_xlabel("head")
-        if not len(rows):
-            continue
-        grid = rows.pivot(index="layer", columns="head", values="unselectable_fraction")
+    for axes, (variant, rows) in zip(panels.flat, found, strict=False):
+        grid = rows.pivot(index="layer", columns="head", values=column)
+        shown = np.ma.masked_invalid(grid.to_numpy(float))
         image = axes.pcolormesh(
-            grid.columns, grid.index, grid.to_numpy(float), vmin=0, vmax=max(1e-9, _largest(found)), cmap="cividis"
-        )
-        axes.set_yticks(grid.index[:: max(1, len(grid.index) // 24)])
-        axes.set_xticks(grid.columns[:: max(1, len(grid.columns) // 8)])
-    panels[0].set_ylabel("layer")
+            np.arange(shown.shape[1] + 1) - 0.5, np.arange(shown.shape[0] + 1) - 0.5, shown, vmin=0, vmax=top,
+            cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"), rasterized=shown.size > VECTOR_CELLS,
+        )  # fmt: skip
+        axes.set_title(LABELS[variant], fontsize=10)
+        for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
+            step = -(-len(names) // 8)
+            axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
+    for axes in panels.flat[len(found) :]:
+        axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("layer")
+    for axes in panels[-1]:
+        axes.set_xlabel("head")
     if image is not None:
-        figure.colorbar(image, ax=list(panels), label="share of keys")
+        figure.colorbar(image, ax=panels, label=label)
     return figure
 
 
 def uniform_angle_by_layer(report: Report) -> Figure:
-    """Angle of each head's queries to the uniform direction, beside that of a random direction."""
-    figure, axes = _figure("angle to the ones-vector, degrees")
-    rows = dict(_by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
-    axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=COLOURS["intact"], alpha=0.6, label="a head")
-    axes.axhline(float(report.provenance.get("random_angle_deg", 90)), color="0.5", ls=":", label="random direction")
-    axes.set_ylim(0, 92)
+    """Angle of each head's queries to the direction that attends uniformly, beside that of a random direction."""
+    figure, axes = _figure("angle, degrees")
+    rows = dict(by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
+    axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=BLUE, alpha=0.6, label="a head")
+    random = float(report.provenance.get("random_angle_deg", 90))
+    axes.axhline(random, color=ORANGE, ls="--", lw=1.2, label="random direction")
+    axes.set_ylim(0, 94)
+    axes.set_yticks([0, 30, 60, 90])
     _layers(axes, report)
     return figure
 
 
 def entropy_by_layer(report: Report) -> Figure:
-    """Attention entropy over its maximum, per head and layer, for each variant."""
+    """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
-    for place, (variant, rows) in enumerate(_by_variant(report)):
+    for place, (variant, rows) in enumerate(by_variant(report)):
         axes.plot(
-            rows["layer"] + 0.12 * (place - 1.5),
-            rows["entropy_ratio"],
-            "o",
-            ms=4,
-            alpha=0.6,
-            color=COLOURS[variant],
-            label=LABELS[variant],
-        )
+            rows["layer"] + 0.16 * (place - 1.5), rows["entropy_ratio"], MARKERS[variant], ms=4, alpha=0.6,
+            color=COLOURS[variant], label=LABELS[variant],
+        )  # fmt: skip
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
     return figure
 
 
-def svg(figure: Figure, name: str) -> str:
-    """The figure as an inline SVG element whose ids are its own; the same figure gives the same text."""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r'\bid="(?=[a-z])|url\(#(?=[a-z])|href="#(?=[a-z])', lambda m: m.group(0) + f"{name}-", text)
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of head space of each variant there is, in the vocabulary's order."""
+    heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
+    return [(v, heads[heads["variant"] == v]) for v in VARIANTS if len(heads) and (heads["variant"] == v).any()]
+
+
+def _sites_of(report: Report) -> pd.DataFrame:
+    return report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
+
+
+def _tail(rows: pd.DataFrame, column: str) -> pd.Series[float]:
+    """Without position 0; with it where there is no other token."""
+    return rows[f"{column}_tail"].fillna(rows[column])
+
+
+def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool) -> Figure:
+    figure, axes = _figure(label, log=log)
+    dashed = False
+    for variant, rows in by_variant(report):
+        grouped = rows.groupby("layer")[[middle, hard]].median()
+        if log:
+            grouped = grouped.where(grouped > 0)  # 0 has no place on a logarithmic axis
+        if grouped[middle].isna().all():
+            continue
+        style: dict[str, Any] = {"color": COLOURS[variant], "marker": MARKERS[variant], "ms": 5}
+        axes.plot(grouped.index, grouped[middle], "-", label=LABELS[variant], **style)
+        axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
+        dashed = dashed or bool(grouped[hard].notna().any())
+    if dashed:
+        axes.plot([], [], "--", color="black", alpha=0.6, label="hardest twentieth")
+    if log:
+        _few_log_ticks(axes)
+    _layers(axes, report)
+    return figure
 
 
 def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    axes.set_ylabel(ylabel)
+    dress(axes, ylabel)
     if log:
         axes.set_yscale("log")
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
-    shown = [disarmed(str(s).replace("blocks.", "")[:LABEL]) for s in rows["site"]]
-    names = [s.replace("$", r"\$") for s in shown]  # a dollar sign would begin a formula
-    step = max(1, len(names) // 24)
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=7)
-    axes.legend(frameon=False, fontsize=8)
+def _few_log_ticks(axes: mpl.axes.Axes) -> None:
+    """Ticks for what has been drawn on a logarithmic axis: plain numbers, and several even within a decade."""
+    low, high = axes.get_ylim()
+    narrow = high < 8 * low
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:.3g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def dress(axes: mpl.axes.Axes, ylabel: str, grid: str = "y") -> None:
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="x" if grid == "x" else "y", color=GRID, alpha=0.35)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def axis_text(text: str) -> str:
+    """A name as it may stand on an axis: a dollar sign would begin a formula."""
+    return disarmed(text[:LABEL]).replace("\n", " ").replace("$", r"\$")
+
+
+def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
+    names = [axis_text(str(s).replace("blocks.", "")) for s in rows["site"]]
+    step = -(-len(names) // TICKS) or 1
+    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=8)
 
 
 def _layers(axes: mpl.axes.Axes, report: Report) -> None:
     axes.set_xlabel("layer")
     layers = sorted({int(v) for v in report.heads["layer"]})
-    axes.set_xticks(layers[:: max(1, len(layers) // 24)])
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+    axes.set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
+    legend(axes)
 
 
-def _by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
-    heads = report.heads[report.heads["space"] == "head"]
-    return [(v, heads[heads["variant"] == v]) for v in VARIANTS if (heads["variant"] == v).any()]
-
-
-def _largest(found: dict[str, pd.DataFrame]) -> float:
-    return max((float(r["unselectable_fraction"].max()) for r in found.values() if len(r)), default=0.0)
+def legend(axes: mpl.axes.Axes) -> None:
+    """Above the axes, where it hides no data."""
+    found = axes.get_legend_handles_labels()[1]
+    if found:
+        axes.legend(
+            frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(3, len(found)),
+            borderaxespad=0.2, handlelength=1.6, columnspacing=1.2,
+        )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LONGEST = 80  # characters of a token shown: longer ones would push everything else off the page
+
 
 def disarmed(text: str) -> str:
     """Text whose control characters and direction marks are written out."""
@@ -12,3 +14,8 @@ def visible(text: object) -> str:
     """A token as it can be read: white space shown as well."""
     marks = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
     return disarmed(str(text).translate(marks)) or "∅"
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """Text of at most `longest` characters; what was cut is counted."""
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"

@@ -1,0 +1,156 @@
+"""Draw the pictures of the README: four concepts, and parts of a report's page as Chromium shows them.
+
+    python examples/pictures/draw.py [FOLDER] [REPORT]
+
+FOLDER is where they go (examples/ by default). REPORT is a folder that `ln-probe report` wrote about a bundled model;
+one is made if it is not given. The concepts are computed, not sketched: verdicts and weights come from `key_geometry`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import ln_probe
+from ln_probe.render.geometry import geometry
+from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
+from ln_probe.report import Report
+
+DPI = 110
+
+
+def selectable() -> Figure:
+    """Keys in two dimensions: which are on the hull, the query that selects one, the mixture that makes another."""
+    keys = np.random.default_rng(7).normal(size=(14, 2)) * [1.4, 1.0]
+    found = ln_probe.key_geometry(keys)
+    on_hull = found.verdict == "selectable"
+    best = int(np.flatnonzero(on_hull)[np.argmax(found.margin_lower[on_hull])])
+    stuck = int(np.flatnonzero(~on_hull)[np.argmin(np.linalg.norm(keys[~on_hull], axis=1))])
+    around = keys[on_hull]
+    around = around[np.argsort(np.arctan2(*(around - around.mean(0)).T))]
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.fill(*around.T, facecolor=BLUE, alpha=0.08, edgecolor=BLUE, lw=1)
+    weights = found.weights(stuck)
+    for i in np.flatnonzero(weights > 1e-9):
+        axes.plot(*np.array([keys[stuck], keys[i]]).T, color=ORANGE, lw=3 * weights[i], alpha=0.6)
+    axes.plot(*keys[on_hull].T, "o", color=BLUE, label="selectable: some query gives it the highest score")
+    axes.plot(*keys[~on_hull].T, "X", color=ORANGE, label="unselectable: a mixture of the others")
+    query = found.witness(best)
+    query = query / np.linalg.norm(query)
+    axes.annotate("", keys[best] + 1.1 * query, keys[best], arrowprops={"arrowstyle": "->", "color": GREEN, "lw": 2})
+    axes.annotate(f"query\nmargin {found.margin_lower[best]:.2g}", keys[best] + 1.2 * query, color=GREEN, fontsize=9)
+    axes.update_datalim([keys[best] + 1.9 * query])  # room for the arrow
+    axes.autoscale_view()
+    _bare(axes)
+    return figure
+
+
+def reachable() -> Figure:
+    """Queries that a head can make, queries of the size that occur, and how much attention each key can get."""
+    rng = np.random.default_rng(3)
+    keys, center = rng.normal(size=(12, 2)), np.array([0.6, 0.2])
+    axes_of = np.array([[2.6, 0.5], [0.2, 1.5]])
+    shrink = 0.5
+    most = [ln_probe.key_geometry(keys, query_set=(center, r * axes_of)).attainable for r in (1.0, shrink)]
+    turn = np.stack([np.cos(t := np.linspace(0, 2 * np.pi, 200)), np.sin(t)])
+    figure = Figure(figsize=(7.2, 3.3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for radius, colour, name in ((1.0, BLUE, "reachable"), (shrink, GREEN, "observed")):
+        left.fill(
+            *(center[:, None] + radius * axes_of @ turn), facecolor=colour, alpha=0.12, edgecolor=colour, label=name
+        )
+    left.plot(*center, "+", color="black", label="c = W_Qᵀ bias + b_Q")
+    left.set_title("queries: c + A u, |u| ≤ 1", fontsize=10)
+    _bare(left)
+    order = np.argsort(-most[0])
+    for values, colour, name in zip(most, (BLUE, GREEN), ("reachable", "observed"), strict=True):
+        right.bar(range(len(keys)), values[order], color=colour, alpha=0.75, label=name)
+    right.set(xlabel="key", ylabel="attainable attention", ylim=(0, 1), xticks=[])
+    right.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, fontsize=8)
+    right.set_title("most attention each key can get", fontsize=10)
+    return figure
+
+
+def uniform() -> Figure:
+    """One query along the ones-vector: attention over keys before and after projection."""
+    keys = np.random.default_rng(5).normal(size=(12, 16)) + 0.8
+    projected = keys - keys.mean(1, keepdims=True)
+    query = np.ones(16) / 4
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, vectors, title, colour in zip(
+        panels, (keys, projected), ("with the mean left in", "projected off the ones-vector"), (PINK, BLUE), strict=True
+    ):
+        weights = np.exp(vectors @ query)
+        axes.bar(range(len(keys)), weights / weights.sum(), color=colour)
+        axes.axhline(1 / len(keys), color=GRID, lw=1, ls="--")
+        axes.set(title=title, xlabel="key", xticks=[])
+        axes.title.set_fontsize(10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("attention")
+    return figure
+
+
+def _bare(axes: object) -> None:
+    axes.set_aspect("equal")  # type: ignore[attr-defined]
+    axes.set_xticks([])  # type: ignore[attr-defined]
+    axes.set_yticks([])  # type: ignore[attr-defined]
+    axes.spines[:].set_visible(False)  # type: ignore[attr-defined]
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))  # type: ignore[attr-defined]
+
+
+def concepts(report: Report) -> dict[str, Callable[[], Figure]]:
+    """The four drawings, by file name."""
+    return {
+        "projection_and_scaling": lambda: geometry(report, "blocks.1.ln1"),
+        "selectable": selectable,
+        "reachable": reachable,
+        "uniform": uniform,
+    }
+
+
+def screenshots(page: Path, folder: Path) -> None:
+    """The top of a report's page, and its attention."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("screenshots need Chromium on the PATH")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1200, "height": 1180}, color_scheme="light")
+        shown.goto(page.resolve().as_uri())
+        frame = shown.frame_locator("iframe.attention")
+        frame.locator("#pattern canvas").wait_for()
+        shown.wait_for_timeout(500)
+        shown.screenshot(path=folder / "report.png")
+        shown.evaluate("document.querySelector('#attention').scrollIntoView()")
+        shown.wait_for_timeout(1500)
+        shown.screenshot(path=folder / "attention.png")
+        browser.close()
+
+
+def main(folder: Path, made: Path | None) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        if made is None:
+            model = ln_probe.load_model("lm-layernorm")
+            made = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
+        report = ln_probe.load_report(made)
+        for name, draw in concepts(report).items():
+            draw().savefig(folder / f"{name}.png", dpi=DPI)
+        screenshots(made / "report.html", folder)
+
+
+if __name__ == "__main__":
+    arguments = [Path(a) for a in sys.argv[1:3]]
+    main(
+        arguments[0] if arguments else Path(__file__).resolve().parents[1], arguments[1] if len(arguments) > 1 else None
+    )

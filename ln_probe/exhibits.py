@@ -1,0 +1,219 @@
+"""What a report keeps to be looked at: attention patterns with a mark on every key, and tokens around a norm.
+
+A pattern of 512 tokens has 131 thousand weights and a small model 144 of them, so little is kept and it is said what:
+every head pooled to at most 64 × 64 cells, a few heads weight by weight, 8 bits each on a square-root scale (an error
+of at most 0.4 % of the attention, and of less where weights are small).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from ln_probe.analyses.files import write_atomically
+
+EXHIBITS_FILE = "exhibits.npz"
+CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads
+# What reading a cut or altered .npz raises.
+_DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error)
+VERDICTS = ("selectable", "unselectable", "duplicate", "undecided", "not measured")
+
+
+def to_bytes(weights: Float[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape"]:
+    """Weights in 0–1 as 8 bits of their square root: small weights are told apart, 1 stays 1."""
+    roots = np.sqrt(np.clip(np.nan_to_num(weights), 0.0, 1.0))
+    return np.asarray(np.rint(255.0 * roots), np.uint8)
+
+
+def to_weights(stored: UInt8[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    """What `to_bytes` stored."""
+    return np.asarray(np.square(stored / 255.0))
+
+
+def bin_edges(length: int, cells: int = CELLS) -> Int[np.ndarray, " edge"]:
+    """Where `length` positions are cut into at most `cells` bins of nearly equal size: first positions, and the end."""
+    count = min(cells, length)
+    return np.rint(np.linspace(0, length, count + 1)).astype(np.int64)
+
+
+def pooled(
+    pattern: Float[np.ndarray, "head query key"], edges: Int[np.ndarray, " edge"]
+) -> Float[np.ndarray, "head bin bin"]:
+    """What an average query of one bin pays to all keys of another together: rows still sum to 1."""
+    sums = np.add.reduceat(np.add.reduceat(pattern, edges[:-1], axis=2), edges[:-1], axis=1)
+    means: np.ndarray = sums / np.diff(edges)[None, :, None]
+    return means
+
+
+@dataclass(frozen=True, eq=False)
+class PromptAttention:
+    """Attention of one prompt, in the layers and heads that were kept.
+
+    Attributes:
+        prompt: its number among the report's prompts.
+        tokens: its token strings.
+        layers, heads: block indices and head numbers kept (the axes below).
+        edges: first position of each bin, and the number of tokens at the end.
+        cells: pooled patterns, as `to_bytes` stores them.
+        verdict: index into VERDICTS, of all keys of the prompt and a query at its last position.
+        margin: in nats (NaN: unknown or one key).
+        attainable: share of attention that a query of the observed set can give (NaN: no bound on queries).
+        verdict_frozen, attainable_frozen: the same with scaling replaced by a constant.
+        received: mean share of attention that the key got from the queries after position 0 that see it, as `to_bytes`
+            stores it.
+        full: patterns weight by weight of a few (layer, head).
+        causal: no weight above the diagonal.
+    """
+
+    prompt: int
+    tokens: tuple[str, ...]
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    edges: Int[np.ndarray, " edge"]
+    cells: UInt8[np.ndarray, "layer head bin bin"]
+    verdict: UInt8[np.ndarray, "layer head key"]
+    margin: Float[np.ndarray, "layer head key"]
+    attainable: Float[np.ndarray, "layer head key"]
+    verdict_frozen: UInt8[np.ndarray, "layer head key"]
+    attainable_frozen: Float[np.ndarray, "layer head key"]
+    received: UInt8[np.ndarray, "layer head key"]
+    full: Mapping[tuple[int, int], UInt8[np.ndarray, "query key"]] = field(default_factory=dict)
+    causal: bool = True
+
+    @property
+    def pooled(self) -> bool:
+        """Cells stand for more than one token."""
+        return len(self.edges) - 1 < len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class SiteSample:
+    """A sample of the vectors a norm reads, on the ones-direction and two principal axes.
+
+    Attributes:
+        site, layer: which norm; kind: what it computes; d: the vectors' length.
+        ones: coordinate along 1/√d.
+        axis1, axis2: coordinates of what projection keeps (Px), along the two directions that hold most of its
+            squared length (of unit vectors, without position 0).
+        length: |Px|; sigma: the norm's divisor.
+        axes_share: mean share of |Px|² that the two axes hold.
+        prompt, position, tokens: whose vectors they are.
+    """
+
+    site: str
+    layer: int
+    kind: str
+    d: int
+    ones: Float[np.ndarray, " token"]
+    axis1: Float[np.ndarray, " token"]
+    axis2: Float[np.ndarray, " token"]
+    length: Float[np.ndarray, " token"]
+    sigma: Float[np.ndarray, " token"]
+    axes_share: float
+    prompt: Int[np.ndarray, " token"]
+    position: Int[np.ndarray, " token"]
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Exhibits:
+    """Everything a report keeps for its pictures beside the tables; `notes` say what was left out."""
+
+    attention: tuple[PromptAttention, ...] = ()
+    samples: tuple[SiteSample, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def of_prompt(self, prompt: int) -> PromptAttention:
+        """What was kept of one prompt.
+
+        Raises:
+            ValueError: nothing was (says of which prompts there is something).
+        """
+        found = next((a for a in self.attention if a.prompt == prompt), None)
+        if found is None:
+            if not self.attention:
+                raise ValueError(
+                    "this report keeps no attention: analyze with the probe 'selectability' or 'uniformity' on a model "
+                    "whose attention reads a norm"
+                )
+            kept = ", ".join(str(a.prompt) for a in self.attention)
+            raise ValueError(f"no attention was kept of prompt {prompt}: there is some of prompts {kept}")
+        return found
+
+    def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """As arrays by name, and JSON that says what they are."""
+        arrays: dict[str, np.ndarray] = {}
+        index: dict[str, Any] = {"attention": [], "samples": [], "notes": list(self.notes)}
+        groups: dict[str, Sequence[PromptAttention | SiteSample]] = {
+            "attention": self.attention,
+            "samples": self.samples,
+        }
+        for name, items in groups.items():
+            for number, item in enumerate(items):
+                rest = {}
+                for one in fields(item):
+                    value = getattr(item, one.name)
+                    if isinstance(value, np.ndarray):
+                        arrays[f"{name}.{number}.{one.name}"] = value
+                    elif one.name == "full":
+                        for (layer, head), pattern in value.items():
+                            arrays[f"{name}.{number}.full.{layer}.{head}"] = pattern
+                    else:
+                        rest[one.name] = value
+                index[name].append(rest)
+        return arrays, index
+
+    @staticmethod
+    def of_plain(arrays: Mapping[str, np.ndarray], index: Mapping[str, Any]) -> Exhibits:
+        """What `plain` was made from.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: they do not belong together.
+        """
+        found: dict[str, list[dict[str, Any]]] = {n: [dict(i) for i in index[n]] for n in ("attention", "samples")}
+        for name, value in arrays.items():
+            kind, number, what, *which = name.split(".")
+            item = found[kind][int(number)]
+            if which:
+                item.setdefault(what, {})[int(which[0]), int(which[1])] = value
+            else:
+                item[what] = value
+        for items in found.values():
+            for item in items:
+                item |= {k: tuple(v) for k, v in item.items() if isinstance(v, list)}
+        return Exhibits(
+            tuple(PromptAttention(**item) for item in found["attention"]),
+            tuple(SiteSample(**item) for item in found["samples"]),
+            tuple(index["notes"]),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write one compressed .npz (plain arrays, no pickles)."""
+        arrays, index = self.plain()
+        arrays["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, buffer.getvalue())
+
+    @staticmethod
+    def load(path: Path) -> Exhibits:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            return Exhibits.of_plain(arrays, json.loads(arrays.pop("index").tobytes()))
+        except _DAMAGE as error:
+            raise ValueError(f"{path} is damaged ({error}): make the report again") from error

@@ -1,0 +1,271 @@
+"""What a report will show, taken down in a pass of its own over a few prompts: bounded, whatever the corpus.
+
+Of the prompts, the first ones are kept for as long as they fit; of a prompt, every layer and head pooled, and a few
+heads weight by weight. The marks of the keys are put in afterwards, from what was measured of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.key_tables import HEAD, Block, KeyRows
+from ln_probe.exhibits import CELLS, VERDICTS, Exhibits, PromptAttention, SiteSample, bin_edges, pooled, to_bytes
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.sites import Site
+
+# Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.6 MB may be
+# attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
+BUDGET = 2_600_000
+# The first prompt is kept whole as long as it takes no more than this: 1200 heads (GPT-2 XL) at 512 tokens. Beyond,
+# evenly spaced layers are kept.
+FIRST_PROMPT = 8_500_000
+FULL_HEADS = 12  # patterns kept weight by weight, per prompt
+MARKS = 9  # bytes per key: verdicts 2, margin 2, attainable 4, received 1
+SAMPLE = 120  # tokens drawn around a norm: more would hide one another
+SAMPLED_PROMPTS = 8  # prompts they come from
+
+_CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
+
+
+def record(
+    model: HookedModel,
+    sites: Sequence[Site],
+    prompts: Sequence[Int[Tensor, pos]],
+    tokens: Sequence[Sequence[str]],
+    *,
+    layers: Sequence[int],
+    heads: Sequence[int],
+    drawn: Collection[str] | None = None,
+    attention: bool = True,
+    count: int | None = None,
+) -> Exhibits:
+    """Attention patterns and samples of norm inputs of the first prompts; no key is marked yet (see `marked`).
+
+    Args:
+        model: any hooked model.
+        sites: its norms.
+        prompts, tokens: ids and strings of the prompts, or of the first ones.
+        layers, heads: those looked at.
+        drawn: names of the norms of which vectors may be kept; None: all.
+        attention: whether patterns are wanted.
+        count: how many prompts there are in all; None: those that were passed.
+    """
+    names = {s.name for s in sites} if drawn is None else set(drawn)
+    recorder = _Recorder(prompts, tokens, layers, heads, names, len(prompts) if count is None else count)
+    for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
+        wanted = attention and number in recorder.plan
+        stream(
+            model, row, sites, layers=recorder.layers, on_norm=partial(recorder.norm, number),
+            on_attention=partial(recorder.attention, number) if wanted else None,
+        )  # fmt: skip
+    return recorder.exhibits()
+
+
+def marked(exhibits: Exhibits, blocks: Iterable[Block]) -> Exhibits:
+    """The same exhibits with the marks of their keys.
+
+    Args:
+        exhibits: what `record` made.
+        blocks: what was measured of the keys, a (layer, space) at a time; layers and prompts of which nothing was
+            recorded are passed over.
+    """
+    marks = [_Marks(shown) for shown in exhibits.attention]
+    for block in blocks:
+        for variant in ("intact", "no_scaling"):
+            rows = block.get(variant)
+            if rows is not None and rows.space == HEAD and rows.measures:
+                for mark in marks:
+                    mark.take(rows)
+    return replace(exhibits, attention=tuple(mark.done() for mark in marks))
+
+
+class _Marks:
+    """The marks of one prompt's keys, filled a layer at a time."""
+
+    def __init__(self, shown: PromptAttention) -> None:
+        self.shown = shown
+        names = ("verdict", "margin", "attainable", "verdict_frozen", "attainable_frozen")
+        self.arrays: dict[str, Any] = {name: getattr(shown, name).copy() for name in names}
+
+    def take(self, rows: KeyRows) -> None:
+        """Put in what was measured at one layer under one variant."""
+        numbers = rows.prompts.tolist()
+        if self.shown.prompt not in numbers or rows.layer not in self.shown.layers:
+            return
+        place, at = self.shown.layers.index(rows.layer), numbers.index(self.shown.prompt)
+        first = int(rows.lengths[:at].sum())
+        keys = slice(first, first + int(rows.lengths[at]))
+        found = {m: values[: len(self.shown.heads), keys] for m, values in rows.measures.items()}
+        ending = "" if rows.variant == "intact" else "_frozen"
+        self.arrays[f"verdict{ending}"][place] = _CODES[found["verdict"]]
+        self.arrays[f"attainable{ending}"][place] = found["attainable"]
+        if not ending:
+            middle = (found["margin_lower"] + found["margin_upper"]) / 2
+            self.arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)
+
+    def done(self) -> PromptAttention:
+        return replace(self.shown, **self.arrays)
+
+
+class _Recorder:
+    """Collects during the pass; `exhibits` at the end."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Int[Tensor, pos]],
+        tokens: Sequence[Sequence[str]],
+        layers: Sequence[int],
+        heads: Sequence[int],
+        drawn: set[str],
+        count: int,
+    ) -> None:
+        self.tokens, self.heads, self.drawn = tokens, tuple(heads), drawn
+        lengths = [len(row) for row in prompts]
+        self.layers, self.plan, self.notes = plan(lengths, layers, len(self.heads), count)
+        self.cells: dict[tuple[int, int], np.ndarray] = {}
+        self.received: dict[tuple[int, int], np.ndarray] = {}
+        self.full: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+        self.causal: dict[int, bool] = {}
+        self.vectors: dict[str, list[Tensor]] = {}
+        self.sites: dict[str, Site] = {}
+        sampled = lengths[:SAMPLED_PROMPTS]
+        share = math.ceil(SAMPLE / max(1, len(sampled)))
+        # Position 0 is among them: sinks live there.
+        self.positions = [np.unique(np.linspace(0, n - 1, min(share, n)).astype(int)) for n in sampled]
+
+    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], _y: Tensor) -> None:
+        """Take in a norm's inputs for one prompt (norms before attention and the final one are drawn)."""
+        read = {"attention", "unembed"} & set(site.reads.split("+"))
+        if not read or site.name not in self.drawn or len(x) != len(self.tokens[prompt]):
+            return
+        self.sites[site.name] = site
+        rows = x[torch.from_numpy(self.positions[prompt]).to(x.device)]
+        self.vectors.setdefault(site.name, []).append(rows.float().cpu())
+
+    def attention(self, prompt: int, seen: AttentionInput) -> None:
+        """Take in one layer's pattern for one prompt."""
+        every = seen.pattern.float().cpu().numpy()
+        heads = [h for h in self.heads if h < len(every)]
+        pattern = every[heads]
+        self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
+        self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, bin_edges(pattern.shape[-1])))
+        self.received[prompt, seen.layer] = to_bytes(_received(pattern))
+        if self.plan[prompt]:
+            chosen = self._least_uniform(seen.layer, heads, pattern)
+            self.full.setdefault(prompt, {}).update({(seen.layer, head): to_bytes(every[head]) for head in chosen})
+
+    def _least_uniform(
+        self, layer: int, heads: Sequence[int], pattern: Float[np.ndarray, "head query key"]
+    ) -> list[int]:
+        """The heads kept weight by weight, of evenly spaced layers: where there is most to see, entropy is least."""
+        spaced = np.linspace(0, len(self.layers) - 1, min(FULL_HEADS, len(self.layers))).astype(int)
+        if layer not in {self.layers[i] for i in spaced}:
+            return []
+        entropy = -(pattern * np.log(np.maximum(pattern, 1e-30))).sum(-1).mean(-1)
+        return sorted(heads[i] for i in np.argsort(entropy, kind="stable")[: math.ceil(FULL_HEADS / len(spaced))])
+
+    def exhibits(self) -> Exhibits:
+        """All of it."""
+        attention = tuple(found for p in sorted(self.plan) if (found := self._prompt(p)) is not None)
+        samples = tuple(self._sample(name) for name in self.vectors)
+        return Exhibits(attention, samples, tuple(self.notes) if attention else ())
+
+    def _prompt(self, prompt: int) -> PromptAttention | None:
+        layers = tuple(layer for layer in self.layers if (prompt, layer) in self.cells)
+        if not layers:
+            return None
+        tokens = tuple(self.tokens[prompt])
+        cells, received = (np.stack([kept[prompt, layer] for layer in layers]) for kept in (self.cells, self.received))
+        unknown = np.full(received.shape, VERDICTS.index("not measured"), np.uint8)
+        nothing = np.full(received.shape, np.nan, np.float16)
+        return PromptAttention(
+            prompt=prompt, tokens=tokens, layers=layers, heads=self.heads[: cells.shape[1]],
+            edges=bin_edges(len(tokens)), cells=cells, verdict=unknown, margin=nothing, attainable=nothing,
+            verdict_frozen=unknown, attainable_frozen=nothing, received=received, full=self.full.get(prompt, {}),
+            causal=self.causal[prompt],
+        )  # fmt: skip
+
+    def _sample(self, name: str) -> SiteSample:
+        site, rows = self.sites[name], self.vectors[name]
+        x = torch.cat(rows).double()
+        counts = [len(r) for r in rows]
+        positions = np.concatenate(self.positions[: len(counts)])
+        prompts = np.repeat(np.arange(len(counts)), counts)
+        mean = x.mean(-1, keepdim=True)
+        kept = x - mean
+        length = kept.norm(dim=-1)
+        unit = kept / length[:, None].clamp_min(1e-300)
+        typical = unit[torch.from_numpy(positions > 0)] if (positions > 0).any() else unit
+        axes = torch.linalg.svd(typical, full_matrices=False).Vh[:2]
+        axes = torch.cat([axes, torch.zeros(2 - len(axes), site.d, dtype=axes.dtype)])
+        along = kept @ axes.T
+        ones, axis1, axis2, size, sigma = (
+            v.numpy().astype(np.float32)
+            for v in (mean[:, 0] * math.sqrt(site.d), along[:, 0], along[:, 1], length, site.sigma(x)[:, 0])
+        )
+        return SiteSample(
+            site=site.name, layer=site.layer, kind=site.kind, d=site.d, ones=ones, axis1=axis1, axis2=axis2,
+            length=size, sigma=sigma, axes_share=float(((unit @ axes.T) ** 2).sum(-1).mean()),
+            prompt=prompts.astype(np.int32), position=positions.astype(np.int32),
+            tokens=tuple(self.tokens[int(p)][i] for p, i in zip(prompts, positions, strict=True)),
+        )  # fmt: skip
+
+
+def _received(pattern: Float[np.ndarray, "head query key"]) -> Float[np.ndarray, "head key"]:
+    """Mean weight each key gets from the queries after position 0 that see it (all of them, without a causal mask)."""
+    queries = pattern.shape[1]
+    seen = np.minimum(queries - np.arange(queries), queries - 1) if not np.triu(pattern, 1).any() else queries - 1
+    means: np.ndarray = pattern[:, 1:].sum(1) / np.maximum(seen, 1)
+    return means
+
+
+def plan(
+    lengths: Sequence[int], layers: Sequence[int], heads: int, count: int
+) -> tuple[tuple[int, ...], dict[int, bool], list[str]]:
+    """What of the attention is kept.
+
+    Args:
+        lengths: of the first prompts, in tokens.
+        layers, heads: layers looked at, and how many heads each has.
+        count: prompts in all.
+
+    Returns:
+        the layers kept; the prompts kept, each with whether some heads are kept weight by weight; notes on what is not.
+    """
+
+    def size(length: int, layers_kept: int) -> int:
+        cells = min(CELLS, length)
+        return layers_kept * heads * (cells * (cells + 1) // 2 + MARKS * length)
+
+    def whole(length: int) -> int:
+        return FULL_HEADS * length * (length + 1) // 2 if length > CELLS else 0
+
+    first = lengths[0]
+    room = max(1, (FIRST_PROMPT - whole(first)) // max(1, size(first, 1)))
+    kept = tuple(layers)
+    notes = []
+    if len(kept) > room:
+        kept = tuple(layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, room).astype(int)))
+        notes.append(f"attention is shown for {len(kept)} of {len(layers)} layers: all would not fit on a page")
+    chosen = {0: True}
+    used = size(first, len(kept)) + whole(first)
+    for prompt, length in list(enumerate(lengths))[1:SAMPLED_PROMPTS]:
+        needed = size(length, len(kept))
+        if used + needed > BUDGET:
+            break
+        chosen[prompt] = used + needed + whole(length) <= BUDGET
+        used += needed + (whole(length) if chosen[prompt] else 0)
+    if len(chosen) < count:
+        notes.append(f"attention is shown for the first {len(chosen)} of {count} prompts; the tables hold all")
+    return kept, chosen, notes

@@ -1,0 +1,201 @@
+// The attention picture: selectors, a small canvas per head, circuitsvis's AttentionPattern for the chosen one.
+const SIGNS = ["", "▲", "✕", "?"];
+const WINDOW = 64; // tokens enlarged at once: circuitsvis draws an element a cell, and 128² take a second
+const INK = [0, 114, 178]; // Okabe & Ito's blue
+const LABEL = 10; // characters of a token on an axis
+
+const at = (id) => document.getElementById(id);
+let data, shown, layerAt, headAt, keyAt = 0, corner = null;
+
+const share = (value) => (Number.isNaN(value) ? "–" : `${Number((100 * value).toPrecision(value < 0.1 ? 2 : 3))} %`);
+const weight = (byte) => (byte / 255) ** 2;
+const size = () => shown.tokens.length;
+
+// Where the numbers of the chosen layer and head begin in an array [layer head …] with `each` numbers per head.
+const begin = (each, head = headAt) => (layerAt * shown.heads.length + head) * each;
+
+function paint(canvas, bytes, start, n) {
+  canvas.width = canvas.height = n;
+  const image = new ImageData(n, n);
+  let top = 1;
+  for (let i = 0; i < n * n; i++) top = Math.max(top, bytes[start + i]);
+  for (let i = 0; i < n * n; i++) {
+    const dark = bytes[start + i] / top, hidden = shown.causal && i % n > Math.floor(i / n);
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = hidden ? 225 : 255 + (INK[c] - 255) * dark;
+    image.data[4 * i + 3] = 255;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+// React and its elements are inside the bundle and not exported. An element of the bundle's own is taken as a pattern
+// for others, and one component is kept whose tree is replaced, so that each chart is taken down before the next.
+class Stage {
+  constructor(props) { this.props = props; Stage.one = this; }
+  render() { return { ...Stage.element, type: CircuitsVis.AttentionPattern, key: String(Stage.turn), props: Stage.next }; }
+}
+Stage.prototype.isReactComponent = {};
+Stage.turn = 0;
+
+function draw(props) {
+  Stage.element ??= CircuitsVis.Hello({ name: "" });
+  Stage.next = props;
+  Stage.turn++;
+  if (Stage.one) Stage.one.updater.enqueueForceUpdate(Stage.one);
+  else CircuitsVis.render("pattern", Stage, {});
+}
+
+// circuitsvis writes `token.replace(…)` on the axes and the token itself into the text that appears on hovering.
+const label = (short, long) => ({ replace: () => short, toString: () => long });
+const clip = (text, n = LABEL) => { const c = [...text]; return c.length > n ? c.slice(0, n - 1).join("") + "…" : text; };
+
+function key(i) {
+  const k = begin(size()) + i, known = (a) => half(a[k]);
+  const margin = known(shown.margin), best = known(shown.attainable), frozen = known(shown.frozen);
+  const parts = [data.marks[shown.marks[k]]];
+  if (!Number.isNaN(margin)) parts.push(`margin ${Number(margin.toPrecision(3))} nats`);
+  if (!Number.isNaN(best)) parts.push(`can get ${share(best)} of the attention` + (Number.isNaN(frozen) ? "" : ` (${share(frozen)} without scaling)`));
+  parts.push(`got ${share(weight(shown.received[k]))} on average`);
+  return { mark: shown.marks[k], text: parts.join("; ") };
+}
+
+function bin(b) {
+  const from = shown.edges[b], to = shown.edges[b + 1] - 1;
+  if (from === to) return single(from);
+  const found = [0, 0, 0, 0];
+  for (let i = from; i <= to; i++) found[shown.marks[begin(size()) + i]]++;
+  const worst = found[2] ? 2 : found[1] ? 1 : found[3] ? 3 : 0;
+  const said = found.map((n, m) => (n && m ? `${n} ${data.marks[m]}` : "")).filter(Boolean).join(", ") || "all selectable";
+  return label(`${SIGNS[worst]}${clip(shown.tokens[from])}…`, `positions ${from}–${to}, ${clip(shown.tokens[from], 20)} … ${clip(shown.tokens[to], 20)}: ${said}`);
+}
+
+function single(i) {
+  const { mark, text } = key(i);
+  return label(`${SIGNS[mark]}${clip(shown.tokens[i])}`, `${clip(shown.tokens[i], 30)} at ${i}: ${text}`);
+}
+
+function pattern() {
+  const n = shown.edges.length - 1, full = shown.full[`${shown.layers[layerAt]}.${shown.heads[headAt]}`];
+  const pooled = n < size();
+  let bytes = shown.cells, start = begin(n * n), width = n, count = n, first = 0;
+  if (full && corner !== null) [bytes, start, width, count, first] = [full, 0, size(), Math.min(WINDOW, size()), corner];
+  const rows = [], seen = [];
+  for (let q = first; q < first + count; q++) {
+    const row = [];
+    for (let k = first; k < first + count; k++) {
+      const v = Number(weight(bytes[start + q * width + k]).toPrecision(3));
+      if (v && q > first) seen.push(v); // the first row is 100 % by necessity
+      row.push(v);
+    }
+    rows.push(row);
+  }
+  // A few large weights would leave the rest white: the scale ends at the largest but one in two hundred.
+  const top = seen.sort((a, b) => a - b)[Math.floor(0.995 * (seen.length - 1))] ?? 1;
+  const tokens = Array.from({ length: count }, (_, i) => (bytes === full || !pooled ? single(first + i) : bin(i)));
+  draw({ attention: rows, tokens, zoomed: true, minValue: 0, maxValue: top, positiveColor: "#0072B2", maskUpperTri: shown.causal });
+  at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
+  const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
+  at("resolution").textContent =
+    (bytes === full ? `Tokens ${first}–${first + count - 1} of ${size()}, a cell per weight. `
+      : pooled ? `Reduced: ${size()} tokens in ${n} × ${n} cells of ${wide} tokens; a cell is what an average query of its row pays to its keys together. ${full ? "" : "This head is not kept weight by weight. "}`
+        : "A cell per weight. ") + `Darkest from ${share(top)} up. Weights are kept to within 0.4 %.`;
+  at("whole").hidden = !full || !pooled;
+  at("back").hidden = corner === null;
+  if (full && pooled) paint(at("navigator"), full, 0, size());
+  setTimeout(tell, 50);
+}
+
+function keys() {
+  const list = at("keys");
+  list.replaceChildren(...shown.tokens.map((token, i) => {
+    const one = document.createElement("span");
+    const mark = shown.marks[begin(size()) + i];
+    one.className = `key m${mark}`;
+    one.textContent = (SIGNS[mark] ? SIGNS[mark] + " " : "") + token;
+    one.dataset.key = i;
+    return one;
+  }));
+  point(Math.min(keyAt, size() - 1), false);
+}
+
+function point(i, follow = true) {
+  keyAt = i;
+  const list = at("keys");
+  list.querySelector(".on")?.classList.remove("on");
+  const one = list.children[i];
+  one.classList.add("on");
+  if (follow) one.scrollIntoView({ block: "nearest" });
+  at("detail").textContent = `Key ${i}, “${shown.tokens[i]}”: ${key(i).text}.`;
+}
+
+function heads() {
+  const n = shown.edges.length - 1;
+  at("heads").replaceChildren(...shown.heads.map((head, h) => {
+    const button = document.createElement("button"), canvas = document.createElement("canvas");
+    paint(canvas, shown.cells, begin(n * n, h), n);
+    button.append(canvas, `head ${head}${`${shown.layers[layerAt]}.${head}` in shown.full && n < size() ? " ◆" : ""}`);
+    button.setAttribute("aria-pressed", h === headAt);
+    button.addEventListener("click", () => { headAt = h; corner = null; pressed(); pattern(); keys(); });
+    return button;
+  }));
+}
+const pressed = () => [...at("heads").children].forEach((b, h) => b.setAttribute("aria-pressed", h === headAt));
+
+function fill(select, values, chosen, name) {
+  select.replaceChildren(...values.map((v, i) => new Option(name(v), i, false, i === chosen)));
+}
+
+function choosePrompt(i, layer) {
+  shown = data.prompts[i];
+  layerAt = Math.max(0, shown.layers.indexOf(layer));
+  // Begin with a head that can be looked at weight by weight.
+  headAt ??= Math.max(0, shown.heads.findIndex((head) => `${shown.layers[layerAt]}.${head}` in shown.full));
+  headAt = Math.min(headAt, shown.heads.length - 1);
+  corner = null;
+  fill(at("layer"), shown.layers, layerAt, String);
+  heads(); pattern(); keys();
+}
+
+function read(event) {
+  const box = at("navigator").getBoundingClientRect(), n = size();
+  const k = Math.min(n - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * n)));
+  const q = Math.min(n - 1, Math.max(0, Math.floor(((event.clientY - box.top) / box.height) * n)));
+  return [q, k, shown.full[`${shown.layers[layerAt]}.${shown.heads[headAt]}`][q * n + k]];
+}
+
+// The page around the frame is told how tall it should be. Observers rest while a frame is out of sight, so it is also
+// told after every drawing (by then React has put its elements in place).
+const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
+
+async function start() {
+  const code = document.createElement("script");
+  code.textContent = new TextDecoder().decode(await inflate(at("bundle").textContent));
+  document.head.append(code);
+  data = await unpack(at("data").textContent);
+  const first = Math.max(0, data.prompts.findIndex((p) => p.prompt === data.prompt));
+  fill(at("prompt"), data.prompts, first, (p) => `${p.prompt}: ${clip(p.tokens.slice(0, 8).join(""), 40)} (${p.tokens.length} tokens)`);
+  at("notes").textContent = data.notes.join(". ");
+  at("prompt").addEventListener("change", (e) => choosePrompt(Number(e.target.value), shown.layers[layerAt]));
+  at("layer").addEventListener("change", (e) => { layerAt = Number(e.target.value); corner = null; heads(); pattern(); keys(); });
+  at("keys").addEventListener("click", (e) => { if (e.target.dataset.key) point(Number(e.target.dataset.key)); });
+  at("keys").addEventListener("mouseover", (e) => { if (e.target.dataset.key) point(Number(e.target.dataset.key), false); });
+  at("keys").addEventListener("keydown", (e) => {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[e.key];
+    if (!step) return;
+    e.preventDefault();
+    point(Math.min(size() - 1, Math.max(0, keyAt + step)));
+  });
+  at("navigator").addEventListener("mousemove", (e) => {
+    const [q, k, byte] = read(e);
+    at("where").textContent = shown.causal && k > q ? `Query ${q} does not see key ${k}.`
+      : `Query ${q} “${shown.tokens[q]}” pays ${share(weight(byte))} to key ${k} “${shown.tokens[k]}”.`;
+  });
+  at("navigator").addEventListener("click", (e) => {
+    corner = Math.max(0, Math.min(size() - WINDOW, read(e)[0] - WINDOW / 2));
+    pattern();
+  });
+  at("back").addEventListener("click", () => { corner = null; pattern(); });
+  choosePrompt(first, data.layer);
+  new ResizeObserver(tell).observe(document.documentElement);
+}
+
+start().catch((error) => { at("title").textContent = `Attention cannot be drawn: ${error.message}`; });

@@ -1,0 +1,134 @@
+"""Attention patterns as circuitsvis draws them, with every key marked by how hard it is to select.
+
+One document for the report's page and for notebooks: circuitsvis's own bundle and component, data in base64, a content
+security policy that lets nothing be fetched and nothing else run, shown in a sandboxed frame. circuitsvis's Python side
+is not used: it puts tokens into a script as they are, and takes 64 MB for a layer at 512 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from ln_probe.analyses.files import write_atomically
+from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
+from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
+from ln_probe.render.text import shortened, visible
+
+# A key is marked hard to select if it is among this share of its head's keys that can get the least attention …
+HARDEST_SHARE = 0.05
+# … and no query of the observed set gives it the greater part: keys that can be attended to are not hard, even where
+# they are their head's hardest.
+HARD_BELOW = 0.5
+HARD = "hard to select"
+_CODES = {"selectable": 0, "unselectable": 2, "duplicate": 2, "undecided": 3, "not measured": 3}
+MARKS = ("selectable", HARD, "unselectable", "not known")
+FRAME_HEIGHT = 1040  # pixels in a notebook; the report's page follows the content
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionView:
+    """What `Report.attention` returns: an interactive picture in a notebook, `to_html` for a file of its own.
+
+    Raises (on construction):
+        ValueError: nothing was kept of that layer or prompt.
+    """
+
+    exhibits: Exhibits
+    layer: int | None = None
+    prompt: int = 0
+    _document: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        shown = self.exhibits.of_prompt(self.prompt)
+        if self.layer is not None and self.layer not in shown.layers:
+            kept = ", ".join(map(str, shown.layers))
+            raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
+
+    def document(self) -> str:
+        """The picture as a whole HTML document, opening offline."""
+        if not self._document:
+            self._document.append(attention_document(self.exhibits, self.layer, self.prompt))
+        return self._document[0]
+
+    def _repr_html_(self) -> str:
+        return frame(self.document(), height=FRAME_HEIGHT)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the picture as one self-contained page; the path written."""
+        path = Path(path)
+        write_atomically(path, self.document().encode())
+        return path
+
+
+def scripts() -> tuple[str, str]:
+    """What runs inside the frame: its own script and circuitsvis's bundle."""
+    return own_script("unpack.js", "attention.js"), circuitsvis_script()
+
+
+def frame(document: str, *, height: int) -> Markup:
+    """The document in a sandboxed frame: no access to the page around it, no forms, no links out."""
+    return Markup(
+        '<iframe class="attention" title="Attention patterns" sandbox="allow-scripts" '
+        'style="width:100%;height:{}px;border:0" srcdoc="{}"></iframe>'
+    ).format(height, document)
+
+
+def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> str:
+    """The whole document; `layer` and `prompt` are chosen first.
+
+    Raises:
+        FileNotFoundError: circuitsvis comes without its bundle.
+    """
+    own, bundle = scripts()
+    content = {
+        "prompts": [_prompt(a) for a in exhibits.attention],
+        "marks": MARKS,
+        "layer": layer,
+        "prompt": prompt,
+        "notes": exhibits.notes,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ln_probe.render", "."), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("attention.html").render(
+        policy=policy(own, bundle),
+        script=Markup(own),
+        bundle=compressed(bundle.encode()),
+        data=packed(content),
+        hardest=f"{100 * HARDEST_SHARE:.0f} %",
+        below=f"{100 * HARD_BELOW:.0f} %",
+    )
+
+
+def marks(shown: PromptAttention) -> np.ndarray:
+    """Index into MARKS for every key, [layer head key]."""
+    codes = np.array([_CODES[v] for v in VERDICTS], np.uint8)[shown.verdict]
+    value = shown.attainable.astype(np.float64)
+    known = ~np.isnan(value)
+    edge = np.quantile(np.where(known, value, np.inf), HARDEST_SHARE, axis=-1, keepdims=True, method="lower")
+    hard = known & (codes == 0) & (value <= edge) & (value < HARD_BELOW)
+    return np.where(hard, np.uint8(MARKS.index(HARD)), codes)
+
+
+def _prompt(shown: PromptAttention) -> dict[str, Any]:
+    return {
+        "prompt": shown.prompt,
+        "tokens": [shortened(visible(t)) for t in shown.tokens],
+        "layers": shown.layers,
+        "heads": shown.heads,
+        "edges": shown.edges,
+        "causal": shown.causal,
+        "cells": shown.cells,
+        "marks": marks(shown),
+        "margin": shown.margin,
+        "attainable": shown.attainable,
+        "frozen": shown.attainable_frozen,
+        "received": shown.received,
+        "full": {f"{layer}.{head}": pattern for (layer, head), pattern in shown.full.items()},
+    }

@@ -1,0 +1,120 @@
+"""The index of several reports: a table that compares them, small multiples, links; failures are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import pandas as pd
+from markupsafe import Markup
+
+from ln_probe.render.figures import by_variant
+from ln_probe.render.multiples import MEASURES, PANELS, over_depth, over_training
+from ln_probe.render.page import Drawing, Picture, environment
+from ln_probe.render.payload import own_script, policy
+from ln_probe.render.svg import svg
+from ln_probe.render.tables import table
+
+if TYPE_CHECKING:
+    from ln_probe.comparison import Comparison
+    from ln_probe.report import Report
+
+SENTENCES = 8  # models whose first finding stands above the table
+_ABOUT = (
+    "A row per model. mean_share: median over norms; unselectable: share of all keys; the others: medians over heads. "
+    "Columns ending in _no_scaling: with scaling replaced by a constant."
+)
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """A model in an index: its report and where its page is, relative to the index, or why it failed."""
+
+    name: str
+    href: str = ""
+    report: Report | None = None
+    error: str = ""
+
+
+def index_page(entries: Sequence[IndexEntry]) -> str:
+    """The index of several reports as one HTML page that opens offline: comparison, small multiples, failures.
+
+    Reports that name their training step (see `comparison.step_of`) are drawn over training where a model has several.
+    """
+    from ln_probe.comparison import SUMMARY_COLUMNS, overview
+
+    done = [(e, e.report) for e in entries if e.report is not None]
+    rows = [{"model": entry.name, **overview(report)} for entry, report in done]
+    summary = pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS)).dropna(axis=1, how="all")
+    links = [quote(entry.href) for entry, _ in done]
+    script = own_script("unpack.js", "page.js")
+    first = [(e.name, quote(e.href), next(iter(r.findings()), "")) for e, r in done[:SENTENCES]]
+    return (
+        environment()
+        .get_template("index.html")
+        .render(
+            count=len(entries),
+            table=table("comparison", "Comparison", _ABOUT, summary, links=links) if rows else None,
+            pictures=_pictures([r for _, r in done], [e.name for e, _ in done]),
+            first=first,
+            failed=[e for e in entries if e.error],
+            policy=policy(script),
+            script=Markup(script),
+        )
+    )
+
+
+def comparison_cell(comparison: Comparison) -> str:
+    """A comparison as a notebook cell: the summary and one picture, no scripts."""
+    summary = comparison.summary.dropna(axis=1, how="all")
+    pictures = _pictures(comparison.reports, comparison.names)[:1]
+    return (
+        environment()
+        .get_template("cell.html")
+        .render(
+            name=" · ".join(comparison.names),
+            findings=[],
+            notes=[],
+            tables=[table("comparison", "", _ABOUT, summary, interactive=False)],
+            pictures=[d.svg for p in pictures for d in p.drawings],
+        )
+    )
+
+
+def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Picture]:
+    from ln_probe.comparison import step_of
+
+    steps = [step_of(r) for r in reports]
+    models = [r.name for r in reports]
+    runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
+    trained = [n > 1 for n in (runs[m] for m in models)]
+    found = []
+    for measure, (title, _) in MEASURES.items():
+        known = [any(not rows[measure].isna().all() for _, rows in by_variant(r)) for r in reports]
+        if any(k and t for k, t in zip(known, trained, strict=True)):
+            kept = [i for i, t in enumerate(trained) if t and known[i]]
+            figure = over_training(
+                [reports[i] for i in kept], [models[i] for i in kept], [steps[i] for i in kept], measure
+            )
+            found.append(
+                _picture(f"training-{measure}", f"Over training: {title}", figure, len({models[i] for i in kept}))
+            )
+        rest = [i for i, t in enumerate(trained) if not t and known[i]]
+        if rest:
+            figure = over_depth([reports[i] for i in rest], [names[i] for i in rest], measure)
+            found.append(_picture(f"depth-{measure}", f"Over depth: {title}", figure, len(rest)))
+    return found
+
+
+def _picture(name: str, title: str, figure: object, count: int) -> Picture:
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    caption = "The median head of each layer." if name.startswith("depth") else "The median head of the model."
+    if count > PANELS:
+        caption += f" The first {PANELS} of {count} models are drawn."
+    drawn = Drawing(title, Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}")), caption)
+    return replace(Picture(name, title, (drawn,)), wide=count > 2)

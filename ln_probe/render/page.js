@@ -1,0 +1,115 @@
+// The page around the pictures: tables that sort, filter and download; one picture of several chosen; the frame's height.
+const PAGE = 100; // rows added at a time
+
+function csvCell(value, text) {
+  if (value === null || value === undefined) return "";
+  let written = String(value);
+  if (text && /^[=+\-@\t\r]/.test(written)) written = "'" + written; // a spreadsheet would take it for a formula
+  return /[",\n\r]/.test(written) ? `"${written.replaceAll('"', '""')}"` : written;
+}
+
+class Table {
+  constructor(section, content) {
+    Object.assign(this, content, { section, body: section.querySelector("tbody"), shown: PAGE, sorted: null, upward: true });
+    this.isText = new Set(content.text);
+    this.order = Array.from({ length: content.rows }, (_, i) => i);
+    this.count = section.querySelector(".count");
+    section.querySelectorAll("thead th").forEach((head, c) => {
+      const button = document.createElement("button");
+      button.textContent = head.textContent;
+      button.title = "Sort by this column";
+      button.addEventListener("click", () => this.sort(c, head));
+      head.replaceChildren(button);
+    });
+    const tools = section.querySelector(".tools");
+    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter rows", ariaLabel: "Filter rows" });
+    filter.addEventListener("input", () => { this.words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); this.shown = PAGE; this.fill(); });
+    const save = Object.assign(document.createElement("button"), { textContent: "Download CSV" });
+    save.addEventListener("click", () => this.download());
+    this.more = Object.assign(document.createElement("button"), { textContent: "Show more rows" });
+    this.more.addEventListener("click", () => { this.shown += PAGE; this.fill(); });
+    tools.append(filter, save);
+    section.append(this.more);
+    this.words = [];
+    this.fill();
+  }
+
+  matching() {
+    if (!this.words.length) return this.order;
+    return this.order.filter((i) => {
+      const line = this.columns.map((c) => (this.isText.has(c) ? this.data[c][i] : figure(this.data[c][i]))).join(" ").toLowerCase();
+      return this.words.every((w) => line.includes(w));
+    });
+  }
+
+  fill() {
+    const found = this.matching();
+    this.body.replaceChildren(...found.slice(0, this.shown).map((i) => {
+      const row = document.createElement("tr");
+      for (const c of this.columns) {
+        const cell = document.createElement("td");
+        cell.textContent = this.isText.has(c) ? this.data[c][i] : figure(this.data[c][i]);
+        const link = c === this.columns[0] && this.links[i];
+        if (link && !/^[a-z]*:|^\/\//i.test(link)) {
+          const way = Object.assign(document.createElement("a"), { href: link, textContent: cell.textContent });
+          cell.replaceChildren(way);
+        }
+        if (this.isText.has(c)) cell.className = "text";
+        row.append(cell);
+      }
+      return row;
+    }));
+    this.more.hidden = found.length <= this.shown;
+    this.count.textContent = `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
+  }
+
+  sort(c, head) {
+    this.upward = this.sorted === c ? !this.upward : true;
+    this.sorted = c;
+    const values = this.data[this.columns[c]], way = this.upward ? 1 : -1, text = this.isText.has(this.columns[c]);
+    this.order.sort((a, b) => {
+      const x = values[a], y = values[b];
+      if (x === null || y === null) return (x === null) - (y === null); // unknown values last, either way
+      return way * (text ? x.localeCompare(y) : x - y);
+    });
+    this.section.querySelectorAll("thead th").forEach((h) => h.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", this.upward ? "ascending" : "descending");
+    this.fill();
+  }
+
+  download() {
+    const lines = [this.columns.map((c) => csvCell(c, true)).join(",")];
+    for (const i of this.matching()) lines.push(this.columns.map((c) => csvCell(this.data[c][i], this.isText.has(c))).join(","));
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob(["\ufeff" + lines.join("\r\n") + "\r\n"], { type: "text/csv" }));
+    link.download = `${this.section.dataset.file}.csv`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+}
+
+for (const section of document.querySelectorAll("section.table")) {
+  const source = section.querySelector("script.rows");
+  if (!source) continue;
+  unpack(source.textContent)
+    .then((content) => new Table(section, content))
+    .catch((error) => { section.querySelector(".count").textContent = `Only the first rows are shown: ${error.message}.`; });
+}
+
+// Of several drawings of the same thing one is shown.
+for (const choice of document.querySelectorAll("select.drawings")) {
+  const drawings = [...choice.closest("figure").querySelectorAll(".drawing")];
+  const show = () => drawings.forEach((d, i) => { d.hidden = i !== choice.selectedIndex; });
+  choice.hidden = false;
+  choice.closest("label").hidden = false;
+  choice.addEventListener("change", show);
+  show();
+}
+
+// The frame of attention patterns says how tall it is; nothing else is listened to.
+addEventListener("message", (event) => {
+  for (const frame of document.querySelectorAll("iframe.attention")) {
+    const height = event.source === frame.contentWindow && Number(event.data?.lnProbeHeight);
+    if (height > 0 && height < 20000) frame.style.height = `${Math.ceil(height) + 8}px`;
+  }
+});

@@ -1,0 +1,101 @@
+"""Tables of a page: the first rows as HTML for everybody, all rows as data for sorting, filtering and downloading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.render.payload import packed
+from ln_probe.render.text import disarmed, shortened, visible
+
+STATIC_ROWS = 40  # rows that are there without scripts
+DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
+DIGITS = 6  # significant digits sent to the page; the parquet files have all
+TOKEN_COLUMNS = ("token",)  # shown with white space made visible
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a page.
+
+    Attributes:
+        name: its id and file name; title, about: what stands above it.
+        columns: names; text: those that hold text.
+        rows: the first rows, as shown.
+        total: rows of the frame; kept: rows that were sent as data.
+        data: all columns, packed for the scripts; empty if the static rows are all there are to see.
+    """
+
+    name: str
+    title: str
+    about: str
+    columns: list[str]
+    text: frozenset[str]
+    rows: list[list[str]]
+    total: int
+    kept: int
+    data: str = field(default="", repr=False)
+
+
+def table(
+    name: str, title: str, about: str, frame: pd.DataFrame, *, links: Sequence[str] = (), interactive: bool = True
+) -> Table:
+    """A frame as it is shown on a page.
+
+    Args:
+        name, title, about: see `Table`.
+        frame: any table.
+        links: where the first column's cells lead, a row each; relative addresses.
+        interactive: send the data too (a notebook's cell has no scripts).
+    """
+    columns = [str(c) for c in frame.columns]
+    text = frozenset(c for c in columns if not pd.api.types.is_numeric_dtype(frame[c]))
+    kept = frame.head(DATA_ROWS)
+    rows = [
+        [_cell(value, column) for column, value in zip(columns, row, strict=True)]
+        for row in kept.head(STATIC_ROWS).itertuples(index=False, name=None)
+    ]
+    data = ""
+    if interactive:
+        sent = {c: _strings(kept[c], c) if c in text else _numbers(kept[c]) for c in columns}
+        data = packed({"columns": columns, "text": sorted(text), "rows": len(kept), "data": sent, "links": links})
+    return Table(name, title, about, columns, text, rows, len(frame), len(kept), data)
+
+
+def figure_text(value: Any) -> str:
+    """A number as tables show it: four digits, a dash for what is not known."""
+    if value is None or (isinstance(value, float | np.floating) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float | np.floating):
+        value = float(value)
+        if value.is_integer() and abs(value) < 1e5:
+            return str(int(value))
+        return f"{value:.4g}" if 1e-4 <= abs(value) < 1e5 else f"{value:.3e}"
+    return str(value)
+
+
+def _cell(value: Any, column: str) -> str:
+    if column in TOKEN_COLUMNS:
+        return shortened(visible(value))
+    return shortened(disarmed(value), 400) if isinstance(value, str) else figure_text(value)
+
+
+def _strings(column: pd.Series[Any], name: str) -> list[str]:
+    return [_cell(value, name) if value is not None else "" for value in column]
+
+
+def _numbers(column: pd.Series[Any]) -> list[float | int | None]:
+    found: list[float | int | None] = []
+    for value in column.tolist():
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            found.append(None)
+        elif isinstance(value, float):
+            found.append(float(f"{value:.{DIGITS}g}"))
+        else:
+            found.append(int(value))
+    return found

@@ -1,0 +1,75 @@
+"""Which tokens lose: what keys of each token can get, with and without scaling, sinks and position 0 apart.
+
+Computed from what the report keeps of its prompts (`Report.exhibits`): every key of every head, not only the hardest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
+
+# A sink: a key that gets more than this share of the attention of the average query that sees it. Threshold and
+# definition of Gu et al. 2025, When Attention Sink Emerges in Language Models, section 3.
+SINK = 0.3
+SINK_QUERIES = 10  # a key that fewer queries see is no sink: the last one is seen by itself alone
+PLACES = ("position 0", "sink", "elsewhere")
+COLUMNS = (
+    "token", "place", "keys", "unselectable", "unselectable_no_scaling", "attainable_median",
+    "attainable_no_scaling_median", "attainable_change", "margin_median", "received_mean",
+)  # fmt: skip
+
+
+def by_token(exhibits: Exhibits) -> pd.DataFrame:
+    """A row per token and place (COLUMNS), the tokens that scaling helps most first.
+
+    `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is what taking
+    scaling away does to the median attainable attention: negative where the token loses.
+    """
+    rows = [_keys(shown) for shown in exhibits.attention]
+    if not rows:
+        return pd.DataFrame(columns=list(COLUMNS))
+    keys = pd.concat(rows, ignore_index=True)
+    grouped = keys.groupby(["token", "place"], sort=False)
+    table = grouped.agg(
+        keys=("stuck", "size"),
+        unselectable=("stuck", "sum"),
+        unselectable_no_scaling=("stuck_frozen", "sum"),
+        attainable_median=("attainable", "median"),
+        attainable_no_scaling_median=("attainable_frozen", "median"),
+        margin_median=("margin", "median"),
+        received_mean=("received", "mean"),
+    ).reset_index()
+    for column, measured in (("unselectable", "known"), ("unselectable_no_scaling", "known_frozen")):
+        some = grouped[measured].any().to_numpy()
+        table[column] = table[column].astype(float).where(some)
+    table["attainable_change"] = table["attainable_no_scaling_median"] - table["attainable_median"]
+    order = table.assign(rank=table["place"].map(PLACES.index)).sort_values(
+        ["rank", "attainable_change", "keys"], ascending=[True, True, False], kind="stable"
+    )
+    return order[list(COLUMNS)].reset_index(drop=True)
+
+
+def _keys(shown: PromptAttention) -> pd.DataFrame:
+    layers, heads, length = shown.verdict.shape
+    received = to_weights(shown.received)
+    position = np.broadcast_to(np.arange(length), shown.verdict.shape)
+    queries = length - position if shown.causal else np.full_like(position, length)
+    place = np.where(position == 0, 0, np.where((received > SINK) & (queries >= SINK_QUERIES), 1, 2))
+    stuck = [VERDICTS.index("unselectable"), VERDICTS.index("duplicate")]
+    unknown = VERDICTS.index("not measured")
+    return pd.DataFrame(
+        {
+            "token": np.tile(np.array(shown.tokens, object), layers * heads),
+            "place": np.array(PLACES, object)[place.ravel()],
+            "stuck": np.isin(shown.verdict, stuck).ravel(),
+            "stuck_frozen": np.isin(shown.verdict_frozen, stuck).ravel(),
+            "known": (shown.verdict != unknown).ravel(),
+            "known_frozen": (shown.verdict_frozen != unknown).ravel(),
+            "attainable": shown.attainable.astype(np.float64).ravel(),
+            "attainable_frozen": shown.attainable_frozen.astype(np.float64).ravel(),
+            "margin": shown.margin.astype(np.float64).ravel(),
+            "received": received.ravel(),
+        }
+    )

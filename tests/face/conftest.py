@@ -1,0 +1,192 @@
+"""What tests of the face share: reports, text that tries to act, a reader of HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.analyses.causal_table import COLUMNS as CAUSAL_COLUMNS
+from ln_probe.report import Report
+
+# In the browser `fired()` records a call; whatever calls it has escaped.
+HOSTILE = [
+    "</script><img src=x onerror=fired()>", '"><svg onload=fired()>', "</style><script>fired()</script>", "\u2028",
+    "\u2029", "\x00", "\u202eevil", "\u202dleft\u202c", "\u2066isolated\u2069", "\u200b", "\ufeff", "<|endoftext|>",
+    "a" * 5000, "🙂", "👩‍👩‍👧‍👦", "e\u0301\u0301\u0301\u0301", "{{ 7 * 7 }}", "{% include 'x' %}", "${fired()}",
+    "`fired()`",
+    "]]>", "<!--", "-->", "<!--<script>", "<![CDATA[<script>fired()</script>]]>", "' onmouseover='fired()",
+    '" onfocus="fired()" autofocus="', "<img src=x onerror=fired()>", "<svg><script>fired()</script></svg>",
+    "<iframe srcdoc='<script>parent.fired()</script>'>",
+    "<math><mtext></form><form><mglyph><style></math><img src onerror=fired()>",
+    "<a href=javascript:fired()>x</a>", "javascript:fired()", "data:text/html,<script>fired()</script>",
+    "<base href=//evil.example/>", "<link rel=stylesheet href=//evil.example/x.css>",
+    "<meta http-equiv=refresh content=0>",
+    "<object data=x>", "<embed src=x>", "<form action=//evil.example><button>", "<textarea>", "<title>", "<plaintext>",
+    "</textarea><script>fired()</script>", "</title><script>fired()</script>", "</template><script>fired()</script>",
+    "</noscript><script>fired()</script>", "</iframe><script>fired()</script>", "&lt;b&gt;", "&#x3C;script&#x3E;",
+    "\\u003cscript\\u003e", "\\", "\\\"", "\n", "\r\n", "\t", "", " ", "=cmd|'/C calc'!A0", "+1+1", "-2", "@SUM(1)",
+    "$x^2$", "$\\frac{", "../../etc/passwd", "C:\\Windows\\x", "file:///etc/passwd", "__proto__", "constructor",
+    "toString", "NaN", "null", "undefined", "\ud7ff", "𝕏", "%3Cscript%3E", "\x1b[31mred", "\x7f", "\x85", "\x08",
+    "#findings", "a\u00adb", "ﷺ", "٠١٢", "Ω≈ç√∫", "$" * 30, "<" * 200,
+]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Elements and visible text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.silent = False  # inside a script or a style
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.silent = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.silent = False
+
+    def handle_data(self, data: str) -> None:
+        if not self.silent:
+            self.text += data
+
+
+@pytest.fixture(scope="session")
+def hostile() -> list[str]:
+    return HOSTILE
+
+
+@pytest.fixture(scope="session")
+def parsed() -> Callable[[str], Page]:
+    return Page
+
+
+@pytest.fixture(scope="session")
+def report(make_bridge: Callable[..., Any]) -> Report:
+    """A real report of a tiny model: 2 layers, 4 heads, one prompt of 24 tokens."""
+    return ln_probe.analyze(make_bridge("gpt2"), torch.arange(1, 25)[None], progress=False)
+
+
+@pytest.fixture(scope="session")
+def long_model() -> Any:
+    """A lab model of 3 layers and 2 heads with attention that is not uniform."""
+    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+
+    torch.manual_seed(0)
+    model = LabTransformer(LabConfig(n_layers=3, d_model=16, n_heads=2, d_vocab=60, n_ctx=160))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.fixture(scope="session")
+def long_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(60, (n,), generator=generator).tolist() for n in (150, 90, 5)]
+
+
+@pytest.fixture(scope="session")
+def long_report(long_model: Any, long_prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A real report whose patterns are pooled, with every key in its table."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in long_prompts))
+    probes = ("decomposition", "selectability", "uniformity")
+    return ln_probe.analyze(long_model, path, probes=probes, progress=False, keys="all")
+
+
+@pytest.fixture(scope="session")
+def page_of() -> Callable[[Report], str]:
+    """`report_page`, drawn once per report of the session."""
+    from ln_probe.render.page import report_page
+
+    drawn: dict[int, tuple[Report, str]] = {}
+
+    def made(report: Report) -> str:
+        if id(report) not in drawn:
+            drawn[id(report)] = report, report_page(report)
+        return drawn[id(report)][1]
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def causal() -> pd.DataFrame:
+    """A made-up table of interventions: three groups of norms, three variants."""
+    changes = {"intact": 0.0, "no_scaling": 0.3, "no_projection": -0.01, "neither": 0.31}
+    rows = [
+        {
+            "sites": sites, "variant": variant, "loss": 4.0 + d, "delta_loss": d, "delta_loss_low": d - 0.02,
+            "delta_loss_high": d + 0.03, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.01, "prompts": 4,
+            "divisor": 1.5 if sites.startswith("blocks") else float("nan"), "matched": True, "no_op": "",
+        }
+        for sites in ("attention", "all", "blocks.0.ln1")
+        for variant, d in changes.items()
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=list(CAUSAL_COLUMNS))
+
+
+PER_REPORT = 30  # strings in one report, a row of each table for each
+
+
+@pytest.fixture(scope="session")
+def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
+    """Reports with every string in every place of which a page has many: tokens, norms, tables, notes."""
+    found = []
+    for start in range(0, len(HOSTILE), PER_REPORT):
+        some = HOSTILE[start : start + PER_REPORT]
+
+        def spread(count: int, some: list[str] = some) -> list[str]:
+            return [some[i % len(some)] for i in range(count)]
+
+        norms = pd.concat([report.layernorms] * 6, ignore_index=True)[:PER_REPORT]
+        norms = norms.assign(**{c: spread(len(norms)) for c in ("site", "kind", "reads", "state", "evidence")})
+        interventions = pd.concat([causal] * 3, ignore_index=True)
+        shown, sample = report.exhibits.attention[0], report.exhibits.samples[0]
+        tokens = tuple(spread(max(len(shown.tokens), len(some)))[: len(shown.tokens)])
+        rest = tuple(spread(2 * len(shown.tokens))[-len(shown.tokens) :])
+        exhibits = replace(
+            report.exhibits,
+            attention=(replace(shown, tokens=tokens), replace(shown, prompt=1, tokens=rest)),
+            samples=tuple(replace(sample, site=t, tokens=tuple(spread(len(sample.tokens)))) for t in some),
+            notes=tuple(some),
+        )
+        found.append(
+            Report(
+                norms,
+                report.heads.assign(by_theorem=spread(len(report.heads)), no_op=spread(len(report.heads))),
+                report.keys.assign(token=spread(len(report.keys)), verdict=spread(len(report.keys))),
+                interventions.assign(sites=spread(len(interventions))),
+                report.unembedding.assign(token=spread(len(report.unembedding))),
+                {**report.provenance, **{f"{t}{i}": t for i, t in enumerate(some)}, "list": some},
+                (*report.notes, *some),
+                exhibits,
+            )
+        )
+    return found
+
+
+@pytest.fixture(scope="session")
+def single(report: Report) -> list[Report]:
+    """A small report per string, which stands in every place of which a page has one."""
+    places = ("name", "architecture", "world", "dtype", "revision", "commit", "weights_sha256", "kind")
+    return [
+        Report(
+            pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), provenance={
+                "model": dict.fromkeys(places, text), "command": text, "started": text, "ln_probe": text, text: text,
+                "prompts": {"source": text, "count": text, "tokens": text, "sha256": text},
+                "arguments": {"probes": [text], "keys": text}, "versions": {text: text},
+            },
+        )
+        for text in HOSTILE
+    ]  # fmt: skip

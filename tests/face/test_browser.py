@@ -1,0 +1,332 @@
+"""Pages in a real headless Chromium without a network: silent, drawn, and usable; hostile text stays text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ln_probe
+from ln_probe.render.index import IndexEntry, index_page
+from ln_probe.render.text import disarmed, shortened, visible
+from ln_probe.report import Report
+
+REQUIRED = os.environ.get("LN_PROBE_NEEDS_BROWSER") == "1"  # set by .ci/run: there, a missing browser is a failure
+WATCH = "window.fired = () => { window.hasFired = true; };"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    def missing(what: str) -> None:
+        (pytest.fail if REQUIRED else pytest.skip)(what)
+
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("browser tests need playwright: pip install playwright (its own browsers are not needed)")
+    path = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+    if path is None:
+        missing("browser tests need Chromium on the PATH: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # No sandbox of Chromium's own: it cannot be set up by root in a container.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page that was opened: everything it asked for or complained about is kept."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.said: list[str] = []
+        self.context = browser.new_context(offline=True, accept_downloads=True, **options)
+        self.context.add_init_script(WATCH)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda m: self.said.append(f"{m.type}: {m.text}"))
+        self.page.on("pageerror", lambda e: self.said.append(f"error: {e}"))
+        self.page.on("dialog", lambda d: (self.said.append(f"dialog: {d.message}"), d.dismiss()))
+        self.page.on("request", lambda r: self.said.append(f"request: {r.url}") if r.url != path.as_uri() else None)
+        self.page.goto(path.as_uri())
+
+    def attention(self) -> Any:
+        frame = self.page.frame_locator("iframe.attention")
+        frame.locator("#pattern canvas").wait_for()
+        return frame
+
+    def quiet(self) -> None:
+        """Nothing was fetched, nothing was said, nothing that came with the data ran."""
+        self.page.wait_for_timeout(50)
+        assert self.said == []
+        assert not any(f.evaluate("window.hasFired === true") for f in self.page.frames)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Visit]]:
+    opened: list[Visit] = []
+
+    def open_page(html: str, **options: Any) -> Visit:
+        path = tmp_path / f"{len(opened)}.html"
+        path.write_text(html, encoding="utf-8")
+        opened.append(Visit(browser, path, **options))
+        return opened[-1]
+
+    yield open_page
+    for one in opened:
+        one.close()
+
+
+COLOURS = """canvas => { const { width, height } = canvas;
+  const data = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer);
+  return new Set(data).size; }"""
+
+
+def test_attention_is_drawn_and_its_selectors_work(long_report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(long_report))
+    frame = opened.attention()
+    opened.page.wait_for_timeout(300)
+    assert frame.locator("#pattern canvas").evaluate(COLOURS) > 20
+    assert frame.locator("#heads canvas").count() == 2
+    assert frame.locator("#heads canvas").first.evaluate(COLOURS) > 20
+    assert frame.locator("#title").inner_text() == "Layer 0, head 0"
+    assert "Reduced: 150 tokens in 64 × 64 cells of 2–3 tokens" in frame.locator("#resolution").inner_text()
+    assert frame.locator("#keys .key").count() == 150
+
+    frame.locator("#layer").select_option("2")
+    frame.locator("#heads button").nth(1).click()
+    assert frame.locator("#title").inner_text() == "Layer 2, head 1"
+    keys = long_report.keys.query(
+        "space == 'head' and variant == 'intact' and layer == 2 and head == 1 and prompt == 0"
+    )
+    stuck = int((keys["verdict"] == "unselectable").sum())
+    assert frame.locator("#keys .key.m2").count() == stuck > 0
+
+    frame.locator("#keys .key").nth(17).click()
+    told = frame.locator("#detail").inner_text()
+    row = keys.set_index("position").loc[17]
+    assert told.startswith(f"Key 17, “{row['token']}”: ")
+    assert str(row["verdict"]) in told or "hard to select" in told
+    assert f"margin {float(f'{(row.margin_lower + row.margin_upper) / 2:.3g}'):g} nats" in told
+    assert "of the attention" in told
+
+    assert frame.locator("#navigator").evaluate(COLOURS) > 20
+    box = frame.locator("#navigator").bounding_box()
+    frame.locator("#navigator").click(position={"x": box["width"] * 0.1, "y": box["height"] * 0.95})
+    assert "a cell per weight" in frame.locator("#resolution").inner_text()
+    assert "Tokens 86–149 of 150" in frame.locator("#resolution").inner_text()
+    assert frame.locator("#where").inner_text().startswith("Query 14")
+    frame.locator("#back").click()
+    assert "Reduced" in frame.locator("#resolution").inner_text()
+
+    frame.locator("#prompt").select_option("2")
+    assert frame.locator("#keys .key").count() == 5
+    assert frame.locator("#title").inner_text() == "Layer 2, head 1"
+    assert frame.locator("#resolution").inner_text().startswith("A cell per weight.")
+    assert frame.locator("#whole").is_hidden()
+    opened.quiet()
+
+
+def test_hovering_over_a_cell_shows_what_circuitsvis_shows(long_report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(long_report))
+    frame = opened.attention()
+    opened.page.wait_for_timeout(300)
+    opened.page.locator("iframe.attention").scroll_into_view_if_needed()  # frames out of sight are not painted
+    canvas = frame.locator("#pattern canvas")
+    before = canvas.screenshot()
+    canvas.hover(position={"x": 150, "y": 300})
+    opened.page.wait_for_timeout(600)
+    assert canvas.screenshot() != before, "no tooltip appeared"
+    opened.quiet()
+
+
+def test_many_choices_leave_one_chart(long_report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(long_report))
+    frame = opened.attention()
+    for _ in range(5):
+        for head in (1, 0):
+            frame.locator("#heads button").nth(head).click()
+    opened.page.wait_for_timeout(300)
+    assert frame.locator("#pattern canvas").count() == 1
+    opened.quiet()
+
+
+def test_tables_sort_filter_and_download(report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(report))
+    section = opened.page.locator("#table-keys")
+    section.locator("button", has_text="Download CSV").wait_for()
+    assert section.locator(".count").inner_text() == f"100 of {len(report.keys)} rows shown."
+    section.locator("button", has_text="Show more rows").click()
+    assert section.locator("tbody tr").count() == 200
+
+    head = section.locator("thead th", has_text="position")
+    place = section.locator("thead th").all_inner_texts().index("position")
+    for order, sign in (("ascending", 1), ("descending", -1)):
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == order
+        shown = [int(t) for t in section.locator(f"tbody td:nth-child({place + 1})").all_inner_texts()]
+        assert shown == sorted(report.keys["position"], key=lambda p, s=sign: s * p)[: len(shown)]
+
+    section.locator("input").fill("normalized no_scaling")
+    kept = report.keys.query("space == 'normalized' and variant == 'no_scaling'")
+    assert (
+        section.locator(".count").inner_text().startswith(f"{len(kept)} of {len(kept)} rows shown ({len(report.keys)}")
+    )
+    with opened.page.expect_download() as download:
+        section.locator("button", has_text="Download CSV").click()
+    assert download.value.suggested_filename == "keys.csv"
+    rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8-sig"))))
+    assert len(rows) == len(kept)
+    assert list(rows[0]) == list(report.keys.columns)
+    assert sorted(float(r["margin_lower"]) for r in rows) == pytest.approx(sorted(kept["margin_lower"]), rel=1e-5)
+    opened.quiet()
+
+
+def test_unknown_values_sort_last_either_way(report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(report))
+    section = opened.page.locator("#table-heads")
+    section.locator("button", has_text="Download CSV").wait_for()
+    place = section.locator("thead th").all_inner_texts().index("entropy_ratio")
+    for _ in range(2):
+        section.locator("thead th").nth(place).locator("button").click()
+        shown = section.locator(f"tbody td:nth-child({place + 1})").all_inner_texts()
+        assert shown[0] != "–"
+        assert shown[-1] == "–"
+
+
+def test_a_norm_can_be_chosen(report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(report))
+    figure = opened.page.locator("#geometry")
+    for site in ("blocks.0.ln1", "ln_final"):
+        figure.locator("select").select_option(site)
+        seen = figure.locator("figcaption:visible").all_inner_texts()
+        assert len(seen) == 1
+        assert f"at {site} " in seen[0]
+    opened.quiet()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 360)])
+def test_schemes_and_widths(scheme: str, width: int, long_report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(long_report), color_scheme=scheme, viewport={"width": width, "height": 900})
+    frame = opened.attention()
+    opened.page.wait_for_timeout(300)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert frame.locator("body").evaluate("b => document.documentElement.scrollWidth - innerWidth") <= 0
+    paper, ink = opened.page.evaluate(
+        "[document.body, document.querySelector('figure svg text')].map(e => { const s = getComputedStyle(e);"
+        " return (e === document.body ? s.backgroundColor : s.fill).match(/\\d+/g).slice(0, 3)"
+        ".reduce((a, b) => a + Number(b), 0) / 3 })"
+    )
+    assert (paper < 60 and ink > 180) if scheme == "dark" else (paper > 240 and ink < 60)
+    # A heat map's colours mean numbers: they are the same on dark paper.
+    cell = opened.page.locator("#unselectable svg [style*='fill: #']").first
+    assert cell.evaluate("e => getComputedStyle(e).filter") == "none"
+    assert opened.page.evaluate("getComputedStyle(document.querySelector('#unselectable svg')).filter") == "none"
+    wanted = frame.locator("body").evaluate("b => document.documentElement.offsetHeight")
+    opened.page.wait_for_function(f"document.querySelector('iframe.attention').offsetHeight >= {wanted}")
+    opened.quiet()
+
+
+def test_the_view_in_a_notebook(long_report: Report, visit: Any) -> None:
+    opened = visit(f"<!DOCTYPE html><body>{long_report.attention(1, 2)._repr_html_()}</body>")
+    frame = opened.attention()
+    assert frame.locator("#title").inner_text() == "Layer 1, head 0"
+    assert frame.locator("#keys .key").count() == 5
+    assert opened.page.frames[1].evaluate("window.origin") == "null", "the frame can reach the page around it"
+    opened.quiet()
+
+
+def test_an_old_browser_is_told(long_report: Report, visit: Any, page_of: Any, tmp_path: Path) -> None:
+    html = page_of(long_report)
+    opened = visit("<!DOCTYPE html><body></body>")
+    opened.context.add_init_script("delete window.DecompressionStream")
+    path = tmp_path / "old.html"
+    path.write_text(html)
+    opened.page.goto(path.as_uri())
+    frame = opened.page.frame_locator("iframe.attention")
+    frame.locator("#title", has_text="Attention cannot be drawn: this browser cannot decompress").wait_for()
+    opened.page.locator("#table-heads .count", has_text="Only the first rows are shown: this browser").wait_for()
+    assert opened.page.locator("#table-heads tbody tr").count() == len(long_report.heads) == 36
+
+
+def test_the_index_links_to_its_reports(report: Report, visit: Any) -> None:
+    entries = [IndexEntry(f"model {i}", f"m{i}/report.html", report) for i in range(3)]
+    opened = visit(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
+    section = opened.page.locator("#table-comparison")
+    section.locator("button", has_text="Download CSV").wait_for()
+    section.locator("thead th").first.locator("button").dblclick()
+    links = section.locator("tbody td:first-child a")
+    assert links.all_inner_texts() == ["model 2", "model 1", "model 0"]
+    assert links.first.get_attribute("href") == "m2/report.html"
+    opened.quiet()
+
+
+# ------------------------------------------------------------------------------------------------------ hostile text
+
+
+def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str], visit: Any, page_of: Any) -> None:
+    said, chips = "", set()
+    for one in dirty:
+        opened = visit(page_of(one))
+        frame = opened.attention()
+        opened.page.locator("#table-keys button", has_text="Download CSV").wait_for()
+        for prompt in ("0", "1"):
+            frame.locator("#prompt").select_option(prompt)
+            texts = frame.locator("#keys .key").evaluate_all("found => found.map(e => e.textContent)")
+            chips |= {t.split(" ", 1)[-1] if t[:1] in "▲✕?" else t for t in texts}
+            for i in range(0, len(texts), 5):
+                frame.locator("#keys .key").nth(i).hover()
+        for head in opened.page.locator("#table-keys thead button").all()[:8]:
+            head.click()
+        said += opened.page.evaluate("document.body.textContent")
+        assert opened.page.locator("img, object, embed, base, form, textarea").count() == 0
+        assert opened.page.locator("iframe").count() == 1
+        assert frame.locator("img, iframe, object, a").count() == 0
+        opened.quiet()
+    for text in hostile:
+        assert shortened(visible(text)) in chips, text
+        assert shortened(visible(text)) in said, text
+
+
+def test_hostile_names_paths_and_provenance(
+    single: list[Report], hostile: list[str], visit: Any, page_of: Any, tmp_path: Path
+) -> None:
+    opened = visit("<!DOCTYPE html><body></body>")
+    for i, (text, one) in enumerate(zip(hostile, single, strict=True)):
+        for kind, html in (("page", page_of(one)), ("cell", one._repr_html_())):
+            path = tmp_path / f"{kind}{i}.html"
+            path.write_text(
+                f"<!DOCTYPE html><meta charset='utf-8'>{html}" if kind == "cell" else html, encoding="utf-8"
+            )
+            opened.page.goto(path.as_uri())
+            assert opened.page.evaluate("document.querySelectorAll('img, iframe, form, base, object').length") == 0
+            literal = shortened(disarmed(text), 200).strip()
+            assert literal.replace("\n", "") in opened.page.evaluate("document.body.textContent").replace("\n", "")
+            assert opened.page.evaluate("window.hasFired !== true")
+    assert [s for s in opened.said if not s.startswith("request: file:")] == []
+
+
+def test_hostile_names_in_indexes_and_comparisons(
+    dirty: list[Report], single: list[Report], hostile: list[str], visit: Any
+) -> None:
+    entries = [IndexEntry(t, t, one) for t, one in zip(hostile, single, strict=True)]
+    entries += [IndexEntry(t, t, dirty[0]) for t in hostile[:6]]
+    entries += [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(hostile)]
+    opened = visit(index_page(entries))
+    opened.page.locator("#table-comparison button", has_text="Download CSV").wait_for()
+    assert opened.page.locator("img, iframe, object, form, base").count() == 0
+    said = opened.page.evaluate("document.body.textContent").replace("\n", "")
+    for text in hostile:
+        assert shortened(disarmed(text), 200).strip().replace("\n", "") in said
+    for href in opened.page.locator("a").evaluate_all("found => found.map(a => a.href)"):
+        assert href.startswith("file:///")
+    opened.quiet()
+    cell = ln_probe.compare(dirty, hostile[: len(dirty)])._repr_html_()
+    visit(f"<!DOCTYPE html><meta charset='utf-8'><body>{cell}</body>").quiet()

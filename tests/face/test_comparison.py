@@ -1,0 +1,106 @@
+"""Reports side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import ln_probe
+from ln_probe.comparison import step_of, told_apart
+from ln_probe.render.index import IndexEntry, index_page
+from ln_probe.report import Report
+
+
+def named(report: Report, name: str, **model: Any) -> Report:
+    return replace(report, provenance={**report.provenance, "model": {"name": name, **model}})
+
+
+def test_tables_stand_side_by_side(report: Report) -> None:
+    moved = replace(report, heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
+    both = ln_probe.compare([named(report, "a"), named(moved, "b")])
+    assert list(both.causal["delta_loss"].columns) == ["a", "b"]
+    assert both.names == ("a", "b")
+    wide = both.heads["margin_median"]
+    assert list(wide.columns) == ["a", "b"]
+    assert np.allclose((wide["b"] - wide["a"]).dropna(), 1)
+    row = report.heads.iloc[7]
+    assert wide.loc[(row["layer"], row["head"], row["space"], row["variant"]), "a"] == row["margin_median"]
+    assert list(both.layernorms.index) == list(report.layernorms["site"])
+    assert len(both.keys) == len(report.keys)
+    assert repr(both) == "Comparison('a', 'b')"
+
+
+def test_models_of_different_shape(report: Report, long_report: Report) -> None:
+    both = ln_probe.compare([named(report, "small"), named(long_report, "deep")])
+    share = both.layernorms["mean_share"]
+    assert share["small"].notna().sum() == len(report.layernorms)
+    assert share["deep"].notna().sum() == len(long_report.layernorms)
+    assert len(share) == len(set(report.layernorms["site"]) | set(long_report.layernorms["site"]))
+    summary = both.summary.set_index("model")
+    inside = long_report.heads.query("space == 'head' and variant == 'intact'")
+    assert summary.loc["deep", "unselectable"] == inside["unselectable"].sum() / inside["keys"].sum()
+    assert summary.loc["deep", "margin"] == inside["margin_median"].median()
+    assert "deep" in both._repr_html_()
+    assert len(both._repr_html_()) < 150_000
+
+
+def test_names_are_told_apart(report: Report) -> None:
+    reports = [named(report, "p", revision="step0"), named(report, "p", revision="step1000"), named(report, "q"),
+               named(report, "q"), named(report, "p", revision="main")]  # fmt: skip
+    assert told_apart(reports) == ("p step 0", "p step 1000", "q", "q (2)", "p")
+    assert ln_probe.compare(reports).names == told_apart(reports)
+
+
+@pytest.mark.parametrize(("model", "step"), [
+    ({"step": 5}, 5), ({"revision": "step143000"}, 143000), ({"revision": "1000"}, 1000), ({"revision": "main"}, None),
+    ({"revision": None}, None), ({}, None), ({"revision": "v1.2"}, None), ({"step": 0, "revision": "step9"}, 0),
+])  # fmt: skip
+def test_training_steps(model: dict[str, Any], step: int | None, report: Report) -> None:
+    assert step_of(named(report, "m", **model)) == step
+
+
+def test_the_index_draws_training_over_steps_and_models_over_depth(
+    report: Report, parsed: Callable[[str], Any]
+) -> None:
+    runs = [named(report, "p", revision=f"step{s}") for s in (0, 10, 1000)]
+    entries = [IndexEntry(n, f"{i}/report.html", r) for i, (n, r) in enumerate(zip("abc", runs, strict=True))]
+    page = parsed(index_page([*entries, IndexEntry("other", "o/report.html", named(report, "other"))]))
+    ids = {a.get("id") for t, a in page.tags if t == "figure"}
+    assert {"training-margin_median", "depth-margin_median", "training-entropy_ratio"} <= ids
+    assert {"training step", "depth"} <= set(page.text.split("\n")) or "training step" in page.text
+    unbounded = report.heads.assign(margin_median=report.heads["margin_median"].where(report.heads["head"] == -1))
+    without = parsed(index_page([IndexEntry("x", "x/report.html", replace(report, heads=unbounded))]))
+    assert "depth-margin_median" not in {a.get("id") for t, a in without.tags if t == "figure"}
+    alone = parsed(index_page([IndexEntry("other", "o/report.html", named(report, "other", revision="step5"))]))
+    assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]
+
+
+def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Callable[[str], Any]) -> None:
+    heads = report.heads[report.heads["layer"] == 0]
+    small = Report(report.layernorms, heads, report.keys.head(0), provenance=report.provenance)
+    page = parsed(index_page([IndexEntry(f"m{i}", f"m{i}/report.html", small) for i in range(30)]))
+    assert "The first 24 of 30 models are drawn." in page.text
+    assert all(f"m{i}" in page.text for i in range(30))
+
+
+def test_one_page_for_all(report: Report, tmp_path: Path) -> None:
+    path = ln_probe.compare([named(report, "a"), named(report, "b")]).to_html(tmp_path / "x" / "both.html")
+    assert "<svg" in path.read_text()
+
+
+def test_bad_input(report: Report) -> None:
+    with pytest.raises(ValueError, match="nothing to compare: give at least one report"):
+        ln_probe.compare([])
+    with pytest.raises(TypeError, match=r"compare takes reports, got str: load one with ln_probe\.load_report"):
+        ln_probe.compare(["out/gpt2"])  # type: ignore[list-item]
+    for names in (["a"], ["a", "a"], ["a", "b", "c"]):
+        with pytest.raises(ValueError, match="names must be 2 different ones, one per report, got"):
+            ln_probe.compare([report, report], names)
+    empty = Report(pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+    assert np.isnan(ln_probe.compare([empty]).summary.loc[0, "margin"])

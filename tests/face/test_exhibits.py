@@ -1,0 +1,197 @@
+"""What reports keep for their pictures: the model's own attention, marked as the tables say, in bounded space."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import ln_probe
+from ln_probe.exhibits import CELLS, VERDICTS, Exhibits, bin_edges, pooled, to_bytes, to_weights
+from ln_probe.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
+from ln_probe.report import Report
+
+STORED = 0.004  # what the README and the page promise: to within 0.4 % of the attention
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float64, (7, 5), elements=st.floats(0, 1)))
+def test_weights_are_kept_to_within_what_is_promised(weights: np.ndarray) -> None:
+    kept = to_weights(to_bytes(weights))
+    assert np.abs(kept - weights).max() <= STORED
+    assert (to_weights(to_bytes(np.array([0.0, 1.0]))) == [0, 1]).all()
+
+
+def test_small_weights_are_told_apart() -> None:
+    assert len(set(to_bytes(np.array([1e-4, 2e-4, 5e-4, 1e-3, 2e-3])))) == 5
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300))
+def test_bins_cover_every_position_once(length: int) -> None:
+    edges = bin_edges(length)
+    assert (edges[0], edges[-1]) == (0, length)
+    sizes = np.diff(edges)
+    assert len(sizes) == min(CELLS, length)
+    assert sizes.min() >= 1
+    assert sizes.max() - sizes.min() <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(0, 5))
+def test_pooled_rows_still_sum_to_one(length: int, seed: int) -> None:
+    pattern = np.random.default_rng(seed).dirichlet(np.ones(length), (2, length))
+    found = pooled(pattern, bin_edges(length))
+    assert np.allclose(found.sum(-1), 1)
+    if length <= CELLS:
+        assert np.allclose(found, pattern)
+
+
+def test_pooling_by_hand() -> None:
+    pattern = np.array([[[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.3, 0.5, 0], [0.1, 0.2, 0.3, 0.4]]])
+    assert np.allclose(pooled(pattern, np.array([0, 2, 4])), [[[1, 0], [0.4, 0.6]]])
+
+
+def test_patterns_are_the_models_own(long_report: Report, long_model: Any, long_prompts: list[list[int]]) -> None:
+    assert [a.prompt for a in long_report.exhibits.attention] == [0, 1, 2]
+    assert long_report.exhibits.notes == ()
+    for shown, row in zip(long_report.exhibits.attention, long_prompts, strict=True):
+        _, cache = long_model.run_with_cache(torch.tensor([row]))
+        assert shown.tokens == tuple(map(str, row))
+        assert (shown.layers, shown.heads, shown.causal) == ((0, 1, 2), (0, 1), True)
+        assert shown.pooled == (len(row) > CELLS)
+        for place, layer in enumerate(shown.layers):
+            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].numpy()
+            assert np.abs(to_weights(shown.cells[place]) - pooled(pattern, shown.edges)).max() <= STORED
+            seen = np.arange(len(row), 0, -1)
+            seen[0] = max(1, len(row) - 1)
+            received = pattern[:, 1:].sum(1) / seen
+            assert np.abs(to_weights(shown.received[place]) - received).max() <= STORED
+            for head in shown.heads:
+                assert np.abs(to_weights(shown.full[layer, head]) - pattern[head]).max() <= STORED
+
+
+def test_marks_are_those_of_the_keys_table(long_report: Report) -> None:
+    """The second way to the same numbers: with keys='all' the table holds every key."""
+    keys = long_report.keys[long_report.keys["space"] == "head"]
+    stored = {
+        "intact": ("verdict", "attainable", "margin"),
+        "no_scaling": ("verdict_frozen", "attainable_frozen", None),
+    }
+    for variant, (verdict, attainable, margin) in stored.items():
+        for shown in long_report.exhibits.attention:
+            rows = keys[(keys["variant"] == variant) & (keys["prompt"] == shown.prompt)]
+            rows = rows.sort_values(["layer", "head", "position"])
+            shape = shown.verdict.shape
+            assert (np.array(VERDICTS)[getattr(shown, verdict)] == rows["verdict"].to_numpy().reshape(shape)).all()
+            kept = getattr(shown, attainable).astype(float)
+            assert np.allclose(kept, rows["attainable"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True)
+            if margin is not None:
+                middle = ((rows["margin_lower"] + rows["margin_upper"]) / 2).to_numpy().reshape(shape)
+                assert np.allclose(shown.margin.astype(float), middle, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def test_samples_are_the_norms_inputs(long_report: Report, long_model: Any, long_prompts: list[list[int]]) -> None:
+    samples = {s.site: s for s in long_report.exhibits.samples}
+    assert list(samples) == ["blocks.0.ln1", "blocks.1.ln1", "blocks.2.ln1", "ln_final"]
+    for layer in range(3):
+        sample = samples[f"blocks.{layer}.ln1"]
+        assert len(sample.tokens) <= SAMPLE + len(long_prompts)
+        assert (sample.position == 0).sum() == len(long_prompts)
+        for prompt, row in enumerate(long_prompts):
+            _, cache = long_model.run_with_cache(torch.tensor([row]))
+            mine = sample.prompt == prompt
+            x = cache[f"blocks.{layer}.hook_resid_pre"][0].double().numpy()[sample.position[mine]]
+            kept = x - x.mean(1, keepdims=True)
+            assert np.allclose(sample.ones[mine], x.sum(1) / np.sqrt(16), rtol=1e-5, atol=1e-5)
+            assert np.allclose(sample.length[mine], np.linalg.norm(kept, axis=1), rtol=1e-5)
+            assert np.allclose(sample.sigma[mine], np.sqrt((kept**2).mean(1) + 1e-5), rtol=1e-5)
+        inside = np.hypot(sample.axis1, sample.axis2)
+        assert (inside <= sample.length * (1 + 1e-5)).all()
+        assert sample.axes_share == pytest.approx(((inside / sample.length) ** 2).mean(), rel=1e-4)
+        assert 0 < sample.axes_share <= 1
+
+
+def equal(a: Any, b: Any) -> bool:
+    for one in fields(a):
+        x, y = getattr(a, one.name), getattr(b, one.name)
+        if isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or not np.array_equal(x, y, equal_nan=x.dtype.kind == "f"):
+                return False
+        elif one.name == "full":
+            if set(x) != set(y) or any(not np.array_equal(x[k], y[k]) for k in x):
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+def same(a: Exhibits, b: Exhibits) -> bool:
+    pairs = [*zip(a.attention, b.attention, strict=True), *zip(a.samples, b.samples, strict=True)]
+    return a.notes == b.notes and all(equal(x, y) for x, y in pairs)
+
+
+def test_saved_exhibits_load_as_they_were(long_report: Report, hostile: list[str], tmp_path: Path) -> None:
+    first = long_report.exhibits.attention[0]
+    tokens = tuple((hostile * 2)[: len(first.tokens)])
+    whole = replace(long_report.exhibits, attention=(replace(first, tokens=tokens),), notes=("a note",))
+    whole.save(tmp_path / "e.npz")
+    assert same(Exhibits.load(tmp_path / "e.npz"), whole)
+    whole.save(tmp_path / "again.npz")
+    assert (tmp_path / "e.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
+    Exhibits().save(tmp_path / "none.npz")
+    assert same(Exhibits.load(tmp_path / "none.npz"), Exhibits())
+
+
+def test_heads_that_were_asked_for(make_bridge: Any) -> None:
+    model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
+    report = ln_probe.analyze(model, tokens, heads=[3, 1], layers=[1], progress=False)
+    shown = report.exhibits.of_prompt(0)
+    assert (shown.layers, shown.heads) == ((1,), (1, 3))
+    assert [s.site for s in report.exhibits.samples] == ["blocks.1.ln1"]
+    whole = ln_probe.analyze(model, tokens, progress=False).exhibits.of_prompt(0)
+    assert np.array_equal(shown.cells[0], whole.cells[1][[1, 3]])
+    assert np.array_equal(shown.verdict[0], whole.verdict[1][[1, 3]])
+
+
+def test_what_was_not_measured_is_not_known(make_bridge: Any) -> None:
+    model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
+    uniform = ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False).exhibits
+    assert {VERDICTS[v] for v in uniform.of_prompt(0).verdict.ravel()} == {"not measured"}
+    assert np.isnan(uniform.of_prompt(0).attainable).all()
+    with pytest.raises(ValueError, match="this report keeps no attention: analyze with the probe 'selectability'"):
+        ln_probe.analyze(model, tokens, probes=("decomposition",), progress=False).attention(0)
+
+
+def test_what_is_not_there_is_named(long_report: Report) -> None:
+    with pytest.raises(ValueError, match="no attention was kept of prompt 3: there is some of prompts 0, 1, 2"):
+        long_report.attention(0, 3)
+    with pytest.raises(ValueError, match="no attention was kept of layer 3: there is some of layers 0, 1, 2"):
+        long_report.attention(3)
+
+
+@pytest.mark.parametrize(("layers", "heads", "lengths"), [
+    (12, 12, [512]), (12, 12, [512] * 50), (4, 16, [180] * 5), (200, 32, [512] * 3), (30, 9, [512] * 9), (1, 1, [1]),
+    (48, 25, [1024, 20]), (12, 12, [70] * 400),
+])  # fmt: skip
+def test_what_is_kept_is_bounded(layers: int, heads: int, lengths: list[int]) -> None:
+    kept, chosen, notes = plan(lengths, range(layers), heads, len(lengths))
+    assert chosen[0]
+    size = 0
+    for prompt, whole in chosen.items():
+        cells = min(CELLS, lengths[prompt])
+        size += len(kept) * heads * (cells * (cells + 1) // 2 + MARKS * lengths[prompt])
+        size += FULL_HEADS * lengths[prompt] * (lengths[prompt] + 1) // 2 if whole and lengths[prompt] > CELLS else 0
+        assert size <= (FIRST_PROMPT if prompt == 0 else BUDGET)
+    assert any("attention is shown for the first" in n for n in notes) == (len(chosen) < len(lengths))
+    assert any("layers: all would not fit" in n for n in notes) == (len(kept) < layers)
+    if layers == heads == 12 and lengths[0] == 512:
+        assert len(kept) == 12
+        assert size <= BUDGET

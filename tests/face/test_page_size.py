@@ -1,0 +1,86 @@
+"""A page about 12 × 12 heads at 512 tokens is small, and shows what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
+from ln_probe.recording import FULL_HEADS, plan
+from ln_probe.render.page import report_page
+from ln_probe.report import Report
+
+LIMIT = 5_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
+LAYERS, HEADS, TOKENS = 12, 12, 512
+
+
+def made_up(rng: np.random.Generator) -> Exhibits:
+    """Attention without any structure that could be compressed, in the amount that a report keeps."""
+    kept, prompts, _ = plan([TOKENS] * 4, range(LAYERS), HEADS, 4)
+    assert len(kept) == LAYERS
+    hidden = np.triu(np.ones((TOKENS, TOKENS), bool), 1)
+    shown = []
+    for prompt, whole in prompts.items():
+        cells = np.zeros((LAYERS, HEADS, CELLS, CELLS), np.uint8)
+        full = {}
+        for layer in range(LAYERS):
+            scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
+            pattern = np.exp(scores - scores.max(-1, keepdims=True))
+            pattern /= pattern.sum(-1, keepdims=True)
+            cells[layer] = to_bytes(pooled(pattern, bin_edges(TOKENS)))
+            full[layer, layer] = to_bytes(pattern[layer])
+        shape = (LAYERS, HEADS, TOKENS)
+        numbers = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
+        verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
+        received = to_bytes(rng.lognormal(-6, 1, size=shape).clip(0, 1))
+        tokens = tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS))
+        shown.append(
+            PromptAttention(
+                prompt, tokens, tuple(range(LAYERS)), tuple(range(HEADS)), bin_edges(TOKENS), cells, verdicts[0],
+                numbers[0], numbers[1], verdicts[1], numbers[2], received, full if whole else {},
+            )
+        )  # fmt: skip
+    return Exhibits(tuple(shown))
+
+
+def holds_what_it_promises(exhibits: Exhibits) -> None:
+    shown = exhibits.of_prompt(0)
+    assert shown.cells.shape == (LAYERS, HEADS, CELLS, CELLS)
+    assert len(shown.full) >= FULL_HEADS == 12
+    assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
+
+
+def test_without_structure_to_compress(report: Report) -> None:
+    rng = np.random.default_rng(0)
+    exhibits = replace(made_up(rng), samples=report.exhibits.samples * 5)
+    holds_what_it_promises(exhibits)
+    layer = report.heads[report.heads["layer"] == 0]
+    heads = [layer.assign(layer=i, head=layer["head"] + 4 * j) for i in range(LAYERS) for j in range(3)]
+    keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
+    numbers = keys.select_dtypes("float").columns
+    keys[numbers] = rng.lognormal(size=(len(keys), len(numbers)))
+    big = replace(report, heads=pd.concat(heads, ignore_index=True), keys=keys, exhibits=exhibits)
+    assert len(keys) > 10_000
+    page = report_page(big)
+    assert len(page.encode()) <= LIMIT
+
+
+@pytest.mark.slow
+def test_a_real_model(tmp_path: Path) -> None:
+    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"n_layers": LAYERS, "n_heads": HEADS, "d_model": 192, "d_vocab": 1000, "n_ctx": TOKENS}
+    model = LabTransformer(LabConfig(**shape))
+    tokens = torch.randint(1000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    report = ln_probe.analyze(model, tokens, probes=("decomposition", "selectability", "uniformity"), progress=False)
+    holds_what_it_promises(report.exhibits)
+    page = report.to_html(tmp_path / "page.html")
+    assert page.stat().st_size <= LIMIT

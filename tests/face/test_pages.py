@@ -1,0 +1,288 @@
+"""Pages without a browser: what is in them, that text in them is text, and that odd reports still make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.render import geometry
+from ln_probe.render.effects import causal_effects
+from ln_probe.render.index import IndexEntry, index_page
+from ln_probe.render.multiples import PANELS, over_depth
+from ln_probe.render.page import report_page
+from ln_probe.render.svg import svg
+from ln_probe.render.tables import STATIC_ROWS, figure_text, table
+from ln_probe.render.text import disarmed, shortened, visible
+from ln_probe.report import Report
+
+Reader = Callable[[str], Any]
+PageOf = Callable[[Report], str]
+
+
+def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: Reader, page_of: PageOf) -> None:
+    page = parsed(page_of(report))
+    assert not [t for t, _ in page.tags if t in ("object", "embed", "link", "base", "form", "img")]
+    assert sum(t == "iframe" for t, _ in page.tags) == 1
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "xlink:href"):
+                assert (value or "").startswith(("#", "data:image/png;base64,", "https://arxiv.org/")), (
+                    tag,
+                    name,
+                    value,
+                )
+    frame = next(a for t, a in page.tags if t == "iframe")
+    assert frame["sandbox"] == "allow-scripts"
+    policies = [
+        a["content"] for p in (page, parsed(frame["srcdoc"])) for t, a in p.tags if "content" in a and "http-equiv" in a
+    ]
+    assert len(policies) == 2
+    for found in policies:
+        assert found is not None
+        assert found.startswith("default-src 'none'; script-src 'sha256-")
+    for column in ("mean_share", "margin_median", "first_unselectable_at", "attainable_no_scaling_median"):
+        assert column in page.text
+    assert sum(t == "svg" for t, _ in page.tags) >= 9
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids)), "two pictures share an id"
+
+
+def test_every_picture_says_what_it_shows(report: Report, parsed: Reader, page_of: PageOf) -> None:
+    page = parsed(page_of(report))
+    drawn = [a for t, a in page.tags if t == "svg"]
+    ids = {a.get("id") for _, a in page.tags}
+    for attributes in drawn:
+        assert attributes["role"] == "img"
+        assert attributes["aria-labelledby"] in ids
+
+
+def test_five_findings_come_first_and_link_to_their_pictures(report: Report, parsed: Reader, page_of: PageOf) -> None:
+    html = page_of(report)
+    first = html[html.index('id="findings"') : html.index("<details")]
+    assert first.count("<li>") == 5
+    targets = [a["href"][1:] for t, a in parsed(first).tags if t == "a" and a.get("class") == "see"]
+    assert len(targets) == 5
+    ids = {a.get("id") for _, a in parsed(html).tags}
+    assert set(targets) <= ids
+    for sentence in report.findings()[:5]:
+        assert sentence in parsed(first).text
+
+
+def test_interventions_are_drawn_when_there_are_some(
+    report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
+) -> None:
+    without = parsed(report_page(replace(report, causal=causal.head(0))))
+    assert "Not run: what happens to the loss when a term is switched off" in without.text
+    page = parsed(report_page(replace(report, causal=causal)))
+    assert "Not run" not in page.text
+    assert "change of loss, nats per token" in page.text
+    assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
+    unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
+    assert "change of loss" in svg(causal_effects(replace(report, causal=unknown)), "x")
+
+
+def test_reductions_are_stated(long_report: Report) -> None:
+    notes = ("attention is shown for the first 1 of 9 prompts; the tables hold all",)
+    exhibits = replace(long_report.exhibits, notes=notes)
+    assert notes[0] in report_page(replace(long_report, exhibits=exhibits))
+    frame = pd.DataFrame({"a": np.arange(30_000)})
+    cut = table("x", "", "", frame)
+    assert (cut.kept, cut.total, len(cut.rows)) == (20_000, 30_000, STATIC_ROWS)
+
+
+# ------------------------------------------------------------------------------------------------------ hostile text
+
+
+def acts(page: Any) -> list[Any]:
+    """What of a parsed page could do something that ours does not."""
+    found = [n for _, a in page.tags for n in a if n.startswith("on")]
+    found += [
+        t for t, _ in page.tags if t in ("img", "object", "embed", "base", "link", "form", "textarea", "plaintext")
+    ]
+    links = [a.get("href") or "" for t, a in page.tags if t == "a"]
+    found += [h for h in links if not h.startswith("https://arxiv.org/") and (":" in h or h.startswith("//"))]
+    return found
+
+
+UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"
+
+
+def test_hostile_text_is_text_in_tables_and_pictures(
+    report: Report, dirty: list[Report], hostile: list[str], parsed: Reader, page_of: PageOf
+) -> None:
+    clean = {t for t, _ in parsed(page_of(report)).tags}
+    said = ""
+    for one in dirty:
+        html = page_of(one)
+        page = parsed(html)
+        said += page.text
+        assert {t for t, _ in page.tags} <= clean
+        assert sum(t == "iframe" for t, _ in page.tags) == 1
+        assert not acts(page)
+        assert not [c for c in UNSEEN if c in html]
+    for text in hostile:
+        assert shortened(visible(text)) in said, text
+
+
+def test_hostile_text_is_text_in_every_single_place(
+    single: list[Report], hostile: list[str], parsed: Reader, page_of: PageOf
+) -> None:
+    """Names, paths, provenance: each string in every such place of a page and a cell of its own."""
+    for text, one in zip(hostile, single, strict=True):
+        for html in (page_of(one), one._repr_html_()):
+            page = parsed(html)
+            assert not acts(page)
+            assert not [c for c in UNSEEN if c in html]
+            assert shortened(disarmed(text), 200).strip() in page.text
+
+
+def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], hostile: list[str], parsed: Reader) -> None:
+    entries = [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(hostile)]
+    entries += [IndexEntry(t, t, one) for t, one in zip(hostile, single, strict=True)]
+    comparison = ln_probe.compare(dirty, hostile[: len(dirty)])
+    for html in (index_page(entries), comparison._repr_html_(), *(r._repr_html_() for r in dirty)):
+        page = parsed(html)
+        assert not acts(page)
+        assert sum(t == "script" for t, _ in page.tags) <= 2
+        assert not [c for c in UNSEEN if c in html]
+    said = parsed(index_page(entries)).text
+    for text in hostile:
+        assert shortened(disarmed(text), 200).strip() in said
+
+
+def test_hostile_text_in_small_multiples(report: Report, hostile: list[str], parsed: Reader) -> None:
+    for start in range(0, len(hostile), PANELS):
+        some = hostile[start : start + PANELS]
+        page = parsed(svg(over_depth([report] * len(some), some, "margin_median"), "x"))
+        assert {t for t, _ in page.tags} <= {
+            "svg",
+            "title",
+            "defs",
+            "g",
+            "path",
+            "text",
+            "use",
+            "clippath",
+            "rect",
+            "style",
+            "tspan",
+        }
+        for text in some:
+            shown = disarmed(text if len(text) <= 30 else f"…{text[-29:]}").replace("\n", " ")
+            assert shown.strip() in page.text, text
+
+
+def test_control_characters_are_made_visible() -> None:
+    assert visible("a b\n\t") == "a·b⏎⇥"
+    assert visible("\u202e\x00\u2028") == "\\u202e\\u0000\\u2028"
+    assert visible("") == "∅"
+    assert visible("🙂 <b>") == "🙂·<b>"
+    assert shortened("a" * 100, 10) == "aaaaaaaaaa… (100 characters)"
+
+
+# --------------------------------------------------------------------------------------------------------- odd input
+
+
+def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed: Reader) -> None:
+    def emptied(frame: pd.DataFrame) -> pd.DataFrame:
+        keep = ["layer", "head", "prompt", "position", "token_id"]
+        numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
+        return frame.assign(**dict.fromkeys(numbers, np.nan))
+
+    blank = replace(
+        report, layernorms=emptied(report.layernorms), heads=emptied(report.heads), keys=emptied(report.keys),
+        unembedding=emptied(report.unembedding), causal=emptied(causal),
+    )  # fmt: skip
+    page = parsed(report_page(blank))
+    assert "–" in page.text
+    assert "nan" not in page.text.lower().split()
+    assert blank._repr_html_()
+    assert index_page([IndexEntry("blank", "blank/report.html", blank)])
+
+
+@pytest.mark.parametrize("column", ["margin_median", "unselectable_fraction", "attainable_p05", "entropy_ratio"])
+def test_some_unknown_numbers(column: str, report: Report) -> None:
+    heads = report.heads.copy()
+    heads.loc[heads.index % 2 == 0, column] = np.nan
+    heads.loc[heads.index % 7 == 1, column] = np.inf
+    assert "<svg" in report_page(replace(report, heads=heads))
+
+
+def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
+    empty = Report(pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+    assert "no normalization" in parsed(report_page(empty)).text
+    assert "no normalization" in empty._repr_html_()
+    assert "model" in index_page([IndexEntry("model", report=empty)])
+
+
+def test_no_models_and_only_failures(parsed: Reader) -> None:
+    assert "0 models" in parsed(index_page([])).text
+    page = parsed(index_page([IndexEntry("bad", error="ValueError: broken")]))
+    assert "bad failed: ValueError: broken" in page.text
+
+
+def test_a_single_token_and_a_single_head(make_hooked: Callable[..., Any], parsed: Reader, page_of: PageOf) -> None:
+    one = ln_probe.analyze(make_hooked(n_heads=1, n_layers=1, d_head=32), torch.tensor([[3]]), progress=False)
+    page = parsed(page_of(one))
+    assert "1 layers × 1 heads" in page.text
+    assert one.attention(0).document()
+
+
+def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
+    norms = pd.concat([report.layernorms.assign(layer=i, site=f"blocks.{i}.ln1") for i in range(200)])
+    norms = norms.drop_duplicates("site", ignore_index=True)
+    inside = report.heads[report.heads["layer"] == 0]
+    heads = pd.concat([inside.assign(layer=i) for i in range(200)], ignore_index=True)
+    html = report_page(replace(report, layernorms=norms, heads=heads))
+    assert "200 layers × 4 heads" in parsed(html).text
+    assert len(html) < 5_000_000
+
+
+def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
+    report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
+    assert "No norm here projects" in parsed(report_page(report)).text
+    assert [len(geometry.steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
+
+
+def test_zero_prompts_are_refused(make_bridge: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        ln_probe.analyze(make_bridge("gpt2"), torch.zeros(0, 5, dtype=torch.long), progress=False)
+
+
+def test_index_names_failures(report: Report) -> None:
+    page = index_page([IndexEntry("good", "good/report.html", report), IndexEntry("bad", error="ValueError: broken")])
+    assert 'href="good/report.html"' in page
+    assert "failed: ValueError: broken" in page
+
+
+def test_notebook_cell_is_small(report: Report, long_report: Report) -> None:
+    for one in (report, long_report):
+        cell = one._repr_html_()
+        assert len(cell) < 100_000
+        assert "<script" not in cell
+
+
+def test_the_attention_view_is_one_document(long_report: Report, parsed: Reader, tmp_path: Path) -> None:
+    view = long_report.attention(1, 2)
+    frame = next(a for t, a in parsed(view._repr_html_()).tags if t == "iframe")
+    assert frame["sandbox"] == "allow-scripts"
+    assert frame["srcdoc"] == view.document()
+    assert view.to_html(tmp_path / "a" / "view.html").read_text() == view.document()
+    assert view.document().count("<script>") == 1
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (float("nan"), "–"), (None, "–"), (3, "3"), (2.0, "2"), (0.123456, "0.1235"), (1.5e-7, "1.500e-07"), (True, "True"),
+    (123456.7, "1.235e+05"), (float("inf"), "inf"),
+])  # fmt: skip
+def test_numbers_as_tables_show_them(value: Any, text: str) -> None:
+    assert figure_text(value) == text
