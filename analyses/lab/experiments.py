@@ -105,6 +105,12 @@ EXPERIMENTS = {
         "Wang & E 2024, section 6",
         seeds=3, quick_seeds=1, duration="4 hours (282 runs of 30-60 seconds)", quick_duration="2 minutes",
     ),
+    "approximation_text": Experiment(
+        "ln_probe.analyses.lab.approximation_text",
+        "layers against heads, and attention with the dot product or without, on text",
+        "Wang & E 2024, section 6 (1a and 3b)",
+        seeds=3, quick_seeds=1, duration="3 hours (54 runs of 1-6 minutes)", quick_duration="1 minute", needs_text=True,
+    ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",

@@ -118,7 +118,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(results.summary) == 4 * len(depth.BINS)
     assert set(results.summary["predicted_depth"]) == {1, 2}
     assert (results.summary["seeds"] == 2).all()
-    assert {"boundary.png", "lengths.png", "hits.parquet", "hand_built.parquet", "results.json"} <= {
+    assert {"boundary.png", "lengths.png", "hits.csv", "hand_built.csv", "results.json"} <= {
         p.name for p in request.out.iterdir()
     }
     again = run(
