@@ -112,7 +112,10 @@ def lab_run(
         typer.echo(sentence)
     for failure in results.diverged:
         typer.echo(f"diverged: {failure}", err=True)
-    typer.echo(f"{folder}: results.json, {', '.join([*results.tables, *results.figures])}", err=True)
+    from ln_probe.render.lab_page import write_lab_page
+
+    page = write_lab_page(folder)
+    typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)
     raise typer.Exit(commands.SOME_FAILED if results.diverged else commands.DONE)
 
 

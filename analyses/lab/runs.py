@@ -86,7 +86,5 @@ def curves(runs: Sequence[Run]) -> pd.DataFrame:
             continue
         long = wide.melt(id_vars="step", var_name="measure", value_name="value")
         frames.append(long.assign(**dict(run.keys), seed=run.seed))
-    if not frames:
-        return pd.DataFrame(columns=["seed", "step", "measure", "value"])
-    table = pd.concat(frames, ignore_index=True)
-    return table[[*runs[0].keys, "seed", "step", "measure", "value"]]
+    columns = [*runs[0].keys, "seed", "step", "measure", "value"]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

@@ -1,0 +1,284 @@
+"""What relative attention approximates: trained errors beside the least-squares optimum of the same parametrization.
+
+After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
+6: dot-product-free attention with logarithmic, linear or tabulated positions (`relative_transformer`) on the targets of
+`approximation_targets`. Where a trained error lies far above the optimum, optimization failed and not expressivity; two
+learning rates show how much that is worth. The published model has no norm: here one is put before or after its
+sublayers. A norm before them leaves the residual as it is and can express whatever the plain model can; a norm after
+them that scales puts the output on a sphere, which a sum of many inputs does not lie on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.approximation_targets import (
+    LENGTH,
+    evaluate,
+    lag_weights,
+    linear_optimum,
+    table_optimum,
+    variance,
+)
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.relative_transformer import KERNELS, RelativeConfig
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.runs import Run, curves, train_all
+from ln_probe.analyses.lab.training import TrainConfig, step_generator
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
+WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
+RATES = (1e-2, 1e-3)
+EVALUATION_SEED = 10_000  # apart from every training seed
+EVALUATION_INPUTS = 4096
+KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
+
+# Squared errors as reported; "<" bounds as their bound. 2a and 2b were reported over m and H without saying which.
+PUBLISHED = pd.DataFrame(
+    [("4a", "log", 1, 1e-5), ("4a", "linear", 64, 0.19), ("4b", "linear", 1, 1e-7), ("4b", "log", 64, 5.3e-4)],
+    columns=["target", "kernel", "heads", "published"],
+).assign(norm="none", norm_order="pre")
+PUBLISHED_RANGES = {
+    "1b": "H = 32, m = 256 adequate",
+    "2a": "m raised: 0.49 to 0.002; H no help",
+    "2b": "H raised: 1.16 to 1e-6; m no help",
+    "3a": "dot product marginal",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One parametrization on one target; 3a is 1b with `dot_product`."""
+
+    target: str
+    kernel: str
+    heads: int
+    width: int = WIDTH
+    dot_product: bool = False
+    norm: str = "none"
+    norm_order: str = "pre"
+    lr: float = RATES[0]
+
+    def spec(self) -> RelativeConfig:
+        return RelativeConfig(
+            LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order
+        )  # fmt: skip
+
+    def optimum(self) -> float:
+        """The least squared error found for this parametrization; NaN where no least-squares problem gives it."""
+        if self.norm_order == "post" and self.norm != "none":
+            return np.nan
+        if self.kernel == "table":
+            return table_optimum(self.target, self.heads, self.width)
+        return np.nan if lag_weights(self.target) is None else linear_optimum(self.target, self.kernel, self.heads).mse
+
+
+class ApproximationTask:
+    """Squared error against a target on fresh inputs of +1 and -1."""
+
+    name = "approximation"
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"target": self.target, "length": LENGTH, "evaluated_on": EVALUATION_INPUTS}
+
+    def batch(self, step: int, size: int, seed: int) -> Float[Tensor, "batch pos"]:
+        return 2.0 * torch.randint(2, (size, LENGTH), generator=step_generator(seed, step)) - 1
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
+        output: Tensor = model(batch)
+        return (output - evaluate(self.target, batch)).pow(2).mean()
+
+    @cached_property
+    def _evaluation(self) -> Float[Tensor, "batch pos"]:
+        return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        mse = float(self.loss(model, self._evaluation))
+        return {"mse": mse, "relative_mse": mse / variance(self.target)}
+
+    def write_files(self, out: Path) -> None:
+        pass
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
+    heads, rates = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
+    long_memory = [
+        Cell(target, kernel, h, lr=lr)
+        for target in ("4a", "4b")
+        for kernel in ("log", "linear")
+        for h in heads
+        for lr in rates
+    ]
+    normed = [
+        Cell(target, kernel, h, norm=norm, norm_order=order)
+        for target, kernel, h in (("4a", "log", 1), ("2b", "table", 4), ("1b", "table", 4), ("4a", "linear", 16))
+        for norm in ("layernorm", "scaling_only", "projection_only")
+        for order in ("pre", "post")
+    ]
+    if quick:
+        return (*long_memory, Cell("2b", "table", 4), Cell("1b", "table", 4), *normed[:6])
+    sparse = [Cell(t, "table", h, m) for t in ("1b", "2b") for h in (1, 2, 4, 8) for m in (4, 32, 256)]
+    affine = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
+    dot_product = [Cell("1b", "table", h, dot_product=True) for h in (1, 4)]
+    slopes = [Cell(t, kernel, 64) for t in ("1b", "2b") for kernel in ("log", "linear")]
+    return (*long_memory, *sparse, *normed, *affine, *dot_product, *slopes)
+
+
+def training(quick: bool, seed: int, lr: float) -> TrainConfig:
+    """The published batch and number of steps; the rest is ours, for it was not published."""
+    steps = 1000 if quick else 10_000
+    return TrainConfig(
+        steps=steps, batch=100, lr=lr, lr_end=1e-6, warmup=100, weight_decay=0.0, clip=0.0, seed=seed,
+        evaluate_every=steps, state_every=1000,
+    )  # fmt: skip
+
+
+def planned(request: Request) -> list[Run]:
+    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result."""
+    return [
+        Run(
+            keys={key: getattr(cell, key) for key in KEYS},
+            task=ApproximationTask(cell.target),
+            spec=cell.spec(),
+            training=training(request.quick, seed, cell.lr),
+            folder=request.out / "runs" / f"{'-'.join(f'{key}_{getattr(cell, key)}' for key in KEYS)}-seed{seed}",
+        )
+        for seed in request.seeds
+        for cell in grid(request.quick)
+    ]
+
+
+def run(request: Request) -> Results:
+    """Train the grid (or what is left of it) and put every error beside its optimum."""
+    runs = planned(request)
+    diverged = () if request.collect else train_all(runs, jobs=request.jobs, progress=request.progress)
+    table = curves(runs)
+    table = table[table["measure"].isin(["mse", "relative_mse"])]
+    summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], PUBLISHED.assign(measure="mse"))
+    optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
+    scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
+    summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
+    return Results(
+        summary,
+        tables={"errors": table, "optima": optimum_table()},
+        figures={} if table.empty else dict(_figures(summary)),
+        conclusions=tuple(_conclusions(summary)),
+        settings={
+            "training": vars(training(request.quick, 0, RATES[0])), "seeds": len(request.seeds),
+            "model": asdict(grid(request.quick)[0].spec()), "published_ranges": PUBLISHED_RANGES,
+            "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
+        },
+        diverged=diverged,
+    )  # fmt: skip
+
+
+def optimum_table() -> pd.DataFrame:
+    """Least-squares optima of the linear targets: `target, kernel, heads, mse, largest_coefficient`."""
+    rows = []
+    for target in ("2b", "4a", "4b"):
+        for kernel in KERNELS[:2]:
+            for heads in HEADS:
+                found = linear_optimum(target, kernel, heads)
+                rows.append((target, kernel, heads, found.mse, max(map(abs, found.coefficients))))
+    return pd.DataFrame(rows, columns=["target", "kernel", "heads", "mse", "largest_coefficient"])
+
+
+def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
+    errors = summary[summary["measure"] == "mse"]
+    plain = errors[errors["norm"] == "none"]
+    for row in plain[plain["target"].isin(["4a", "4b"])].to_dict("records"):
+        said = f", published {row['published']:.2g}" if row["published"] > 0 else ""
+        yield (
+            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, lr {row['lr']:g}: trained "
+            f"{row['mean']:.2g}, least squares {row['optimum']:.2g}{said}."
+        )
+    same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
+    normed = errors[errors["norm"] != "none"].merge(plain[[*same, "mean"]], on=same, suffixes=("", "_plain"))
+    for row in normed.to_dict("records"):
+        yield (
+            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
+            f"{row['norm_order']}-norm order: {row['mean']:.2g}, against {row['mean_plain']:.2g} without a norm."
+        )
+
+
+def _figures(summary: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    errors = summary[summary["measure"] == "mse"]
+    plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
+    yield "heads", _against_heads(plain[plain["target"].isin(["4a", "4b"])])
+    if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
+        yield "table", _heads_by_width(table)
+    if len(normed := errors[errors["norm"] != "none"]):
+        same = ["target", "kernel", "heads", "width", "lr"]
+        yield "norms", _norm_bars(pd.concat([normed, plain.merge(normed[same].drop_duplicates(), on=same)]))
+
+
+def _against_heads(part: pd.DataFrame) -> Figure:
+    """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
+    for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
+        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
+        for lr, line in cell.groupby("lr"):
+            ax.plot(line["heads"], line["mean"], marker="o", label=f"trained, lr {lr:g}")
+        best = cell.drop_duplicates("heads")
+        ax.plot(best["heads"], best["optimum"].clip(1e-16), "k--", marker="_", label="least squares")
+        ax.plot(best["heads"], best["published"], "r*", label="published")
+        ax.set(
+            title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
+        )
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def _heads_by_width(part: pd.DataFrame) -> Figure:
+    """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+    for target, ax in zip(("1b", "2b"), figure.subplots(1, 2), strict=True):
+        square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
+        image = ax.imshow(square.to_numpy(float), norm=LogNorm(1e-10, 1), cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(square.to_numpy(float)):
+            if np.isfinite(value):
+                ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
+        ax.set(
+            title=f"{target}, table of positions", xlabel="m", ylabel="heads", xticks=range(square.shape[1]),
+            xticklabels=square.columns, yticks=range(square.shape[0]), yticklabels=square.index,
+        )  # fmt: skip
+    figure.colorbar(image, ax=figure.axes, label="squared error")
+    return figure
+
+
+def _norm_bars(part: pd.DataFrame) -> Figure:
+    """Trained error with and without a norm, a panel per target."""
+    from matplotlib.figure import Figure
+
+    panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
+    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
+    for (key, cell), ax in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
+        names = [n if n == "none" else f"{n}, {o}" for n, o in zip(cell["norm"], cell["norm_order"], strict=True)]
+        ax.barh(names, cell["mean"])
+        target, kernel, heads = key
+        ax.set(title=f"{target}, {kernel}, {heads} heads", xscale="log", xlabel="squared error")
+    return figure

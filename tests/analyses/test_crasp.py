@@ -1,0 +1,244 @@
+"""C-RASP: the parser's errors, the interpreter against brute force, programs against the languages they are for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ln_probe.analyses.lab import crasp_programs
+from ln_probe.analyses.lab.crasp import CRaspError, parse
+from ln_probe.analyses.lab.crasp_transformer import answers, compare_table, gate_program, gate_transformer
+
+ALPHABET = "ab"
+
+
+def words_up_to(length: int, alphabet: str = ALPHABET) -> list[str]:
+    return ["".join(w) for n in range(1, length + 1) for w in itertools.product(alphabet, repeat=n)]
+
+
+# Random programs as nested tuples, rendered to text and evaluated here by definition, one position at a time.
+BOOLEANS: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
+        st.sampled_from([("Q", "a"), ("Q", "b"), ("const", True), ("const", False)]),
+        st.tuples(st.just("not"), BOOLEANS),
+        st.tuples(st.sampled_from(["and", "or"]), BOOLEANS, BOOLEANS),
+        st.tuples(st.sampled_from(["<", "<=", "==", "!=", ">=", ">"]), COUNTS, COUNTS),
+    )
+)
+COUNTS: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
+        st.integers(0, 9).map(lambda n: ("int", n)),
+        st.tuples(st.just("#"), BOOLEANS),
+        st.tuples(st.sampled_from(["+", "-", "min", "max"]), COUNTS, COUNTS),
+        st.tuples(st.just("?"), BOOLEANS, COUNTS, COUNTS),
+        st.tuples(st.just("times"), st.integers(0, 5), COUNTS),
+        st.tuples(st.just("minus"), COUNTS),
+    )
+)
+
+
+def render(node: Any) -> str:
+    match node:
+        case ("Q", letter):
+            return f"Q_{letter}"
+        case ("const", value):
+            return str(value).lower()
+        case ("int", number):
+            return str(number)
+        case ("not", inner):
+            return f"(not {render(inner)})"
+        case ("#", inner):
+            return f"#[{render(inner)}]"
+        case ("?", test, yes, no):
+            return f"({render(test)} ? {render(yes)} : {render(no)})"
+        case ("times", factor, inner):
+            return f"({factor} * {render(inner)})"
+        case ("minus", inner):
+            return f"(-{render(inner)})"
+        case ("min" | "max" as name, left, right):
+            return f"{name}({render(left)}, {render(right)})"
+        case (operator, left, right):
+            return f"({render(left)} {operator} {render(right)})"
+    raise AssertionError(node)
+
+
+def by_definition(node: Any, word: str, i: int) -> Any:
+    match node:
+        case ("Q", letter):
+            return word[i] == letter
+        case ("const" | "int", value):
+            return value
+        case ("not", inner):
+            return not by_definition(inner, word, i)
+        case ("#", inner):
+            return sum(by_definition(inner, word, j) for j in range(i + 1))
+        case ("?", test, yes, no):
+            return by_definition(yes if by_definition(test, word, i) else no, word, i)
+        case ("times", factor, inner):
+            return factor * by_definition(inner, word, i)
+        case ("minus", inner):
+            return -by_definition(inner, word, i)
+        case (operator, left, right):
+            x, y = by_definition(left, word, i), by_definition(right, word, i)
+            table = {
+                "and": lambda: x and y, "or": lambda: x or y, "<": lambda: x < y, "<=": lambda: x <= y,
+                "==": lambda: x == y, "!=": lambda: x != y, ">=": lambda: x >= y, ">": lambda: x > y,
+                "+": lambda: x + y, "-": lambda: x - y, "min": lambda: min(x, y), "max": lambda: max(x, y),
+            }  # fmt: skip
+            return table[operator]()
+    raise AssertionError(node)
+
+
+def nesting(node: Any) -> int:
+    parts = [nesting(part) for part in node[1:] if isinstance(part, tuple)]
+    return max(parts, default=0) + (node[0] == "#")
+
+
+@settings(max_examples=150, deadline=None)
+@given(node=st.one_of(BOOLEANS, COUNTS), word=st.text(ALPHABET, min_size=1, max_size=7))
+def test_interpreter_by_definition(node: Any, word: str) -> None:
+    program = parse(f"x := {render(node)}")
+    assert program.run(word).tolist() == [by_definition(node, word, i) for i in range(len(word))]
+    assert program.depth == nesting(node)
+
+
+def test_names_precedence_comments_and_line_ends() -> None:
+    program = parse("""
+        // a definition may go over lines,
+        A := #[Q_a]
+             - #[Q_b]      B := A + 1 < 2 * A    // and two may share one
+        out := not B or Q_a and B ? 1 : B and Q_b ? 2 : 3
+    """)
+    trace = program.trace("aab")
+    assert list(trace.columns) == ["symbol", "A", "B", "out"]
+    assert trace["A"].tolist() == [1, 2, 1]
+    assert trace["B"].tolist() == [False, True, False]
+    # (not B) or (Q_a and B) ? 1 : ((B and Q_b) ? 2 : 3)
+    assert trace["out"].tolist() == [1, 1, 1]
+    assert program.depth == 1
+    assert program.output.name == "out"
+
+
+def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> None:
+    assert parse("x := #[Q_a] > 0   y := #[x] > 1   z := y and x").depth == 2
+    assert parse("x := #[#[Q_a] > 0] > 0   y := Q_b").depth == 0
+
+
+def test_quoted_and_long_symbols() -> None:
+    program = parse('x := #[Q_"<s>"] + #[Q_token_7]')
+    assert program.run(["<s>", "token_7", "a"]).tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("source", "line", "column", "said"), [
+    ("", 1, 1, "the program ends too early; expected a name"),
+    ("A = 3", 1, 3, "unexpected '='; expected `:=`"),
+    ("A := ", 1, 5, "the program ends too early; expected an expression"),
+    ("A := #[Q_a", 1, 11, "the program ends too early; expected `]`"),
+    ("A := Q_a\nB := A + 1", 2, 6, "this is a Boolean; expected a count"),
+    ("A := #[Q_a]\nB := #[A]", 2, 8, "this is a count; expected a Boolean"),
+    ("A := not 3", 1, 10, "this is a count; expected a Boolean"),
+    ("A := 1 ? 2 : 3", 1, 6, "this is a count; expected a Boolean"),
+    ("A := true ? 2 : Q_a", 1, 17, "this is a Boolean; expected a count"),
+    ("A := 1 and Q_a", 1, 6, "this is a count; expected a Boolean"),
+    ("A := Q_a < 1", 1, 6, "this is a Boolean; expected a count"),
+    ("A := 1 B := C + 1", 1, 13, "'C' is not defined; expected a name defined above (A) or Q_C"),
+    ("A := 1\nA := 2", 2, 1, "'A' is already defined; expected a new name"),
+    ("min := 1", 1, 1, "'min' is a word of the language; expected another name"),
+    ("A := min(1)", 1, 11, "unexpected ')'; expected `,`"),
+    ("A := (Q_a or Q_b))", 1, 18, "unexpected ')'; expected the end of the program or the next definition"),
+    ("A := 1 % 2", 1, 8, "unexpected '%'; expected"),
+    ("// only a comment", 1, 18, "the program ends too early; expected a name"),
+])  # fmt: skip
+def test_malformed_programs(source: str, line: int, column: int, said: str) -> None:
+    with pytest.raises(CRaspError) as caught:
+        parse(source)
+    error = caught.value
+    assert (error.line, error.column) == (line, column)
+    assert str(error).startswith(f"line {line}, column {column}: {said}")
+    assert str(error).endswith("\n  " + " " * (column - 1) + "^")
+
+
+def test_what_cannot_accept() -> None:
+    with pytest.raises(ValueError, match="the output 'A' is a count: end the program with a Boolean"):
+        parse("A := #[Q_a]").accepts("a")
+    with pytest.raises(ValueError, match="the empty word has no last position"):
+        parse("A := Q_a").accepts("")
+
+
+LANGUAGES = {
+    "majority": (crasp_programs.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
+    "a^n b^n": (crasp_programs.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),
+    "a^n b^n c^n": (
+        crasp_programs.A_N_B_N_C_N, 2, "abc", lambda w: w == "".join(x * (len(w) // 3) for x in "abc"),
+    ),
+    "Dyck-1": (
+        crasp_programs.DYCK_1, 2, "()",
+        lambda w: not re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", w)))),
+    ),
+    "L5": (crasp_programs.L_5, 1, ALPHABET, lambda w: abs(w.count("a") - w.count("b")) < 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_programs_accept_their_language(name: str) -> None:
+    source, depth, alphabet, member = LANGUAGES[name]
+    program = parse(source)
+    assert program.depth == depth
+    for word in words_up_to(6 if alphabet == "abc" else 8, alphabet):
+        assert program.accepts(word) == member(word), word
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_block_programs(k: int) -> None:
+    member, last = parse(crasp_programs.blocks(k)), parse(crasp_programs.last_block(k))
+    assert member.depth == max(2, k)
+    assert last.depth == max(0, k - 2)
+    pattern = re.compile("".join(f"{crasp_programs.block_symbol(block)}+" for block in range(1, k + 1)))
+    for word in words_up_to(8):
+        belongs = pattern.fullmatch(word) is not None
+        assert member.accepts(word) == belongs, word
+        if belongs:
+            begin = len(word.rstrip(word[-1]))
+            assert last.run(word).tolist() == [i >= begin for i in range(len(word))], word
+
+
+def test_no_blocks() -> None:
+    for make in (crasp_programs.blocks, crasp_programs.last_block):
+        with pytest.raises(ValueError, match="k must be at least 1 block, got 0"):
+            make(0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_hand_built_compare_on_every_short_word(depth: int) -> None:
+    program, model = parse(gate_program(depth)), gate_transformer(depth)
+    assert program.depth == depth
+    for length in (1, 4, 8):
+        words = list(itertools.product(ALPHABET, repeat=length))
+        said, gap = answers(model, torch.tensor([[1 if x == "a" else 2 for x in word] for word in words]))
+        truth = np.stack([program.run(word) for word in words])
+        assert np.array_equal(said.numpy(), truth)
+        torch.testing.assert_close(gap, torch.full_like(gap, float(gap[0, 0])))  # a truth value, whatever the counts
+
+
+def test_compare_needs_scaling_and_not_projection() -> None:
+    table = compare_table(depths=(1, 2), words=50, letters=100).set_index(["depth", "norm", "eps"])
+    for depth in (1, 2):
+        for norm in ("layernorm", "scaling_only"):
+            assert table.loc[(depth, norm, 0.0), "words_right"] == 1.0
+    # One comparison keeps its sign without scaling, but not its size: one count in 101 positions.
+    assert table.loc[(1, "projection_only", 0.0), "smallest_gap"] < 2.1 / 101
+    assert table.loc[(1, "layernorm", 0.0), "smallest_gap"] > 3
+    for norm in ("projection_only", "none"):
+        assert table.loc[(2, norm, 0.0), "accuracy"] < 0.95
+
+
+def test_no_levels() -> None:
+    with pytest.raises(ValueError, match="depth must be at least 1 level, got 0"):
+        gate_transformer(0)

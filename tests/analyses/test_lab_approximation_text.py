@@ -1,0 +1,76 @@
+"""Transformers with logarithmic relative positions on text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ln_probe.analyses.lab import approximation_text
+from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.text_relative import RelativeTextConfig
+from ln_probe.analyses.lab.training import TrainConfig
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
+    drawn = torch.randint(len(words), (4000,), generator=torch.Generator().manual_seed(0))
+    path.write_text(" ".join(words[i] for i in drawn.tolist()))
+    return path
+
+
+@pytest.mark.parametrize("dot_product", [True, False])
+def test_attention_is_its_definition(dot_product: bool) -> None:
+    torch.manual_seed(0)
+    model = RelativeTextConfig(2, 4, 50, 12, d_model=16, dot_product=dot_product).build().double()
+    attention = model.blocks[1].attn
+    with torch.no_grad():
+        attention.log_slope.normal_()
+        if dot_product:
+            attention.W_Q.normal_()
+            attention.W_K.normal_()
+    tokens = torch.randint(50, (3, 12))
+    logits, cache = model.run_with_cache(tokens)
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-10, atol=1e-10)  # the fused path
+    q, k = cache["blocks.1.attn.hook_q"], cache["blocks.1.attn.hook_k"]
+    scores = torch.full((3, 4, 12, 12), -math.inf, dtype=torch.float64)
+    for head in range(4):
+        for t in range(12):
+            for s in range(t + 1):
+                dot = (q[:, t, head] * k[:, s, head]).sum(-1) / 2 if dot_product else 0.0
+                scores[:, head, t, s] = dot - attention.log_slope[head].exp().item() * math.log(1 + t - s)
+    torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], scores.softmax(-1), rtol=1e-9, atol=1e-12)
+
+
+def test_without_the_dot_product_attention_does_not_depend_on_the_text() -> None:
+    model = RelativeTextConfig(1, 2, 50, 12, d_model=16, dot_product=False).build()
+    patterns = [model.run_with_cache(torch.randint(50, (1, 12)))[1]["blocks.0.attn.hook_pattern"] for _ in range(2)]
+    assert torch.equal(*patterns)
+    trained = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
+    assert "log_slope" in trained
+    assert not trained & {"W_Q", "W_K", "b_Q", "b_K"}
+
+
+def test_a_run_from_end_to_end(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(approximation_text, "D_VOCAB", 300)
+    monkeypatch.setattr(approximation_text, "N_CTX", 16)
+    monkeypatch.setattr(
+        approximation_text, "training",
+        lambda quick, seed: TrainConfig(steps=4, batch=2, seed=seed, evaluate_every=4, state_every=2),
+    )  # fmt: skip
+    request = Request(out=tmp_path / "out", seeds=(0, 1), quick=True, texts=(text,), progress=False)
+    results = run("approximation_text", request, command="", ln_probe_version="0")
+    assert len(results.summary) == len(approximation_text.grid(quick=True))
+    assert (results.summary["seeds"] == 2).all()
+    assert any("with the dot product" in sentence for sentence in results.conclusions)
+    assert any("a second layer gives" in sentence for sentence in results.conclusions)
+    assert (request.out / "losses.png").exists()
+
+
+def test_text_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="approximation_text trains on text that you give"):
+        run("approximation_text", Request(out=tmp_path, seeds=(0,)), command="", ln_probe_version="0")

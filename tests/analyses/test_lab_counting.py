@@ -1,0 +1,275 @@
+"""The counting experiment: labels by brute force, cells against torch's, exactness of known networks, the gate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ln_probe.analyses.lab import counting
+from ln_probe.analyses.lab.counter_languages import (
+    EOS,
+    PAD,
+    PREFIX_LANGUAGES,
+    allowed_next,
+    bos,
+    counted_words,
+    prefix_labels,
+    sample_prefixes,
+)
+from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.majority_gate import gate, gate_table
+from ln_probe.analyses.lab.recurrent import CELLS, NORM_SITES, RecurrentConfig
+from ln_probe.analyses.lab.training import TrainConfig
+
+
+def belongs(language: str, word: str) -> bool:
+    if language == "L5":
+        return abs(word.count("a") - word.count("b")) < 5
+    after = "a" if language == "anbnaS" else ""
+    return any(word.startswith("a" * n + "b" * n + after) for n in range(1, len(word) + 1))
+
+
+@pytest.mark.parametrize("language", PREFIX_LANGUAGES)
+def test_labels_of_all_short_words(language: str) -> None:
+    words = list(itertools.product((0, 1), repeat=9))
+    labels = prefix_labels(language, torch.tensor(words))
+    for word, row in zip(words, labels.tolist(), strict=True):
+        letters = "".join("ab"[i] for i in word)
+        assert row == [belongs(language, letters[: t + 1]) for t in range(9)], letters
+
+
+def test_half_of_the_words_begin_with_a_counted_prefix() -> None:
+    words = sample_prefixes("anbnS", 40, 4000, torch.Generator().manual_seed(0))
+    # n is 0 for half the words and for one in 21 of the others; those are uniform, n >= 5 is then rare: 2^-10 each.
+    long = (words.tokens[:, :5] == 0).all(1) & words.labels.any(1)
+    n = (words.tokens == 0).long().cumprod(1).sum(1)
+    assert float(long.double().mean()) == pytest.approx(0.5 * 16 / 21, abs=0.04)  # n = 5 … 20
+    assert int(n[long].max()) >= 20
+    uniform = sample_prefixes("L5", 40, 4000, torch.Generator().manual_seed(0)).tokens.double().mean(0)
+    assert float((uniform - 0.5).abs().max()) < 0.04  # five standard deviations
+
+
+def test_counted_words() -> None:
+    inputs, targets = counted_words(3, torch.tensor([1, 2]))
+    assert bos(3) == 4
+    assert inputs.tolist() == [[4, 1, 2, 3, EOS, EOS, EOS], [4, 1, 1, 2, 2, 3, 3]]
+    assert targets.tolist() == [[1, 2, 3, EOS, PAD, PAD, PAD], [1, 1, 2, 2, 3, 3, EOS]]
+
+
+@pytest.mark.parametrize("letters", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_may_come_next_by_brute_force(letters: int, n: int) -> None:
+    language = [[bos(letters), *(1 + x for x in range(letters) for _ in range(m)), EOS] for m in range(1, n + 3)]
+    word = language[n - 1]
+    table = allowed_next(letters, n)
+    for i in range(letters * n + 1):
+        following = {other[i + 1] for other in language if other[: i + 1] == word[: i + 1]}
+        assert set(table[i].nonzero().flatten().tolist()) == following
+
+
+class Known(torch.nn.Module):
+    """Knows a^n b^n (c^n) for a range of n, and gives a wrong token a chance at the end of other words."""
+
+    def __init__(self, letters: int, knows: tuple[int, int], chance: float) -> None:
+        super().__init__()
+        self.letters, self.knows, self.chance = letters, knows, chance
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        n = int((tokens[0] == 1).sum())
+        table = allowed_next(self.letters, n).double()
+        p = table / table.sum(-1, keepdim=True)
+        if not self.knows[0] <= n <= self.knows[1]:
+            p[-1] = (1 - self.chance) * p[-1]
+            p[-1, 1] += self.chance
+        return (p + 1e-12).log()[None]
+
+
+@pytest.mark.parametrize("letters", [2, 3])
+def test_exactness_of_known_networks(letters: int) -> None:
+    for knows, chance, expected in (
+        ((1, 7), 0.02, (1, 7, 12)),
+        ((3, 7), 0.02, (3, 7, 12)),
+        ((3, 7), 0.004, (1, 12, 12)),  # below what counts as accepted
+        ((20, 20), 0.02, (0, 0, 12)),
+        ((1, 7), 0.999, (1, 7, 7)),  # then EOS itself is rejected
+    ):
+        found = counting.counted(Known(letters, knows, chance), letters, 12)
+        assert tuple(found[key] for key in ("exact_from", "exact_to", "accepted_to")) == expected
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_step_by_step_is_torchs_kernel(cell: str) -> None:
+    torch.manual_seed(0)
+    model = RecurrentConfig(cell, 3, 2, n_layers=2).build().double()
+    x = torch.randn(5, 17, 4, dtype=torch.float64)
+    layer = model.layers[0]
+    torch.testing.assert_close(layer.unfused(x), layer(x), rtol=1e-10, atol=1e-10)
+
+
+def test_qrnn_by_definition() -> None:
+    torch.manual_seed(0)
+    model = RecurrentConfig("qrnn", 2, 2).build().double()
+    layer, x = model.layers[0], torch.randn(1, 6, 4, dtype=torch.float64)
+    weight, bias = layer.gates.weight, layer.gates.bias
+    c, out = torch.zeros(10, dtype=torch.float64), []
+    for t in range(6):
+        before = x[0, t - 1] if t else torch.zeros(4, dtype=torch.float64)
+        z, f, o = (weight @ torch.cat([x[0, t], before]) + bias).chunk(3)
+        c = f.sigmoid() * c + (1 - f.sigmoid()) * z.tanh()
+        out.append(o.sigmoid() * c)
+    torch.testing.assert_close(layer(x)[0], torch.stack(out))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("site", NORM_SITES)
+@pytest.mark.parametrize("norm", ["layernorm", "none"])
+def test_outputs_do_not_look_ahead(cell: str, site: str, norm: str) -> None:
+    if norm != "none" and (cell.startswith("qrnn") or (site == "readout" and cell != "lstm")):
+        with pytest.raises(ValueError, match=f"a {cell[:4]}.* has no (recurrent product|readout)"):
+            RecurrentConfig(cell, 2, 2, norm=norm, norm_site=site)
+        return
+    torch.manual_seed(0)
+    model = RecurrentConfig(cell, 2, 2, n_layers=2, norm=norm, norm_site=site).build()
+    x = torch.randint(2, (3, 12))
+    later = x.clone()
+    later[:, 8:] = 1 - later[:, 8:]
+    torch.testing.assert_close(model(x)[:, :8], model(later)[:, :8])
+    assert not torch.equal(model(x)[:, 8:], model(later)[:, 8:])
+
+
+def test_each_term_acts_on_the_state() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 30, 4)
+    for norm, has_mean, has_size in (
+        ("layernorm", False, False), ("projection_only", False, True), ("scaling_only", True, False),
+    ):  # fmt: skip
+        layer = RecurrentConfig("rnn_relu", 2, 2, norm=norm, norm_site="state", eps=0.0).build().layers[0]
+        with torch.no_grad():
+            states = layer(x)
+        assert (float(states.mean(-1).abs().max()) > 1e-5) == has_mean
+        sizes = states.norm(dim=-1)
+        assert (float((sizes - math.sqrt(10)).abs().max()) > 1e-4) == has_size
+
+
+def test_readout_leaves_the_counter() -> None:
+    """A norm on the readout does not enter the recurrence: with an output gate of 0 the states are the plain cell's."""
+    torch.manual_seed(0)
+    plain = RecurrentConfig("lstm", 2, 2).build().layers[0]
+    read = RecurrentConfig("lstm", 2, 2, norm="layernorm", norm_site="readout").build().layers[0]
+    read.weights.load_state_dict(plain.weights.state_dict())
+    h, c = torch.zeros(1, 10), torch.randn(1, 10)
+    gates = torch.randn(1, 40)
+    assert torch.equal(read._lstm(gates, c)[1], plain._lstm(gates, c)[1])
+    assert not torch.equal(read._lstm(gates, c)[0], plain._lstm(gates, c)[0])
+    assert h.shape == (1, 10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(a=st.integers(0, 10_000), b=st.integers(0, 10_000))
+def test_the_gate_is_the_sign_of_the_difference(a: int, b: int) -> None:
+    if a + b == 0:
+        return
+    shares = torch.tensor([a, b], dtype=torch.float64) / (a + b)
+    projected = gate(shares, "projection_only")
+    torch.testing.assert_close(projected, torch.tensor([a - b, b - a], dtype=torch.float64) / (2 * (a + b)))
+    if a != b:
+        sign = math.copysign(1, a - b)
+        torch.testing.assert_close(gate(shares, "layernorm"), torch.tensor([sign, -sign], dtype=torch.float64))
+
+
+def test_gate_table() -> None:
+    table = gate_table().set_index(["norm", "length"])["output"]
+    # eps = 1e-5 against a variance of 1 / (4 t²): by hand at t = 5001
+    assert table["layernorm", 5001] == pytest.approx(1 / math.sqrt(1 + 4 * 5001**2 * 1e-5))
+    assert table["layernorm", 51] > 0.9
+    assert table["projection_only", 501] == pytest.approx(1 / 1002)
+    assert table["scaling_only", 501] == pytest.approx(1 / 501, rel=1e-3)
+    with pytest.raises(ValueError, match="lengths must be odd and positive, got 4"):
+        gate_table([4])
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: sample_prefixes("L5", 0, 1, torch.Generator()), "must be at least 1, got length=0, size=1"),
+    (lambda: sample_prefixes("L6", 5, 1, torch.Generator()), "unknown language 'L6': known ones are L5, anbnS, anbnaS"),
+    (lambda: counted_words(4, torch.tensor([1])), r"letters must be 2 \(a\^n b\^n\) or 3 \(a\^n b\^n c\^n\), got 4"),
+    (lambda: counted_words(2, torch.tensor([3, 0])), "n must be at least 1, got 0"),
+    (lambda: RecurrentConfig("elman", 2, 2), "unknown cell 'elman': known are lstm, gru"),
+    (lambda: RecurrentConfig("lstm", 2, 2, hidden=0), "hidden must be at least 1, got 0"),
+    (lambda: RecurrentConfig("lstm", 2, 2, norm="batch"), "unknown norm 'batch'"),
+    (lambda: RecurrentConfig("lstm", 2, 2, norm_site="door"), "unknown norm_site 'door': known are gates, readout"),
+])  # fmt: skip
+def test_bad_input(call: object, said: str) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_ordering_sentences() -> None:
+    rows = [("L5", m, "none", "none", "accuracy_64", mean) for m, mean in (("lstm", 0.9), ("qrnn", 0.95), ("gru", 1))]
+    summary = pd.DataFrame(rows, columns=[*counting.KEYS, "measure", "mean"])
+    summary = summary.merge(counting.published_table(), how="left", on=[*counting.KEYS, "measure"])
+    assert list(counting._ordering(summary)) == [
+        "L5, accuracy_64: 0 of 1 published orderings hold; inverted: lstm against qrnn."
+    ]
+
+
+def test_the_grid_has_what_must_be_shown() -> None:
+    cells = counting.grid(quick=False)
+    assert len(cells) == len(set(cells))
+    for task, model in counting.PUBLISHED:
+        assert counting.Cell(task, model) in cells
+    for cell in cells:
+        cell.spec()  # no cell that a model refuses
+    assert {c.norm for c in cells if c.model == "transformer"} == {
+        "layernorm",
+        "scaling_only",
+        "projection_only",
+        "none",
+    }
+
+
+def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = (
+        counting.Cell("L5", "lstm"), counting.Cell("L5", "qrnn x2"), counting.Cell("L5", "lstm", "layernorm", "state"),
+        counting.Cell("L5", "transformer", "none", "blocks"), counting.Cell("anbn", "gru"),
+    )  # fmt: skip
+    monkeypatch.setattr(counting, "grid", lambda quick: cells)
+    monkeypatch.setattr(counting, "EVALUATION_LABELS", 500)
+    monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
+    request = Request(out=tmp_path / "counting", seeds=(0, 1), quick=True, progress=False)
+    results = run("counting", request, command="ln-probe lab run counting", ln_probe_version="0")
+    table = results.summary.set_index(["task", "model", "norm", "measure"])
+    assert table.loc[("L5", "lstm", "none", "accuracy_512"), "published"] == pytest.approx(0.979)
+    assert np.isnan(table.loc[("L5", "lstm", "layernorm", "accuracy_512"), "published"])
+    assert table.loc[("anbn", "gru", "none", "exact_to"), "seeds"] == 2
+    assert any("lstm with layernorm on its state: accuracy_512" in sentence for sentence in results.conclusions)
+    assert {"gate.png", "lengths.png", "norms_over_lengths.png", "exact_to.png"} <= {
+        p.name for p in request.out.iterdir()
+    }
+    again = run("counting", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="",
+                ln_probe_version="0")  # fmt: skip
+    pd.testing.assert_frame_equal(again.summary, results.summary)
+
+
+def test_nothing_to_collect_yet(tmp_path: Path) -> None:
+    request = Request(out=tmp_path / "counting", seeds=(0,), quick=True, collect=True)
+    results = run("counting", request, command="", ln_probe_version="0")
+    assert results.summary.empty
+    assert list(results.figures) == ["gate"]
+
+
+@pytest.mark.slow
+def test_quick_shows_who_counts(tmp_path: Path) -> None:
+    request = Request(out=tmp_path / "counting", seeds=(0,), quick=True, progress=False)
+    results = run("counting", request, command="", ln_probe_version="0")
+    table = results.summary.set_index(["task", "model", "norm", "measure"])["mean"]
+    assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "qrnn", "none", "accuracy_512"] + 0.1
+    assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "lstm", "scaling_only", "accuracy_512"] + 0.1

@@ -1,0 +1,146 @@
+"""The depth experiment: words of L_k and their labels, the grid, hit rates, and a run from end to end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ln_probe.analyses.lab import depth
+from ln_probe.analyses.lab.block_languages import (
+    BOS,
+    IGNORED,
+    exact_match,
+    predicted_depth,
+    sample_block_words,
+)
+from ln_probe.analyses.lab.crasp import parse
+from ln_probe.analyses.lab.crasp_programs import block_symbol, last_block
+from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.training import TrainConfig
+
+
+@settings(max_examples=30, deadline=None)
+@given(k=st.integers(1, 6), extra=st.integers(0, 8), spread=st.integers(0, 6), seed=st.integers(0, 99))
+def test_samples_are_words_of_the_language_labelled_as_the_program_does(
+    k: int, extra: int, spread: int, seed: int
+) -> None:
+    low, high = k + extra, k + extra + spread
+    words = sample_block_words(k, (low, high), 20, torch.Generator().manual_seed(seed))
+    pattern = re.compile("".join(f"{block_symbol(block)}+" for block in range(1, k + 1)))
+    program = parse(last_block(k))
+    for tokens, labels in zip(words.tokens.tolist(), words.labels.tolist(), strict=True):
+        length = sum(label != IGNORED for label in labels)
+        assert low <= length <= high
+        assert tokens[0] == BOS
+        assert labels[0] == IGNORED
+        assert set(labels[1 + length :]) <= {IGNORED}
+        word = "".join(" ab"[t] for t in tokens[1 : 1 + length])
+        assert pattern.fullmatch(word), word
+        assert labels[1 : 1 + length] == [int(x) for x in program.run(word)]
+
+
+def test_places_of_change_and_lengths_are_uniform() -> None:
+    words = sample_block_words(2, (4, 5), 20_000, torch.Generator().manual_seed(0))
+    length = (words.labels != IGNORED).sum(1)
+    first_b = (words.labels == 1).float().argmax(1) - 1  # the letter that begins the last block, from 0
+    counts = pd.crosstab(length.numpy(), first_b.numpy()).to_numpy()
+    assert counts.shape == (2, 4)
+    expected = np.array([[1 / 3, 1 / 3, 1 / 3, 0], [1 / 4] * 4]) * 10_000
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(10_000 / 3)  # five standard deviations
+    assert counts[0, 3] == 0
+
+
+def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
+    labels = torch.tensor([[IGNORED, 0, 1, IGNORED], [IGNORED, 0, 1, 1]])
+    predicted = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]])
+    assert exact_match(predicted, labels).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("k", "lengths", "size", "said"), [
+    (0, (5, 9), 1, "k must be at least 1 block, got 0"),
+    (7, (6, 9), 1, "a word of 6 letters has no room for 7 blocks: give lengths from 7 on, or a smaller k"),
+    (1, (9, 5), 1, r"lengths must be a range \(low, high\) with 1 <= low <= high, got \(9, 5\)"),
+    (1, (0, 5), 1, r"lengths must be a range"),
+    (1, (2, 5), 0, "at least 1 word is needed, got size=0"),
+])  # fmt: skip
+def test_what_cannot_be_sampled(k: int, lengths: tuple[int, int], size: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sample_block_words(k, lengths, size, torch.Generator())
+
+
+def test_bad_cells_and_tasks() -> None:
+    with pytest.raises(ValueError, match="depth must be at least 1 layer, got 0"):
+        depth.Cell(0, 3)
+    with pytest.raises(ValueError, match="has no room for 52 blocks"):
+        depth.BlockTask(52)
+
+
+def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:
+    cells = depth.grid(quick=False)
+    assert len(cells) == len(set(cells)) == 2 * 3 * 2 * 4 + 4
+    for cell in cells:
+        assert (predicted_depth(cell.k) <= cell.depth) == (cell.k == cell.depth + 2)
+    assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
+    for cell in depth.grid(quick=True):
+        assert cell.spec().build().cfg.norm_final is None  # post-norm: the last block's own norm is the final one
+
+
+def test_hit_rates() -> None:
+    rows = [
+        (1, k, "layernorm", "post", "none", seed, depth.measure(lengths), value)
+        for k, seed, values in ((3, 0, (1, 1, 1, 0.99)), (3, 1, (1, 1, 1, 0.98)), (4, 0, (0.4, 0.3, 0.2, 0.1)))
+        for lengths, value in zip(depth.BINS, values, strict=True)
+    ]
+    table = pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
+    hits = depth.hit_rates(table).set_index("k")
+    assert hits[["predicted", "hits", "seeds"]].to_numpy().tolist() == [[True, 1, 2], [False, 0, 1]]
+    # Clopper-Pearson of 1 out of 2 by hand: 1 - (1 - p)^2 = 0.025 at the lower end, p^2 = ... by symmetry above
+    assert hits.loc[3, "low"] == pytest.approx(1 - np.sqrt(0.975), abs=1e-9)
+    assert hits.loc[3, "high"] == pytest.approx(np.sqrt(0.975), abs=1e-9)
+    (sentence,) = depth._conclusions(hits.reset_index())
+    assert "1 of 2 runs with k = depth + 2, 0 of 1 runs with k = depth + 3" in sentence
+
+
+def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = (depth.Cell(1, 3, "none"), depth.Cell(1, 4, "layernorm", "pre"))
+    monkeypatch.setattr(depth, "grid", lambda quick: cells)
+    monkeypatch.setattr(depth, "training", lambda quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
+    request = Request(out=tmp_path / "depth", seeds=(0, 1), quick=True, progress=False)
+    results = run("depth", request, command="ln-probe lab run depth", ln_probe_version="0")
+    assert results.diverged == ()
+    assert len(results.summary) == 2 * len(depth.BINS)
+    assert set(results.summary["predicted_depth"]) == {1, 2}
+    assert (results.summary["seeds"] == 2).all()
+    assert {"boundary.png", "lengths.png", "hits.csv", "hand_built.csv", "results.json"} <= {
+        p.name for p in request.out.iterdir()
+    }
+    again = run(
+        "depth", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="", ln_probe_version="0"
+    )
+    pd.testing.assert_frame_equal(again.summary, results.summary)
+
+
+def test_nothing_to_collect_yet(tmp_path: Path) -> None:
+    request = Request(out=tmp_path / "depth", seeds=(0,), quick=True, collect=True)
+    results = run("depth", request, command="", ln_probe_version="0")
+    assert results.summary.empty
+    assert not results.figures
+
+
+@pytest.mark.slow
+def test_quick_shows_the_boundary(tmp_path: Path) -> None:
+    results = run(
+        "depth",
+        Request(out=tmp_path / "depth", seeds=(0,), quick=True, progress=False),
+        command="",
+        ln_probe_version="0",
+    )
+    hits = results.tables["hits"]
+    assert (hits["hits"] == hits["predicted"]).all()
