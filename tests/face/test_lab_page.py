@@ -32,5 +32,5 @@ def test_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
 
 
 def test_nothing_to_show(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no results.json: run the experiment first"):
+    with pytest.raises(FileNotFoundError, match=r"holds no results\.json: run the experiment first"):
         write_lab_page(tmp_path)
