@@ -100,5 +100,5 @@ def test_the_maps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(maps["space"]) == {NORMAL, NORMALIZED, HEAD, "a head"}
     published = found.summary.dropna(subset="published").set_index(["space", "d"])
     assert published.loc[NORMAL, 3]["mean"] == published.loc[NORMAL, 3]["published"] == 1
-    assert found.conclusions[0].startswith("After LayerNorm no key of any draw is unselectable")
+    assert found.conclusions[0].startswith("After LayerNorm no key is unselectable: points of a sphere")
     assert list(found.figures) == ["maps"]
