@@ -246,6 +246,8 @@ def _against_heads(part: pd.DataFrame) -> Figure:
         ax.set(
             title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
         )
+        ax.set_xticks(list(best["heads"]), labels=list(best["heads"]))
+        ax.minorticks_off()
     figure.axes[0].legend(fontsize=7)
     return figure
 

@@ -346,8 +346,12 @@ def _figures(summary: pd.DataFrame, gate: pd.DataFrame) -> Iterator[tuple[str, F
     accuracy = summary[summary["measure"].str.startswith("accuracy_").astype(bool)]
     if len(plain := accuracy[accuracy["norm_site"] == "none"]):
         yield "lengths", _over_lengths(plain, ["model"])
-    if len(normed := accuracy[(accuracy["norm_site"] != "none")]):
-        yield "norms_over_lengths", _over_lengths(normed, ["model", "norm_site", "norm"])
+    normed = accuracy[accuracy["norm_site"] != "none"]
+    if len(normed):
+        compared = accuracy.merge(
+            normed[["task", "model"]].drop_duplicates()
+        )  # the plain cells of the same models, too
+        yield "norms_over_lengths", _over_lengths(compared, ["model", "norm", "norm_site"])
     if len(exact := summary[summary["measure"] == "exact_to"]):
         yield "exact_to", _exact_bars(exact)
 
@@ -367,6 +371,7 @@ def _over_lengths(part: pd.DataFrame, names: list[str]) -> Figure:
             ax.plot(line["length"], line["published"], color=f"C{number}", linestyle=":")
         ax.set(title=task, xscale="log", xlabel="length (trained at 64)", ylabel="accuracy; dotted: published")
         ax.set_xticks(sorted(set(cell["length"])), labels=sorted(set(cell["length"])))
+        ax.minorticks_off()
         ax.legend(fontsize=7)
     return figure
 

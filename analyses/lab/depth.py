@@ -261,6 +261,9 @@ def _heat_maps(summary: pd.DataFrame) -> Figure:
         part = far[(far["norm_order"] == order) & (far["norm"] == norm)].pivot(
             index="depth", columns="k", values="mean"
         )
+        if part.empty:
+            ax.set_axis_off()
+            continue
         image = ax.imshow(part.to_numpy(float), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for row, depth in enumerate(part.index):
             for column, k in enumerate(part.columns):

@@ -101,7 +101,7 @@ def nesting(node: Any) -> int:
     return max(parts, default=0) + (node[0] == "#")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(node=st.one_of(BOOLEANS, COUNTS), word=st.text(ALPHABET, min_size=1, max_size=7))
 def test_interpreter_by_definition(node: Any, word: str) -> None:
     program = parse(f"x := {render(node)}")

@@ -272,4 +272,3 @@ def test_quick_shows_who_counts(tmp_path: Path) -> None:
     results = run("counting", request, command="", ln_probe_version="0")
     table = results.summary.set_index(["task", "model", "norm", "measure"])["mean"]
     assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "qrnn", "none", "accuracy_512"] + 0.1
-    assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "lstm", "scaling_only", "accuracy_512"] + 0.1
