@@ -116,6 +116,11 @@ class LabConfig:
         assert self.d_head is not None
         return math.sqrt(self.d_head)
 
+    @property
+    def positional_embedding_type(self) -> str:
+        """How TransformerLens calls `positions`."""
+        return self.positions if self.positions in ("rotary", "alibi") else "standard"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

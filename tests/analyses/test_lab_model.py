@@ -195,5 +195,5 @@ def test_they_are_analyzed(options: dict[str, object]) -> None:
         assert in_heads == {0, 1}
     if "alibi" in options.values():
         assert in_heads == set()
-        assert any("attention pattern differs" in note for note in report.notes)
+        assert any("(ALiBi)" in note for note in report.notes)
     assert np.isfinite(table["norm_before_mean"]).all()
