@@ -97,25 +97,29 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (156 runs of 1-2 minutes)", quick_duration="2 minutes",
+        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (156 runs of 1-2 minutes)",
+        quick_duration="2 minutes",
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation",
         "relative attention on sums of inputs: trained error beside the least-squares optimum, with a norm and without",
         "Wang & E 2024, section 6",
-        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (282 runs of a minute)", quick_duration="2 minutes",
+        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (282 runs of a minute)",
+        quick_duration="2 minutes",
     ),
     "approximation_text": Experiment(
         "ln_probe.analyses.lab.approximation_text",
         "layers against heads, and attention with the dot product or without, on text",
         "Wang & E 2024, section 6 (1a and 3b)",
-        seeds=3, quick_seeds=1, duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)", quick_duration="1 minute", needs_text=True,
+        seeds=3, quick_seeds=1, duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)",
+        quick_duration="1 minute", needs_text=True,
     ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
-        seeds=3, quick_seeds=1, duration="about 5 hours with --jobs 2 (225 runs of 1-5 minutes)", quick_duration="2 minutes",
+        seeds=3, quick_seeds=1, duration="about 5 hours with --jobs 2 (225 runs of 1-5 minutes)",
+        quick_duration="2 minutes",
     ),
 }  # fmt: skip
 
