@@ -226,8 +226,13 @@ class Passes:
         return found.rows()
 
     def record(self, prompts: Sequence[Int[Tensor, pos]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
-        """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet."""
+        """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet.
+
+        Nothing, if no keys are asked for: the pass would cost as much as the statistics of the norms themselves.
+        """
         wanted = self.settings.layers
+        if not {"selectability", "uniformity"} & set(self.settings.probes):
+            return Exhibits()
         return recording.record(
             self.model, self.sites, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
             heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
