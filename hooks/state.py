@@ -64,10 +64,9 @@ def off_centre(weight: Float[Tensor, "*shape"], dim: int = -1) -> float:
     rows = weight.detach().movedim(dim, -1)
     rows = rows.reshape(-1, rows.shape[-1])
     largest = square = 0.0
-    for part in rows.split(_ROWS):
-        values = part.double()
-        largest = max(largest, float(values.mean(-1).abs().max()))
-        square += float(values.pow(2).sum())
+    for part in rows.split(_ROWS):  # (summed in float64 without a copy of the weights in it)
+        largest = max(largest, float(part.mean(-1, dtype=torch.float64).abs().max()))
+        square += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
     return largest / math.sqrt(square / rows.numel()) if square else 0.0
 
 
