@@ -144,10 +144,7 @@ class Worker:
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
-        first = tokens[0]
-        strings = [[first.names[i] for i in row.tolist()] for row in first.rows[:SAMPLED_PROMPTS]]
-        kept = passes.record(first.rows[:SAMPLED_PROMPTS], strings, count=prompts["count"])
-        exhibits, index = kept.plain()
+        exhibits, index = self._record(passes, tokens, len(given)).plain()
         info = {
             "exhibits": index,
             "constants": dict(found.constants), "unsupported": {str(k): v for k, v in found.unsupported.items()},
@@ -157,6 +154,18 @@ class Worker:
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         return Result(arrays, {"layernorms": found.layernorms}, info), prompts["tokens"]
+
+    def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
+        """What the report will show of the first prompts; the marks of their keys come when all are joined."""
+        rows: list[torch.Tensor] = []
+        strings: list[list[str]] = []
+        for shard in range(self.run.corpus.shards):
+            if len(rows) >= SAMPLED_PROMPTS:
+                break
+            held = tokens[shard]
+            rows += held.rows
+            strings += [[held.names[i] for i in row.tolist()] for row in held.rows]
+        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], count=count)
 
     def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, tokens = self._load(target), self._tokens
@@ -263,13 +272,10 @@ class Report:
             keys=keys,
             causal=effects,
             unembedding=pd.DataFrame(columns=list(unembedding.COLUMNS)) if last is None else last.table("unembedding"),
+            exhibits=marked(Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]), _blocks(shards)),
             provenance=provenance(source, base.info["prompts"], run.settings, made, base.info["d_model"])
             | {"request": request, "command": run.command},
             notes=(*made.notes, *causal_notes, *([] if last is None else last.info["notes"])),
-            exhibits=marked(
-                Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
-                _blocks(shards[:1]),  # recorded were the first prompts of the first shard
-            ),
         )
         folder = run.out / target.folder
         with store.storing(run.out):

@@ -41,7 +41,9 @@ def report(*args: object) -> tuple[int, str, str]:
 
 
 def tables(out: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
+    """The tables and what is kept for pictures."""
+    files = [*out.glob("*/*.parquet"), *out.glob("*/exhibits.npz")]
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(files)}
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +79,10 @@ def test_tables_are_those_of_analyze(whole: Path, lab_suite: list[Path], prompts
         torch.set_num_threads(threads)
     alone.save(tmp_path / "run-projection_only")
     expected = tables(tmp_path)
-    assert len(expected) == len(TABLES)
+    assert len(expected) == len(TABLES) + 1
     assert [n for n, content in expected.items() if tables(whole)[n] != content] == []
     made = ln_probe.load_report(whole / "run-projection_only")
+    assert (made.exhibits.attention[0].verdict < 4).all(), "the keys in the pictures are not marked"
     assert made.notes == alone.notes
     assert any("1 of 5 prompts were cut to 9 tokens" in note for note in made.notes)
     for part in ("model", "prompts", "arguments", "constants", "thresholds", "random_angle_deg", "versions"):
