@@ -3,19 +3,23 @@
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  mu = mean(x),  sigma = sqrt(mean((Px)²) + eps)
 
 (Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) Statistics are
-running sums in float64, a few positions at a time, so that a corpus costs no more memory than a forward pass.
+running sums in float64, a prompt at a time, so that a corpus costs no more memory than a forward pass.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.hooks.sites import Site
 
 COLUMNS = (
@@ -34,7 +38,6 @@ COLUMNS = (
 # for gain and bias where they are applied afterwards; so at most three times, and at the largest entry.
 RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_ROUNDINGS = 3
-_ROWS = 128  # positions at once: 0.8 MB in float64 at d 768, which stays in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +83,13 @@ class _Sums:
     """Count, sum and sum of squares of a few per-token numbers."""
 
     count: int = 0
-    first: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
-    second: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
+    first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
+    second: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
 
-    def add(self, values: Float[Tensor, "pos 6"]) -> None:
+    def add(self, values: Float[np.ndarray, "pos 6"]) -> None:
         self.count += len(values)
-        self.first = self.first + values.sum(0).cpu()
-        self.second = self.second + values.pow(2).sum(0).cpu()
+        self.first = self.first + values.sum(0)
+        self.second = self.second + np.square(values).sum(0)
 
     def mean(self, i: int) -> float:
         return float(self.first[i]) / self.count if self.count else math.nan
@@ -99,6 +102,50 @@ class _Sums:
         return math.sqrt(max(variance, 0.0)) / abs(self.mean(i))
 
 
+@compiled
+def _measure(
+    x: NDArray[Any], y: NDArray[Any], gain: NDArray[np.float64], bias: NDArray[np.float64], projects: bool,
+    scales: bool, eps: float, stretch: float, constant: float, out: NDArray[np.float64],
+) -> tuple[float, float]:  # fmt: skip
+    """Share, (angle), |x|, |y|, 1/sigma and sigma of each position into `out`; largest error and |entry| of y.
+
+    What `decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
+    """
+    n, d = x.shape
+    row = room(d)
+    error, largest = 0.0, 0.0
+    for i in range(n):
+        total, square = 0.0, 0.0
+        for j in range(d):
+            v = np.float64(x[i, j])
+            row[j] = v
+            total += v
+            square += v * v
+        mean = total / d
+        removed = mean if projects else 0.0
+        sigma = constant
+        if scales:
+            spread = 0.0
+            for j in range(d):
+                v = row[j] - removed
+                spread += v * v
+            sigma = math.sqrt(spread / d + eps) * stretch
+        made = 0.0
+        for j in range(d):
+            v = np.float64(y[i, j])
+            made += v * v
+            largest = max(largest, abs(v))
+            row[j] = abs((row[j] - removed) / sigma * gain[j] + bias[j] - v)
+        for j in range(d):
+            error = max(error, row[j])
+        out[i, 0] = d * mean * mean / max(square, 1e-300)
+        out[i, 2] = math.sqrt(square)
+        out[i, 3] = math.sqrt(made)
+        out[i, 4] = 1.0 / sigma
+        out[i, 5] = sigma
+    return error, largest
+
+
 class SiteStatistics:
     """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
 
@@ -108,42 +155,28 @@ class SiteStatistics:
         self.error, self.largest = 0.0, 0.0
         self.out_square, self.out_count = 0.0, 0
         self.dtype = torch.float64
+        gain = torch.ones(site.d) if site.gain is None else site.gain
+        bias = torch.zeros(site.d) if site.bias is None else site.bias
+        self._gain, self._bias = (t.detach().to("cpu", torch.float64).contiguous().numpy() for t in (gain, bias))
 
     def add(self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1) -> None:
         """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention."""
-        parts = zip(x.split(_ROWS), y.split(_ROWS), strict=True)
-        values = torch.cat([self._measure(some_x, some_y) for some_x, some_y in parts])
+        size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
+        before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
+        values = np.empty((len(before), 6))
+        site = self.site
+        stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
+        error, largest = _measure(
+            before, after, self._gain, self._bias, site.projects, site.scales, site.eps, stretch, site.constant_scale,
+            values,
+        )  # fmt: skip
+        self.error, self.largest = max(self.error, error), max(self.largest, largest)
+        self.out_square += float(np.square(values[:, 3]).sum())
+        values[:, 1] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, 0], 0, 1))))
         self.everywhere.add(values)
         self.tail.add(values[heads:])
         self.out_count += y.numel()
         self.dtype = y.dtype
-
-    def _measure(self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> Float[Tensor, "pos 6"]:
-        """share, angle, |x|, |y|, 1/sigma, sigma of each position. What `decompose` says, in one buffer."""
-        site = self.site
-        rows = x.to(torch.float64, copy=True)
-        mean, length = rows.mean(-1), torch.linalg.vector_norm(rows, dim=-1)
-        if site.projects:
-            rows -= mean[:, None]
-        if site.scales:
-            spread = torch.linalg.vector_norm(rows, dim=-1) if site.projects else length
-            sigma = (spread.pow(2) / site.d + site.eps).sqrt() * (math.sqrt(site.d) / site.radius)
-        else:
-            sigma = torch.full_like(length, site.constant_scale)
-        rows /= sigma[:, None]
-        if site.gain is not None:
-            rows *= site.gain.double()
-        if site.bias is not None:
-            rows += site.bias.double()
-        output = y.double()
-        out_length = torch.linalg.vector_norm(output, dim=-1)
-        rows -= output
-        self.error = max(self.error, float(torch.linalg.vector_norm(rows, ord=math.inf)))
-        self.largest = max(self.largest, float(torch.linalg.vector_norm(output, ord=math.inf)))
-        self.out_square += float(out_length.pow(2).sum())
-        share = site.d * mean.pow(2) / length.pow(2).clamp_min(1e-300)
-        angle = torch.rad2deg(torch.acos(share.clamp(0, 1).sqrt()))
-        return torch.stack([share, angle, length, out_length, 1.0 / sigma, sigma], dim=1)
 
     @property
     def out_rms(self) -> float:

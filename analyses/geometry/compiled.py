@@ -40,9 +40,10 @@ def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     try:
         made = numba.njit(function, cache=True, **_OPTIONS)
         # numba takes cached code for valid while the function's own file is unchanged, but it contains what
-        # the function calls in other files: any change in the folder makes it stale.
+        # the function calls in other files: any change in its folder, or in this one, makes it stale.
         index = cast("Any", made)._cache._cache_file
-        index._source_stamp = _sources(Path(function.__code__.co_filename).resolve().parent)
+        folders = {Path(file).resolve().parent for file in (function.__code__.co_filename, __file__)}
+        index._source_stamp = tuple(_sources(folder) for folder in sorted(folders))
     except (RuntimeError, AttributeError):  # "no locator available": no folder to write to; or another numba
         made = numba.njit(function, **_OPTIONS)
     return cast("Callable[_Args, _Result]", made)

@@ -124,5 +124,5 @@ def sha256_of_state(model: nn.Module) -> str:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
