@@ -29,6 +29,7 @@ from ln_probe.analyses.variants import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import MEAN_IGNORED
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 
@@ -39,6 +40,7 @@ class _Group:
 
     site: Site
     dim: int
+    no_op: str
     heads: tuple[int, ...]
     prompts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Selectability:
         if self.select:
             self._add_normalized(prompt, seen, outputs)
         if heads is not None:
-            self._add_heads(prompt, seen.site, outputs, heads)
+            self._add_heads(prompt, seen, outputs, heads)
 
     def rows(self) -> list[KeyRows]:
         """All that was measured, the prompts of a (layer, space, variant) side by side."""
@@ -88,7 +90,7 @@ class Selectability:
                 heads=group.heads,
                 dim=group.dim,
                 theorem=_theorem(group.site, space, variant),
-                no_op=no_op(group.site, variant),
+                no_op=group.no_op,
                 prompts=np.array(group.prompts, np.int64),
                 lengths=np.array(group.lengths, np.int64),
                 measures={m: np.concatenate(parts, axis=1) for m, parts in group.measures.items()},
@@ -98,9 +100,10 @@ class Selectability:
         ]
 
     def _group(
-        self, prompt: int, length: int, layer: int, site: Site, space: str, variant: str, dim: int, heads: Sequence[int]
-    ) -> _Group:
-        group = self._groups.setdefault((layer, space, variant), _Group(site, dim, tuple(heads)))
+        self, prompt: int, length: int, where: tuple[int, str, str], site: Site, dim: int, no_op: str,
+        heads: Sequence[int],
+    ) -> _Group:  # fmt: skip
+        group = self._groups.setdefault(where, _Group(site, dim, no_op, tuple(heads)))
         group.prompts.append(prompt)
         group.lengths.append(length)
         return group
@@ -110,13 +113,15 @@ class Selectability:
         dim = site.d - 1 if site.projects else site.d
         known: dict[str, KeyGeometry] = {}
         for variant, keys in outputs.items():
-            same = "intact" if no_op(site, variant) else variant
+            nothing = no_op(site, variant)
+            same = "intact" if nothing else variant
             if same not in known:
                 known[same] = key_geometry(keys.cpu().numpy()[None], causal=seen.causal)
-            group = self._group(prompt, len(seen.x), seen.layer, site, NORMALIZED, variant, dim, (-1,))
+            group = self._group(prompt, len(seen.x), (seen.layer, NORMALIZED, variant), site, dim, nothing, (-1,))
             self._keep(group, known[same], None)
 
-    def _add_heads(self, prompt: int, site: Site, outputs: dict[str, Tensor], heads: Heads) -> None:
+    def _add_heads(self, prompt: int, seen: AttentionInput, outputs: dict[str, Tensor], heads: Heads) -> None:
+        site = seen.site
         chosen = list(range(heads.n_heads)) if self.heads is None else [h for h in self.heads if h < heads.n_heads]
         y = site.affine(outputs["intact"])
         q, q_plain = heads.queries(y), heads.queries(y, rotate=False)
@@ -124,8 +129,10 @@ class Selectability:
         axes = None if ellipsoid is None else ellipsoid[1]
         query_set = None if ellipsoid is None else (ellipsoid[0][chosen].numpy(), ellipsoid[1][chosen].numpy())
         known: dict[str, tuple[KeyGeometry | None, Uniformity, np.ndarray, np.ndarray | None]] = {}
+        ignored = f"{site.kind}: {MEAN_IGNORED}" if heads.keys_ignore_mean(site, seen.y.dtype) else ""
         for variant, normalized in outputs.items():
-            same = "intact" if no_op(site, variant) else variant
+            nothing = no_op(site, variant) or (ignored if variant == "no_projection" else "")
+            same = "intact" if nothing else variant
             if same not in known:
                 k = heads.keys(site.affine(normalized))
                 uniform, weights = uniformity.measure(heads, site, q, k, axes, q_plain)
@@ -141,7 +148,9 @@ class Selectability:
                         observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
                 known[same] = geometry, uniform, weights[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
-            group = self._group(prompt, len(y), heads.layer, site, HEAD, variant, heads.W_K.shape[-1], chosen)
+            group = self._group(
+                prompt, len(y), (heads.layer, HEAD, variant), site, heads.W_K.shape[-1], nothing, chosen
+            )
             if self.uniform:
                 group.uniform.append(np.stack([getattr(uniform, name)[chosen].numpy() for name in UNIFORM], axis=-1))
             if geometry is not None:

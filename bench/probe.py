@@ -3,8 +3,10 @@
 Three models: GPT-2 small's shape with random weights, made so that scores deviate by about 2 nats (easy: keys behind a
 norm have equal lengths); the same with every token's keys stretched by a lognormal(1) factor, which no weights behind a
 norm could do, so it is done to the keys that ln_probe rebuilds; and the MGM checkpoint, if LN_PROBE_MGM names its
-folder. Of each: a bare forward pass, verdicts and bracketed margins of the intact variant, then everything `analyze`
-does. Each part runs in a process of its own, whose peak memory is reported beside that of the forward pass.
+folder. Of each: a bare forward pass; verdicts and bracketed margins of the intact variant; selectability as `analyze`
+measures it (both spaces, four variants, attainable attention, reachable and observed); then everything `analyze` does,
+the causal probe's many forward passes included. Each part runs in a process of its own, whose peak memory is reported
+beside that of the forward pass.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from ln_probe.hooks import attention
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
+from ln_probe.passes import PROBES
 
 TOKENS, THREADS, REPEATS = 512, 2, 5
-PARTS = ("forward", "intact", "whole")
+PARTS = ("forward", "intact", "selectability", "whole")
 MODELS = {"equal": "GPT-2 small's shape", "lognormal": "… keys × lognormal(1)", "mgm": "MGM"}
 
 
@@ -99,10 +102,11 @@ def part(name: str, kind: str) -> dict[str, float]:
     if name == "intact":
         key_geometry(torch.randn(2, 40, 64).numpy(), threads=THREADS)  # compile
         found |= intact(model, tokens)
-    elif name == "whole":
-        ln_probe.analyze(model, short[None], layers=[0], progress=False)  # compile
+    elif name != "forward":
+        probes = PROBES if name == "whole" else (name,)
+        ln_probe.analyze(model, short[None], probes=probes, layers=[0], progress=False)  # compile
         start = time.perf_counter()
-        report = ln_probe.analyze(model, tokens[None], progress=False)
+        report = ln_probe.analyze(model, tokens[None], probes=probes, progress=False)
         found["seconds"] = time.perf_counter() - start
         found["undecided"] = float(report.heads["undecided"].sum())
     return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

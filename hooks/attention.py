@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2.
@@ -109,6 +110,16 @@ class Heads:
         """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
         plain = self if rotate else replace(self, rotary=None)
         return plain._make(y, self.W_Q, self.b_Q, self.q_norm, torch.arange(len(y), device=y.device))
+
+    def keys_ignore_mean(self, site: Site, dtype: torch.dtype) -> bool:
+        """Whether W_K sends gain·1, what the norm `site` without projection adds to a vector, to nothing but rounding.
+
+        Folding a norm centres the weights that read it: then keys are the same with projection and without. `dtype`:
+        the model's format, whose rounding is meant.
+        """
+        gain = torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double()
+        shift = torch.einsum("d,hdk->hk", gain.to(self.W_K), self.W_K).norm()
+        return bool(shift <= ignored_below(dtype) * gain.norm() * self.W_K.norm() / math.sqrt(site.d))
 
     def query_ellipsoid(
         self, site: Site, position: int

@@ -17,6 +17,7 @@ from torch import Tensor
 from ln_probe.hooks.edits import Change, Edit, InterventionError, KeyEdit, LostEditError, installed
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, run, vocabulary_size
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import MEAN_IGNORED, ignored_below
 
 TOKENS = 4  # a row: enough for keys to matter, which they do not for a single token
 SITES_AT_ONCE = 30  # rows a pass: bounds its logits to 32·4·vocabulary
@@ -26,10 +27,6 @@ STRENGTH = 10.0
 # Rows that are not perturbed may differ by rounding (matrix products depend on the row's place): what counts as moved
 # is ten times what they differ by, and four units in the last place of the largest logit.
 NOISE_FACTOR, UNITS = 10.0, 4.0
-# A perturbation along the gain (a shifted mean) that moves logits this much less than noise of its size is ignored by
-# design: after folding in float32 the ratio is 1e-7 to 1e-6, in a raw model 0.1 to 10; 16-bit weights are centred to
-# about 1e-3.
-IGNORED, IGNORED_HALF = 1e-4, 1e-2
 
 
 def prove(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> None:
@@ -62,7 +59,7 @@ def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
     """
     found = {}
     sites = [s for s in sites if s.projects]
-    limit = IGNORED if _dtype(model) in (torch.float32, torch.float64) else IGNORED_HALF
+    limit = ignored_below(_dtype(model))
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
             some = sites[at : at + SITES_AT_ONCE]
@@ -75,9 +72,7 @@ def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
             )
             for row, site in enumerate(some, start=1):
                 if float(shift[row]) <= limit * float(noise[row]):
-                    found[site.name] = (
-                        "what reads it ignores the mean (its weights are centred, as folding the norm into them does)"
-                    )
+                    found[site.name] = MEAN_IGNORED
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 _READ_BYTES = 1 << 22  # 4 MiB at a time: a checkpoint of any size is hashed in constant memory
@@ -26,7 +28,8 @@ class ModelSource:
         revision: the revision asked for (hub models and lab runs).
         commit: the hub's commit the revision stood for.
         weights_sha256: SHA-256 of the weight file; of several files, the SHA-256 of the lines that
-            ``sha256sum`` prints for them in order of name; of a model not loaded by us, over its state dict.
+            ``sha256sum`` prints for them in order of name; of a model not loaded by us, of its state
+            dict (`sha256_of_state`).
         architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
         world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
         dtype: the format of the weights in memory, ``float32`` and so on.
@@ -115,14 +118,24 @@ def sha256_of_file(file: Path) -> str:
 
 
 def sha256_of_state(model: nn.Module) -> str:
-    """SHA-256 over the state dict: name, dtype, shape and bytes of each tensor, in order of name."""
+    """SHA-256 of a line per tensor of the state dict, in order of name: name, dtype, shape, SHA-256 of its bytes.
+
+    Tensors are hashed side by side, for hashing hundreds of megabytes takes as long as a forward pass.
+    """
     import torch
 
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    tensors = [(n, t) for n, t in sorted(model.state_dict().items()) if isinstance(t, torch.Tensor)]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = pool.map(_sha256_of_tensor, [tensor for _, tensor in tensors])
+        lines = [
+            f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n"
+            for (name, tensor), digest in zip(tensors, digests, strict=True)
+        ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _sha256_of_tensor(tensor: torch.Tensor) -> str:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

@@ -186,3 +186,20 @@ def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
     assert report.heads.query("space == 'normalized'")["margin_median"].notna().all()
     assert head["keys"].eq(24).all()
     assert (head.query("variant == 'no_scaling'")["no_op"] == "projection_only: it does not scale").all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_a_folded_model_ignore_the_mean(dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+    """`fold_ln` centres W_K: a head's keys are then the same without projection, which is no finding. The normalized
+    vectors do change, and so do the keys of a raw model."""
+    raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
+    folded.enable_compatibility_mode(
+        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        fold_value_biases=False,
+    )  # fmt: skip
+    for model, expected in ((raw, False), (folded, True)):
+        report = ln_probe.analyze(model.to(dtype), TOKENS[None], probes=["selectability"], progress=False)
+        rows = report.heads[report.heads["variant"] == "no_projection"].groupby("space")["no_op"]
+        assert set(rows.get_group("normalized")) == {""}
+        said = rows.get_group("head").str.contains("what reads it ignores the mean")
+        assert said.all() if expected else not said.any()
