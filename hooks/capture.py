@@ -84,7 +84,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return found
 
 
-def _return_free_memory() -> None:
+def return_free_memory() -> None:
     """Give memory that glibc's allocator holds for later back to the system; nothing on other systems.
 
     What a layer's measures allocate and free would otherwise pile up over the layers, beside the forward pass's own
@@ -158,10 +158,10 @@ def stream(
             if seen is None or on_attention is None or "hook_pattern" not in seen.tensors:
                 return
             t = seen.tensors
-            _return_free_memory()
+            return_free_memory()
             cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
             on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, before[layer]))
-            _return_free_memory()
+            return_free_memory()
 
         return hook
 
@@ -182,5 +182,4 @@ def stream(
                         put(child, keep(layer, name))
                 put(attn, attention_hook(layer, attn))
         run(model, tokens[None])
-    if on_attention is not None:
-        _return_free_memory()
+    return_free_memory()
