@@ -125,6 +125,7 @@ def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes]], tmp_
     assert tables(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_killed_driver_takes_its_workers_along(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> None:
     batch, expected = whole
     process = batch.start(tmp_path / "out")
@@ -139,6 +140,7 @@ def test_a_killed_driver_takes_its_workers_along(whole: tuple[Batch, dict[str, b
     assert tables(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_full_disk(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> None:
     """Files may not grow past 4 kB: the results of units do. What is there stays whole, and the run goes on later."""
     batch, expected = whole
@@ -157,7 +159,7 @@ def test_a_full_disk(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> N
 def test_twenty_kills(lab_suite: list[Path], shared: Path, tmp_path: Path) -> None:
     """Ten checkpoints in three shards each: two lab runs at four steps, and two real ones."""
     real = [shared / "checkpoints" / "capp_gpt", Path("lm-layernorm")]
-    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all", *SHORT)
+    batch = Batch(tmp_path, [*lab_suite, *real], "--checkpoints", "all", "--layers", "1")
     start = time.monotonic()
     code, said = batch.finish(tmp_path / "whole")
     took = time.monotonic() - start
