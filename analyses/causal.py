@@ -33,7 +33,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.uniformity import entropy_ratio
-from ln_probe.hooks.capture import return_free_memory
 from ln_probe.hooks.edits import Change, LostEditError, installed
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
@@ -235,7 +234,6 @@ class Causal:
 
     def _logits(self, tokens: Int[Tensor, pos]) -> Float[Tensor, "pos vocab"]:
         logits: Tensor = run(self.model, tokens[None], return_type="logits")[0].detach()
-        return_free_memory()
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
     @contextmanager

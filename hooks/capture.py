@@ -182,4 +182,5 @@ def stream(
                         put(child, keep(layer, name))
                 put(attn, attention_hook(layer, attn))
         run(model, tokens[None])
-    return_free_memory()
+    if on_attention is not None:
+        return_free_memory()

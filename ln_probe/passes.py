@@ -24,7 +24,7 @@ from ln_probe.analyses.key_tables import KeyRows
 from ln_probe.analyses.selectability import Selectability
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
 from ln_probe.hooks.model import HookedModel, n_layers, read_unembedding
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.loading.pretrained import NO_HEAD
@@ -179,6 +179,7 @@ class Passes:
                 self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )  # fmt: skip
+        return_free_memory()
         return Calibration(
             layernorms=decomposition.table(
                 [s for s in statistics if "decomposition" in self.settings.probes and self._wanted(s.site)]
@@ -206,6 +207,7 @@ class Passes:
             meaningless=next((n for n in notes if n.startswith(NO_HEAD)), ""),
         )
         found = [effects.measure(number, row) for number, row in self._bar("without terms", prompts)]
+        return_free_memory()
         every = pd.concat(found, ignore_index=True) if found else None
         return Measured(keys, every, tuple(effects.notes()))
 
