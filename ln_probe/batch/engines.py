@@ -87,8 +87,10 @@ class LocalEngine:
         return ended
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            for process in list((pool._processes or {}).values()):
+        busy = set(self._running.values())
+        for worker, pool in self._pools.items():
+            # Idle ones end by themselves, and free what they hold: terminated, they would leave semaphores behind.
+            for process in list((pool._processes or {}).values()) if worker in busy else ():
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
         self._pools.clear()
