@@ -53,6 +53,7 @@ class KeyGeometry:
         attainable: the largest softmax weight that a query of the set was found to give each key;
             `attainable_upper` is what no query of the set exceeds: at most 0.01 more, except for a few keys
             where scores differ by many hundreds of nats. NaN without a query set.
+        attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight; None without a query set.
         first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t
             (equal keys count as one, so a duplicate is not inside), -1 if never; None unless asked for with
             `causal`.
@@ -66,6 +67,7 @@ class KeyGeometry:
     margin_upper: Float64[np.ndarray, "*batch key"]
     attainable: Float64[np.ndarray, "*batch key"]
     attainable_upper: Float64[np.ndarray, "*batch key"]
+    attainable_at: Float64[np.ndarray, "*batch key r"] | None
     first_unselectable_at: Int64[np.ndarray, "*batch key"] | None
     representative: Int64[np.ndarray, "*batch key"]
     margin_unit: Literal["nats", "rms"]
@@ -256,6 +258,7 @@ def key_geometry(
         attainable_upper=shaped(
             [nothing[b] if f.attainable is None else f.attainable.upper for b, f in enumerate(found)]
         ),
+        attainable_at=shaped([f.attainable.point for f in found if f.attainable is not None]) if ellipsoids else None,
         first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
         representative=shaped([f.sets.representative for f in found]),
         margin_unit="rms" if ellipsoids is None else "nats",

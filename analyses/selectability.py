@@ -145,7 +145,8 @@ class Selectability:
                     )
                     if query_set is not None and heads.layer in self.radii:
                         rho = self.radii[heads.layer][chosen][:, None, None]
-                        observed, _ = attainable_attention(keys, (query_set[0], query_set[1] * rho))
+                        smaller = query_set[0], query_set[1] * rho
+                        observed, _ = attainable_attention(keys, smaller, starts=geometry.attainable_at)
                 known[same] = geometry, uniform, weights[chosen].numpy(), observed
             geometry, uniform, most, observed = known[same]
             group = self._group(

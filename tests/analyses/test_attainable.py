@@ -191,3 +191,21 @@ def test_attention_alone_is_that_of_the_geometry():
     tight, above = attainable_attention(keys, queries, bias, gap=1e-6)
     assert (above - tight <= 1e-6).all()
     assert (tight >= weight - 1e-9).all()
+
+
+def test_attainable_at_is_the_query_and_a_good_place_to_start_from():
+    rng = np.random.default_rng(4)
+    keys = rng.standard_normal((3, 40, 5)) * rng.lognormal(size=(3, 40, 1))
+    center, axes = rng.standard_normal((3, 5)), rng.standard_normal((3, 5, 4))
+    geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
+    assert (np.linalg.norm(geometry.attainable_at, axis=-1) <= 1 + 1e-12).all()
+    for b in range(3):
+        paid = weights(keys[b], center[b] + geometry.attainable_at[b] @ axes[b].T)
+        np.testing.assert_allclose(paid.diagonal(), geometry.attainable[b], rtol=1e-9)
+    cold, cold_upper = attainable_attention(keys, (center, axes / 2))
+    warm, warm_upper = attainable_attention(keys, (center, axes / 2), starts=geometry.attainable_at)
+    assert (warm_upper - warm <= WEIGHT_GAP).all()
+    assert ((warm <= cold_upper + 1e-12) & (cold <= warm_upper + 1e-12)).all()  # both are certified
+    one = attainable_attention(keys[0], (center[0], axes[0] / 2), starts=geometry.attainable_at[0])
+    np.testing.assert_array_equal(one[0], warm[0])
+    assert ln_probe.key_geometry(keys).attainable_at is None
