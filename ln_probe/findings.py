@@ -72,7 +72,8 @@ def _causal(effects: pd.DataFrame) -> list[str]:
                 continue
             if math.isnan(row["delta_loss"]):  # the notes say why
                 continue
-            text = f"without {name} by {row['delta_loss']:+.2g} nats per token"
+            change = float(row["delta_loss"])
+            text = f"without {name} by {f'{change:+.2g}' if abs(change) >= 1e-3 else 'less than 0.001'} nats per token"
             if not math.isnan(row["delta_loss_low"]):
                 text += f" (95 % interval {row['delta_loss_low']:+.2g} to {row['delta_loss_high']:+.2g})"
             parts.append(text + _kept(row))
