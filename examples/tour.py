@@ -107,7 +107,7 @@ found.certify()
 # ## Keep it, open it, compare it
 #
 # `save` writes parquet tables, `report.json` with where everything came from, and `report.html`: one file that opens
-# offline. Here the second bundled model, which was trained without scaling before attention, stands beside the first.
+# offline. Here another bundled model, which was trained without scaling before attention, stands beside the first.
 
 # %%
 import tempfile

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.models import bundled_folder
 
 NAMES = ln_probe.bundled_models()
 
 
-def test_the_pair_is_there() -> None:
-    assert {"lm-layernorm", "lm-projection_only"} <= set(NAMES)
+def test_there_is_one_of_every_norm() -> None:
+    assert set(NAMES) == {f"lm-{kind}" for kind in NORM_KINDS}
+    assert sum(f.stat().st_size for n in NAMES for f in bundled_folder(n).iterdir()) < 8_000_000
 
 
 @pytest.mark.parametrize("name", NAMES)
