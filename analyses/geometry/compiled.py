@@ -22,7 +22,7 @@ _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 # had met first. In a process that compiled them these were the functions' own (optimized apart from their caller,
 # rounding otherwise), in one that read them from the cache the caller's: the same keys gave attainable weights that
 # differed in the 12th digit. Inlined, there is nothing left to choose.
-_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy", "forceinline": True}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 # Arrays that compiled loops write stand this many numbers away from all others in memory: more than one step of an
 # unrolled loop on 512-bit registers. Before it writes, such a loop checks how far apart its arrays lie and takes a
@@ -37,15 +37,25 @@ def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     The machine code is cached beside the module, or in numba's own folder (`NUMBA_CACHE_DIR`) if that one is
     read-only; where neither can be written it is compiled anew in every process, which costs some seconds.
     """
+    return _compile(function, fastmath=_FAST_MATH)
+
+
+def compiled_in_order(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """The same without reordered sums or fused products: it rounds alike wherever its arrays lie."""
+    return _compile(function)
+
+
+def _compile(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
+    options |= _OPTIONS
     try:
-        made = numba.njit(function, cache=True, **_OPTIONS)
+        made = numba.njit(function, cache=True, **options)
         # numba takes cached code for valid while the function's own file is unchanged, but it contains what
         # the function calls in other files: any change in its folder, or in this one, makes it stale.
         index = cast("Any", made)._cache._cache_file
         folders = {Path(file).resolve().parent for file in (function.__code__.co_filename, __file__)}
         index._source_stamp = tuple(_sources(folder) for folder in sorted(folders))
     except (RuntimeError, AttributeError):  # "no locator available": no folder to write to; or another numba
-        made = numba.njit(function, **_OPTIONS)
+        made = numba.njit(function, **options)
     return cast("Callable[_Args, _Result]", made)
 
 

@@ -97,12 +97,14 @@ class Norm(nn.Module):
     def scales(self) -> bool:
         return self.kind in SCALES
 
-    def _hooked(self) -> bool:
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody listens at one of its hook points."""
         return bool(self.hook_scale._forward_hooks or self.hook_normalized._forward_hooks)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         shrink = self.radius / math.sqrt(self.d_model)
-        if self.kind == "layernorm" and shrink == 1.0 and not self._hooked():
+        if self.kind == "layernorm" and shrink == 1.0 and not self.hooked:
             return F.layer_norm(x, (self.d_model,), self.w, self.b, self.eps)  # the same, fused
         if self.projects:
             x = x - x.mean(-1, keepdim=True)

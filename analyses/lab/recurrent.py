@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.recurrent_steps import CELL_NUMBERS, SITE_NUMBERS, NormSwitch, normed_recurrence
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn+")
 NORM_SITES = ("gates", "readout", "state")
@@ -128,7 +129,11 @@ _FUSED: dict[str, Callable[..., nn.RNNBase]] = {
 
 
 class NormedLayer(nn.Module):
-    """One LSTM, GRU or Elman layer. The weights are torch's; without a norm its fused kernel runs them."""
+    """One LSTM, GRU or Elman layer. The weights are torch's; without a norm its fused kernel runs them.
+
+    With a norm, compiled loops do (`recurrent_steps`): four to six times faster than `unfused`, which runs on other
+    devices and where somebody hooks the norm inside.
+    """
 
     def __init__(self, cfg: RecurrentConfig, width: int, window: int) -> None:
         super().__init__()
@@ -145,18 +150,22 @@ class NormedLayer(nn.Module):
         if self.cfg.norm == "none":
             out: Tensor = self.weights(x)[0]
             return out
-        return self.unfused(x)
+        norm = cast("Norm", self.norm_recurrent or self.norm_state)
+        if norm.hooked or x.device.type != "cpu":
+            return self.unfused(x)
+        _, w_hh, _, b_hh = self._tensors()
+        gain = x.new_ones(norm.d_model) if norm.w is None else norm.w
+        bias = x.new_zeros(norm.d_model) if norm.b is None else norm.b
+        constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
+        switch = NormSwitch(SITE_NUMBERS[self.cfg.norm_site], norm.projects, norm.scales, norm.eps, constant)
+        return normed_recurrence(CELL_NUMBERS[self.cfg.cell], switch, self._inputs(x), w_hh, b_hh, gain, bias)
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         """The same recurrence, step by step, with the norm in its place."""
-        w_ih, w_hh, b_ih, b_hh = self._tensors()
-        inputs = F.linear(x, w_ih)
-        if self.norm_input is not None:
-            inputs = self.norm_input(inputs)
-        inputs = inputs + b_ih
+        _, w_hh, _, b_hh = self._tensors()
         h = c = x.new_zeros(x.shape[0], self.cfg.hidden)
         outputs = []
-        for i in inputs.unbind(1):
+        for i in self._inputs(x).unbind(1):
             r = F.linear(h, w_hh)
             if self.norm_recurrent is not None:
                 r = self.norm_recurrent(r)
@@ -169,6 +178,14 @@ class NormedLayer(nn.Module):
                 h = self._state(torch.tanh(i + r) if self.cfg.cell == "rnn_tanh" else torch.relu(i + r))
             outputs.append(h)
         return torch.stack(outputs, dim=1)
+
+    def _inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
+        """What the inputs give to the gates: W_ih x, normed if the norm stands there, and b_ih."""
+        w_ih, _, b_ih, _ = self._tensors()
+        inputs = F.linear(x, w_ih)
+        if self.norm_input is not None:
+            inputs = self.norm_input(inputs)
+        return inputs + b_ih
 
     def _tensors(self) -> list[Tensor]:
         """W_ih, W_hh, b_ih, b_hh."""

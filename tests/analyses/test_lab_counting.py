@@ -114,6 +114,35 @@ def test_step_by_step_is_torchs_kernel(cell: str) -> None:
     torch.testing.assert_close(layer.unfused(x), layer(x), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "scaling_only", "projection_only"])
+@pytest.mark.parametrize(
+    ("cell", "site"),
+    [(c, s) for c in ("lstm", "gru", "rnn_tanh", "rnn_relu") for s in NORM_SITES if s != "readout" or c == "lstm"],
+)
+def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm: str) -> None:
+    torch.manual_seed(0)
+    layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    x = torch.randn(5, 7, 4, dtype=torch.float64, requires_grad=True)
+    seen = torch.randn(5, 7, 10, dtype=torch.float64)
+    both = [
+        (out, torch.autograd.grad((out * seen).sum(), [x, *layer.parameters()])) for out in (layer(x), layer.unfused(x))
+    ]
+    torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-10)
+
+
+def test_hooks_inside_a_recurrence_see_every_step() -> None:
+    torch.manual_seed(0)
+    layer = RecurrentConfig("lstm", 3, 2, norm="layernorm", norm_site="state").build().layers[0]
+    x, seen = torch.randn(5, 7, 4), []
+    before = layer(x)
+    layer.norm_state.hook_scale.add_hook(lambda scale, hook: seen.append(scale.shape))
+    torch.testing.assert_close(layer(x), before)
+    assert seen == [(5, 1)] * 7
+
+
 def test_qrnn_by_definition() -> None:
     torch.manual_seed(0)
     model = RecurrentConfig("qrnn", 2, 2).build().double()
