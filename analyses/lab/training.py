@@ -19,12 +19,14 @@ import hashlib
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ METRICS_FILE = "metrics.jsonl"
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
 DIVERGED_FILE = "diverged.json"
+LOCK_FILE = ".lock"  # held while somebody trains
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 
@@ -222,12 +225,22 @@ def train(
     after that step, ready to go on.
 
     Raises:
-        FileExistsError: `out` holds something that is not this run.
+        FileExistsError: `out` holds something that is not this run, or another process trains it now.
         ValueError: its saved state is truncated, corrupt or of another model.
         DivergedError: the loss became NaN or infinite, now or in an earlier call (what was saved before stays).
     """
     out = Path(out)
     _claim(out, _identity(task, spec, training))
+    try:
+        with nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0):
+            return _train(task, spec, training, out, until, progress)
+    except Timeout:
+        raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
+
+
+def _train(
+    task: Task, spec: ModelSpec, training: TrainConfig, out: Path, until: int | None, progress: bool
+) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
         raise DivergedError(json.loads((out / DIVERGED_FILE).read_text())["message"])
     torch.manual_seed(training.seed)

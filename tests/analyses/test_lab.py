@@ -157,6 +157,25 @@ def test_another_run_is_not_overwritten(task: TextTask, tmp_path: Path) -> None:
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
+def test_two_do_not_train_one_run(task: TextTask, tmp_path: Path) -> None:
+    met: list[str] = []
+
+    class Intruding(TextTask):
+        def __init__(self) -> None:
+            self.__dict__.update(vars(task))
+
+        def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
+            with pytest.raises(FileExistsError, match="is being trained by another process: wait for it") as error:
+                train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
+            met.append(str(error.value))
+            return super().evaluate(model)
+
+    train(Intruding(), CONFIG, SHORT, tmp_path / "run", progress=False)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert met
+    assert len(rows) == len(met)
+
+
 def test_a_loss_that_is_not_a_number_stops_and_keeps_what_was(task: TextTask, tmp_path: Path) -> None:
     wild = TrainConfig(**{**vars(SHORT), "lr": 1e18, "warmup": 1, "clip": 0.0})
     with pytest.raises(DivergedError, match=r"the loss is (nan|inf) at step \d+ \(seed 0\)"):
