@@ -1,4 +1,4 @@
-"""A recurrent layer with a norm inside, there and back, in compiled loops; `recurrent.NormedLayer` by another way.
+"""A recurrent layer, with or without a norm inside, there and back in compiled loops.
 
 Torch's fused recurrences have no place for a norm, and step by step autograd spends its time between kernels. Here all
 steps of a batch run in one loop, in float64, with the derivatives written out:
@@ -21,10 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses.geometry.compiled import compiled_in_order
+from ln_probe.analyses.lab.norms import Norm
 
 LSTM, GRU, TANH, RELU = range(4)
 CELL_NUMBERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
-GATES, READOUT, STATE = range(3)
+GATES, READOUT, STATE, NOWHERE = range(4)
 SITE_NUMBERS = {"gates": GATES, "readout": READOUT, "state": STATE}
 
 
@@ -39,7 +40,15 @@ class NormSwitch:
     constant: float
 
 
-def normed_recurrence(
+NO_NORM = NormSwitch(NOWHERE, projects=False, scales=False, eps=0.0, constant=1.0)
+
+
+def switch_of(norm: Norm, site: str) -> NormSwitch:
+    constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
+    return NormSwitch(SITE_NUMBERS[site], norm.projects, norm.scales, norm.eps, constant)
+
+
+def recurrence(
     cell: int,
     norm: NormSwitch,
     inputs: Float[Tensor, "batch pos gate"],
@@ -52,10 +61,10 @@ def normed_recurrence(
 
     Args:
         cell: one of CELL_NUMBERS.
-        norm: which norm stands where.
+        norm: which norm stands where, or NO_NORM.
         inputs: W_ih x (normed, if its norm stands before the gates) + b_ih.
         w_hh, b_hh: the recurrent weights, in torch's order of the gates.
-        gain, bias: of the norm; ones and zeros where it has none. `size` is "gate" before the gates, else "hidden".
+        gain, bias: of the norm; ones and zeros where it has none. `size`: "gate" before the gates, else "hidden".
     """
     out: Tensor = _Recurrence.apply(cell, norm, inputs, w_hh, b_hh, gain, bias)  # type: ignore[no-untyped-call]
     return out
@@ -157,7 +166,7 @@ def _forward(
     active = np.empty((steps, gates, examples))
     recurrent = np.zeros((steps, gates, examples))
     squashed = np.empty((steps, H, examples))
-    normalized = np.empty((steps, gain.shape[0], examples))
+    normalized = np.zeros((steps, gain.shape[0], examples))
     factor = np.empty((steps, examples))
     for t in range(steps):
         r, a, h = recurrent[t], active[t], hidden[t + 1]
