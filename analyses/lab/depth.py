@@ -302,6 +302,8 @@ def _length_curves(summary: pd.DataFrame) -> Figure:
             ylim=(0, 1.05),
         )
     figure.axes[0].legend(fontsize=7)
+    for unused in figure.axes[len(squares) :]:
+        unused.set_axis_off()
     return figure
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
+from markupsafe import Markup
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.render.page import environment
+from ln_probe.render.payload import own_script, policy
+from ln_probe.render.tables import table
 
 PAGE_FILE = "page.html"
-TABLE_ROWS = 400  # a longer table is cut, and the page says so; summary.csv has all of it
+FIRST = 12  # findings that stand open
+_ABOUT = (
+    "Means over seeds with 95 % intervals (empty with one seed) and the published figure where there is one. "
+    "Click a column's name to sort; summary.csv, beside this page, holds all digits."
+)
 
 
 def write_lab_page(folder: Path) -> Path:
@@ -26,23 +32,34 @@ def write_lab_page(folder: Path) -> Path:
     if not (folder / "results.json").exists():
         raise FileNotFoundError(f"{folder} holds no results.json: run the experiment first")
     about = json.loads((folder / "results.json").read_text())
-    summary = pd.read_csv(folder / "summary.csv")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ln_probe.render", "."), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    page = environment.get_template("lab.html").render(
-        about=about,
-        pictures=[(name, base64.b64encode((folder / name).read_bytes()).decode()) for name in about["figures"]],
-        columns=list(summary.columns),
-        rows=[[_cell(value) for value in row] for row in summary.head(TABLE_ROWS).itertuples(index=False)],
-        cut=max(0, len(summary) - TABLE_ROWS),
-        settings=json.dumps(about["settings"], indent=1),
+    summary = pd.read_csv(folder / "summary.csv", keep_default_na=False, na_values=[""])
+    script = own_script("unpack.js", "page.js")
+    page = (
+        environment()
+        .get_template("lab.html")
+        .render(
+            about=about,
+            first=FIRST,
+            facts=_facts(about),
+            pictures=[_picture(folder / name) for name in about["figures"]],
+            table=table("summary", "Means and 95 % intervals over seeds", _ABOUT, summary),
+            settings=json.dumps(about["settings"], indent=1),
+            policy=policy(script),
+            script=Markup(script),
+        )
     )
     write_atomically(folder / PAGE_FILE, page.encode())
     return folder / PAGE_FILE
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{value:.4g}"
-    return str(value)
+def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return [("Command", about["command"]), ("Versions", versions), ("Time of this call", f"{about['seconds']} s")]
+
+
+def _picture(file: Path) -> dict[str, str]:
+    return {
+        "id": file.stem.replace("_", "-"),
+        "title": file.stem.replace("_", " ").capitalize(),
+        "content": base64.b64encode(file.read_bytes()).decode(),
+    }

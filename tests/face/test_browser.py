@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import ln_probe
+from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.render import attention as frames
 from ln_probe.render import page as pages
 from ln_probe.render.index import IndexEntry, index_page
+from ln_probe.render.lab_page import write_lab_page
 from ln_probe.render.payload import own_script
 from ln_probe.render.text import disarmed, shortened, visible
 from ln_probe.report import Report
@@ -337,3 +341,23 @@ def test_hostile_names_in_indexes_and_comparisons(
     opened.quiet()
     cell = ln_probe.compare(dirty, hostile[: len(dirty)])._repr_html_()
     visit(f"<!DOCTYPE html><meta charset='utf-8'><body>{cell}</body>").quiet()
+
+
+def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Path) -> None:
+    figure = Figure(figsize=(1, 1))
+    figure.subplots().plot([0, 1])
+    values = pd.DataFrame({"norm": ["none", "layernorm", "</td><script>fired()</script>"], "seed": 0})
+    results = Results(
+        summarize(values.assign(value=[0.2, 0.1, 0.3]), ["norm"]), figures={"curve": figure},
+        conclusions=("<script>fired()</script>",), settings={"steps": 7},
+    )  # fmt: skip
+    write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
+    opened = visit(write_lab_page(tmp_path).read_text())
+    page = opened.page
+    page.locator("#table-summary button", has_text="Download CSV").wait_for()
+    assert page.locator("img").evaluate("image => image.naturalWidth") > 50
+    page.locator("#table-summary th button", has_text="mean").click()
+    assert page.locator("#table-summary tbody td:first-child").all_inner_texts() == [
+        "layernorm", "none", "</td><script>fired()</script>",
+    ]  # fmt: skip
+    opened.quiet()
