@@ -15,7 +15,7 @@ import pandas as pd
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, curves, train_all
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.text import TextTask
 from ln_probe.analyses.lab.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.training import TrainConfig
@@ -60,7 +60,7 @@ def training(quick: bool, seed: int) -> TrainConfig:
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and compare held-out losses."""
-    task = TextTask(request.texts, D_VOCAB, N_CTX)
+    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = [
         Run(
             keys={key: getattr(cell, key) for key in KEYS},
@@ -74,7 +74,7 @@ def run(request: Request) -> Results:
         for seed in request.seeds
         for cell in grid(request.quick)
     ]
-    diverged = () if request.collect else train_all(runs, jobs=request.jobs, progress=request.progress)
+    carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"] == "valid_loss"]
     summary = summarize(table.drop(columns="step"), [*KEYS, "measure"])
@@ -87,7 +87,7 @@ def run(request: Request) -> Results:
             "training": vars(training(request.quick, 0)), "seeds": len(request.seeds), "text": task.identity,
             "published": PUBLISHED,
         },
-        diverged=diverged,
+        diverged=tuple(diverged(runs).values()),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from ln_probe.analyses.lab.majority_gate import gate_table
 from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, curves, train_all
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig, step_generator
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def planned(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it), show the gate, and say what each norm term does to counting."""
     runs = planned(request)
-    diverged = () if request.collect else train_all(runs, jobs=request.jobs, progress=request.progress)
+    carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
     summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], published_table())
@@ -288,7 +288,7 @@ def run(request: Request) -> Results:
             "max_trained_n": MAX_TRAINED_N, "seeds": len(request.seeds),
             "training": {c.task: vars(training(c, request.quick, 0)) for c in grid(request.quick)},
         },
-        diverged=diverged,
+        diverged=tuple(diverged(runs).values()),
     )  # fmt: skip
 
 
@@ -308,14 +308,13 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
         rows = part.to_dict("records")
         pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :] if a["published"] != b["published"]]
-        inverted = [
-            f"{a['model']} against {b['model']}"
-            for a, b in pairs
-            if (a["mean"] - b["mean"]) * (a["published"] - b["published"]) < 0
-        ]
+        ways = [(a["mean"] - b["mean"]) * (a["published"] - b["published"]) for a, b in pairs]
         if pairs:
-            held = f"{len(pairs) - len(inverted)} of {len(pairs)} published orderings hold"
-            yield f"{task}, {measure}: {held}" + (f"; inverted: {', '.join(inverted)}." if inverted else ".")
+            said = f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold"
+            for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
+                names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
+                said += f"; {word}: {', '.join(names)}" if names else ""
+            yield f"{task}, {measure}: {said}."
 
 
 def _effects(summary: pd.DataFrame) -> Iterator[str]:

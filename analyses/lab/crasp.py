@@ -19,7 +19,7 @@ Yang & Chiang 2024, "Counting Like Transformers", section 4).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -98,6 +98,9 @@ _IN_WORDS = {
 }
 
 
+LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
+
+
 class CRaspError(ValueError):
     """A program that is not C-RASP; `line` and `column` (from 1) say where, `expected` what could stand there."""
 
@@ -112,13 +115,17 @@ class CRaspError(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """One node: its kind, its depth and how to compute its values from a word's symbols [pos]."""
+    """One node: its kind, its depth and how to compute its values from a word's symbols [pos].
+
+    `growth` bounds a count: at most so much per letter of the word, up or down.
+    """
 
     kind: Kind
     depth: int
     evaluate: Callable[[_Word], Values] = field(repr=False)
     line: int = 0
     column: int = 0
+    growth: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,13 +170,16 @@ class Program:
 
     def run(self, word: Sequence[str]) -> Values:
         """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos]."""
-        return _Word(word).value(self.output)
+        running = _Word(word)
+        for definition in self.definitions:  # in their order: none then has to wait for another
+            running.value(definition)
+        return running.value(self.output)
 
     def trace(self, word: Sequence[str]) -> pd.DataFrame:
-        """Every definition (columns) at every position (rows)."""
+        """Every definition (columns) at every position (rows, named by their symbols)."""
         running = _Word(word)
-        columns = {"symbol": list(word)} | {d.name: running.value(d) for d in self.definitions}
-        return pd.DataFrame(columns)
+        columns = {d.name: running.value(d) for d in self.definitions}
+        return pd.DataFrame(columns, index=pd.Index(list(word), name="symbol"))
 
     def accepts(self, word: Sequence[str]) -> bool:
         """Whether the output holds at the last position.
@@ -215,7 +225,7 @@ def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
     line, column = error.line, error.column
     expected: set[str] = set()
     if isinstance(error, UnexpectedCharacters):
-        expected = set(error.allowed or ())
+        expected = _acceptable(source[: error.pos_in_stream])
         problem = f"unexpected {error.char!r}"
     elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
         expected = set(getattr(error, "accepts", None) or error.expected)
@@ -227,6 +237,13 @@ def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
         expected = set(error.accepts or error.expected)
         problem = f"unexpected {str(error.token)!r}"
     return CRaspError(source, line, column, problem, _in_words(expected))
+
+
+def _acceptable(source: str) -> set[str]:
+    """What could follow a beginning of a program; not all that the lexer would read there could."""
+    parser = _parser().parse_interactive(source)
+    parser.exhaust_lexer()
+    return {str(name) for name in parser.accepts()}  # type: ignore[no-untyped-call]
 
 
 def _in_words(terminals: set[str]) -> str:
@@ -260,6 +277,13 @@ class _Builder(Transformer[Token, Any]):
     def _refuse(self, token: Token, problem: str, expected: str) -> CRaspError:
         return CRaspError(self.source, token.line or 0, token.column or 0, problem, expected)
 
+    def _bounded(self, made: Expression, growth: int) -> Expression:
+        """A count that reaches `growth` per letter; CRaspError if 64 bits could not hold it."""
+        if growth >= LARGEST:
+            problem = f"this may reach {growth} per letter of a word"
+            raise CRaspError(self.source, made.line, made.column, problem, f"less than {LARGEST}, to stay in 64 bits")
+        return replace(made, growth=growth)
+
     def program(self, parts: list[Definition]) -> tuple[Definition, ...]:
         return tuple(parts)
 
@@ -269,6 +293,8 @@ class _Builder(Transformer[Token, Any]):
             raise self._refuse(name, f"{str(name)!r} is already defined", "a new name")
         if name in _RESERVED:
             raise self._refuse(name, f"{str(name)!r} is a word of the language", "another name")
+        if name.startswith("Q_"):
+            raise self._refuse(name, f"{str(name)!r} stands for a symbol", "a name that does not begin with Q_")
         definition = Definition(str(name), expression)
         self.defined[definition.name] = definition
         return definition
@@ -280,7 +306,9 @@ class _Builder(Transformer[Token, Any]):
             raise self._refuse(token, f"{str(token)!r} is not defined", f"a name defined above ({known}) or Q_{token}")
         definition = self.defined[token]
         inner = definition.expression
-        return Expression(inner.kind, inner.depth, lambda w: w.value(definition), token.line or 0, token.column or 0)
+        return replace(
+            inner, evaluate=lambda w: w.value(definition), line=token.line or 0, column=token.column or 0
+        )  # as deep and as large as what it stands for
 
     def symbol(self, parts: list[Token]) -> Expression:
         (token,) = parts
@@ -293,12 +321,14 @@ class _Builder(Transformer[Token, Any]):
 
     def integer(self, parts: list[Token]) -> Expression:
         (token,) = parts
-        return _at(token, "count", 0, lambda w: np.full(len(w), int(token), dtype=np.int64))
+        number = int(token)
+        return self._bounded(_at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64)), number)
 
     def count(self, parts: list[Any]) -> Expression:
         token, inner = parts
         self._need("Boolean", inner)
-        return _at(token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64))
+        counted = _at(token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64))
+        return self._bounded(counted, 1)
 
     def negate(self, parts: list[Any]) -> Expression:
         token, inner = parts
@@ -319,35 +349,40 @@ class _Builder(Transformer[Token, Any]):
     def arithmetic(self, parts: list[Any]) -> Expression:
         left, operator, right = parts
         self._need("count", left, right)
-        return _join("count", left, right, np.add if operator == "+" else np.subtract)
+        joined = _join("count", left, right, np.add if operator == "+" else np.subtract)
+        return self._bounded(joined, left.growth + right.growth)
 
     def multiple(self, parts: list[Any]) -> Expression:
         factor, _, inner = parts
         self._need("count", inner)
-        return _at(factor, "count", inner.depth, lambda w: int(factor) * inner.evaluate(w))
+        number = int(factor)
+        multiplied = _at(factor, "count", inner.depth, lambda w: number * inner.evaluate(w))
+        return self._bounded(multiplied, number * inner.growth)
 
     def minus(self, parts: list[Any]) -> Expression:
         token, inner = parts
         self._need("count", inner)
-        return _at(token, "count", inner.depth, lambda w: -inner.evaluate(w))
+        return self._bounded(_at(token, "count", inner.depth, lambda w: -inner.evaluate(w)), inner.growth)
 
     def extreme(self, parts: list[Any]) -> Expression:
         which, left, right = parts
         self._need("count", left, right)
-        return _join("count", left, right, np.minimum if which == "min" else np.maximum)
+        joined = _join("count", left, right, np.minimum if which == "min" else np.maximum)
+        return self._bounded(joined, max(left.growth, right.growth))
 
     def conditional(self, parts: list[Any]) -> Expression:
         test, yes, no = parts
         self._need("Boolean", test)
         self._need("count", yes, no)
         depth = max(test.depth, yes.depth, no.depth)
-        return Expression(
+        chosen = Expression(
             "count",
             depth,
             lambda w: np.where(test.evaluate(w), yes.evaluate(w), no.evaluate(w)),
             test.line,
             test.column,
         )
+        return self._bounded(chosen, max(yes.growth, no.growth))
 
 
 def _at(token: Token, kind: Kind, depth: int, evaluate: Callable[[_Word], Values]) -> Expression:

@@ -33,7 +33,7 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import LEVEL, Results, summarize
-from ln_probe.analyses.lab.runs import Run, curves, train_all
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 
 if TYPE_CHECKING:
@@ -176,10 +176,12 @@ def planned(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and say where the boundary lies under each norm."""
     runs = planned(request)
-    diverged = () if request.collect else train_all(runs, jobs=request.jobs, progress=request.progress)
+    carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].isin([measure(b) for b in BINS])]
-    hits, hand_built = hit_rates(table), compare_table()
+    lost = diverged(runs)
+    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
+    hits, hand_built = hit_rates(table, failed), compare_table()
     summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], published_table())
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return Results(
@@ -192,7 +194,7 @@ def run(request: Request) -> Results:
             "training": vars(training(request.quick, 0)), "seeds": len(request.seeds),
             "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512",
         },
-        diverged=diverged,
+        diverged=tuple(lost.values()),
     )  # fmt: skip
 
 
@@ -206,13 +208,21 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
-def hit_rates(table: pd.DataFrame) -> pd.DataFrame:
+def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
 
-    Columns: KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
+    Args:
+        table: exact match: KEYS, `seed`, `value`.
+        failed: KEYS and `seed` of runs that diverged: they did not generalize.
+
+    Returns:
+        KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
     """
     rows = []
-    per_seed = table.assign(hit=table["value"] >= HIT).groupby([*KEYS, "seed"], sort=False)["hit"].all()
+    told = table.assign(hit=table["value"] >= HIT)
+    if failed is not None and len(failed):
+        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
+    per_seed = told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
     for key, hit in per_seed.groupby(list(KEYS), sort=False):
         interval = stats.binomtest(int(hit.sum()), len(hit)).proportion_ci(LEVEL)
         cell = cast("tuple[Any, ...]", key)

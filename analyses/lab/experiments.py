@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results
@@ -182,13 +182,17 @@ def _claim(name: str, request: Request) -> None:
             held = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+        if not isinstance(held, dict):
+            raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
         if held != wanted:
             raise FileExistsError(
                 f"{request.out} holds another experiment ({_describe(held)}; this is {_describe(wanted)}): choose "
                 "another --out or delete it"
             )
         return
-    if request.out.exists() and any(request.out.iterdir()):
+    if request.out.exists() and not request.out.is_dir():
+        raise FileExistsError(f"{request.out} is a file: choose another --out")
+    if request.out.exists() and any(p.suffix != PARTIAL for p in request.out.iterdir()):
         raise FileExistsError(f"{request.out} is not empty and holds no experiment: choose another --out")
     write_atomically(path, (json.dumps(wanted) + "\n").encode())
 

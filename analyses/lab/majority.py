@@ -24,7 +24,7 @@ from ln_probe.analyses.lab.bags.loss import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.majority_data import MajoritySize, make_data
 from ln_probe.analyses.lab.model import Attention, LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.runs import Run, train_all
+from ln_probe.analyses.lab.runs import Run, carry_out, train_all
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MajorityTask:
 
     def __init__(self, seed: int, size: MajoritySize | None = None, *, reduced: bool = True) -> None:
         self.seed, self.size, self.reduced = seed, size or MajoritySize(), reduced
-        self._order: tuple[int, Int64[np.ndarray, " example"]] | None = None
+        self._order: tuple[tuple[int, int], Int64[np.ndarray, " example"]] | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -81,9 +81,9 @@ class MajorityTask:
         """Batches of a shuffled epoch; the last of an epoch is what is left over."""
         train = self.data[0]
         epoch, place = divmod(step, self.steps_per_epoch(size))
-        if self._order is None or self._order[0] != epoch:
+        if self._order is None or self._order[0] != (epoch, seed):
             shuffled = torch.randperm(len(train.chosen), generator=step_generator(seed, epoch)).numpy()
-            self._order = epoch, train.chosen[shuffled]
+            self._order = (epoch, seed), train.chosen[shuffled]
         return Bags(train.counts, train.label, self._order[1][place * size : (place + 1) * size])
 
     def loss(self, model: nn.Module, batch: Bags) -> Float[Tensor, ""]:
@@ -204,8 +204,7 @@ def run(request: Request) -> Results:
     from ln_probe.analyses.lab.majority_findings import findings
 
     runs = make_runs(request)
-    diverged: tuple[str, ...] = ()
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
-        diverged = train_all(runs, jobs=request.jobs, progress=request.progress)
-    return findings(runs, diverged)
+    carry_out(runs, request)
+    return findings(runs)

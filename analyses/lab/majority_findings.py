@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ import pandas as pd
 
 from ln_probe.analyses.lab.majority import STEPS_SHOWN, query_angles
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, curves
-from ln_probe.analyses.lab.training import checkpoint_path, load_run
+from ln_probe.analyses.lab.run_folder import checkpoint_path
+from ln_probe.analyses.lab.runs import Run, curves, diverged
+from ln_probe.analyses.lab.training import load_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,26 +52,27 @@ _MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cell
 KEYS = ["norm", "radius", "step", "measure"]
 
 
-def findings(runs: Sequence[Run], diverged: tuple[str, ...] = ()) -> Results:
+def findings(runs: Sequence[Run]) -> Results:
     """Tables, plots and sentences from what the runs have reached."""
     table = curves(runs)
     if table.empty:
         raise ValueError("no run has been evaluated yet: leave out --collect to train")
     table = table[table["measure"].isin(MEASURES)].reset_index(drop=True)
     steps = [s for s in STEPS_SHOWN if s in set(table["step"])]
-    shown = pd.concat([_start(runs), table[table["step"].isin(steps)], _steps_to(table)], ignore_index=True)
+    times = _times(table)
+    shown = pd.concat([_start(runs), table[table["step"].isin(steps)], _all_reached(times)], ignore_index=True)
     summary = summarize(shown, KEYS, PUBLISHED)
     contrasts = _contrasts(table[table["step"].isin(steps)])
     return Results(
         summary=summary,
-        tables={"contrasts": contrasts, "curves": table},
+        tables={"contrasts": contrasts, "curves": table, "steps_to": times},
         figures={"curves": _plot(table)},
-        conclusions=tuple(_sentences(contrasts, summary, steps)),
+        conclusions=(*_sentences(contrasts, summary, steps), *_speed(times)),
         settings={"training": {k: v for k, v in vars(runs[0].training).items() if k != "seed"},
                   "model": {k: v for k, v in runs[0].spec.to_dict().items() if k not in ("norm", "radius")},
                   "data": {k: v for k, v in runs[0].task.identity.items() if k != "seed"},
                   "seeds": sorted({int(seed) for seed in table["seed"]})},
-        diverged=diverged,
+        diverged=tuple(diverged(runs).values()),
     )  # fmt: skip
 
 
@@ -85,23 +87,51 @@ def _start(runs: Iterable[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _steps_to(table: pd.DataFrame) -> pd.DataFrame:
-    """Steps to a training loss (interpolated between evaluations), and how many times those of `WITH`, by seed."""
+def _times(table: pd.DataFrame) -> pd.DataFrame:
+    """Steps of every run to a training loss, and how many times those of `WITH` with the same seed.
+
+    Columns: norm, radius, seed, level, `steps` (interpolated between evaluations), `reached`, `times` (NaN if `WITH`
+    has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
+    """
     rows = []
     losses = table[table["measure"] == "train_loss"]
     for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
         run = run.sort_values("step")
         for level in LEVELS:
-            rows.append((norm, radius, seed, level, _first_below(run["step"], run["value"], level)))
-    found = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "value"])
-    with_projection = (found["norm"] == WITH[0]) & (found["radius"] == WITH[1])
-    reference = found[with_projection].rename(columns={"value": "reference"})[["seed", "level", "reference"]]
+            steps = _first_below(run["step"], run["value"], level)
+            reached = not math.isnan(steps)
+            rows.append((norm, radius, seed, level, steps if reached else float(run["step"].iloc[-1]), reached))
+    found = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
+    first = found[(found["norm"] == WITH[0]) & (found["radius"] == WITH[1]) & found["reached"]]
+    reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
     times = found.merge(reference, on=["seed", "level"], how="left")
-    times = times.assign(value=times["value"] / times["reference"]).drop(columns="reference")
-    found["measure"] = [f"steps_to_{level:g}" for level in found["level"]]
-    times["measure"] = [f"times_the_steps_to_{level:g}" for level in times["level"]]
-    both = pd.concat([found, times], ignore_index=True).assign(step=WHENEVER)
-    return both[["norm", "radius", "seed", "step", "measure", "value"]]
+    return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
+
+
+def _all_reached(times: pd.DataFrame) -> pd.DataFrame:
+    """`_times` in long form, of the cells whose seeds have all come there: of the others a mean would be too small."""
+    complete = times[times.groupby(["norm", "radius", "level"])["reached"].transform("all")]
+    parts = []
+    for column, name in (("steps", "steps_to"), ("times", "times_the_steps_to")):
+        measure = [f"{name}_{level:g}" for level in complete["level"]]
+        parts.append(complete.assign(value=complete[column], measure=measure, step=WHENEVER))
+    return pd.concat(parts, ignore_index=True)[["norm", "radius", "seed", "step", "measure", "value"]]
+
+
+def _speed(times: pd.DataFrame) -> Iterator[str]:
+    """How many times LayerNorm's steps the others take: medians, which slow seeds cannot make smaller."""
+    for level in LEVELS[:2]:
+        for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
+            cell = times[(times["norm"] == norm) & (times["radius"] == radius) & (times["level"] == level)]
+            cell = cell.dropna(subset="times")
+            if cell.empty:
+                continue
+            median, most = cell["times"].median(), cell["times"].where(cell["reached"], np.inf).median()
+            bound = "" if median == most else "at least "
+            yield (
+                f"To a training loss of {level:g}, {norm} at radius {radius} takes {bound}{median:.2f} times the "
+                f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there)."
+            )
 
 
 def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
@@ -186,13 +216,6 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
     ]
     if told:
         found.append(f"Angle of queries to the ones-vector at step {max(steps)}: {'; '.join(told)}.")
-    for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
-        times = _estimate(summary, norm=norm, radius=radius, measure="times_the_steps_to_0.4")
-        if times is not None:
-            found.append(
-                f"To a training loss of 0.4, {norm} at radius {radius} takes {times} times the steps of LayerNorm "
-                f"(seeds that got there: {times.seeds})."
-            )
     return [verdict, *found] if verdict else found
 
 

@@ -23,9 +23,10 @@ from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.hull import key_geometry
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, curves, train_all
+from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, read_metrics
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.text import TextTask
-from ln_probe.analyses.lab.training import LAB_FILE, TrainConfig, checkpoint_steps, load_run, read_metrics
+from ln_probe.analyses.lab.training import TrainConfig, load_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,8 +118,8 @@ def run_full(request: Request) -> Results:
 
 def _run(request: Request, size: Size) -> Results:
     runs = make_runs(request, size)
-    diverged = () if request.collect else train_all(runs, jobs=request.jobs, progress=request.progress)
-    return findings(runs, diverged)
+    carry_out(runs, request)
+    return findings(runs)
 
 
 # ------------------------------------------------------------------------------------------------------- measurement
@@ -154,7 +155,7 @@ def measure(run: Run) -> pd.DataFrame:
     return pd.concat(rows, ignore_index=True)
 
 
-def findings(runs: Sequence[Run], diverged: tuple[str, ...] = ()) -> Results:
+def findings(runs: Sequence[Run]) -> Results:
     """Tables, plots and sentences from what the runs have reached."""
     started = [run for run in runs if (run.folder / LAB_FILE).exists() and checkpoint_steps(run.folder)]
     if not started:
@@ -177,7 +178,7 @@ def findings(runs: Sequence[Run], diverged: tuple[str, ...] = ()) -> Results:
         figures={"unselectable": _plot(summary)},
         conclusions=tuple(_sentences(summary)),
         settings=_settings(started),
-        diverged=diverged,
+        diverged=tuple(diverged(runs).values()),
     )
 
 

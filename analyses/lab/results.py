@@ -89,7 +89,8 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
 def write_results(
     results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
 ) -> None:
-    """Write every table and figure into `out`, `results.json` last."""
+    """Write every table and figure into `out`, `results.json` last; what only an earlier call wrote is removed."""
+    before = _written(out)
     write_atomically(out / SUMMARY_FILE, results.summary.to_csv(index=False, float_format="%.6g").encode())
     tables = [SUMMARY_FILE]
     for name, table in results.tables.items():
@@ -117,3 +118,14 @@ def write_results(
         "figures": [f"{name}.png" for name in results.figures],
     }
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
+    for name in before - _written(out):
+        (out / name).unlink(missing_ok=True)
+
+
+def _written(out: Path) -> set[str]:
+    """Files that the results in a folder name."""
+    try:
+        about = json.loads((out / RESULTS_FILE).read_text())
+        return {Path(name).name for name in (*about["tables"], *about["figures"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, read_metrics, train
+from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics
+from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
+from ln_probe.analyses.worker import follow_parent
+
+if TYPE_CHECKING:
+    from ln_probe.analyses.lab.experiments import Request
 
 
 @dataclass(frozen=True)
@@ -41,40 +49,68 @@ class Run:
         return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
 
 
-def train_all(
-    runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True
-) -> tuple[str, ...]:
-    """Train what is not finished yet, `jobs` at a time in processes of their own, and name the runs that diverged.
+def carry_out(runs: Sequence[Run], request: Request) -> None:
+    """Train what is not finished yet, or (`request.collect`) only make sure that what there is belongs to these runs.
 
-    With `until`, every run stops after that step, ready to go on.
+    Raises:
+        FileExistsError: a run's folder holds another run.
+        ValueError: as `train_all`.
+    """
+    if request.collect:
+        for run in runs:
+            check_run(run.task, run.spec, run.training, run.folder)
+    else:
+        train_all(runs, jobs=request.jobs, progress=request.progress)
+
+
+def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True) -> None:
+    """Train what is not finished yet, `jobs` at a time in processes of their own; runs that diverge are left as such.
+
+    With `until`, every run stops after that step, ready to go on. Ctrl-C, or a run that cannot go on, stops all: what
+    they have saved stays.
 
     Raises:
         ValueError: jobs below 1.
+        FileExistsError, ValueError: of the first run that `train` refuses.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    diverged: dict[str, str] = {}
     if jobs == 1:
         for i, run in enumerate(runs):
             if progress:
                 tqdm.write(f"[{i + 1}/{len(runs)}] {run.name}")
-            diverged |= _one(run, until, progress)
-        return tuple(diverged.values())
+            _one(run, until, progress)
+        return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
+    try:
         waiting = [pool.submit(_one, run, until, False) for run in runs]
         for done in tqdm(as_completed(waiting), total=len(waiting), disable=not progress, unit="run"):
-            diverged |= done.result()
-    return tuple(diverged[run.name] for run in runs if run.name in diverged)
+            done.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.terminate()
+        raise
+    pool.shutdown()
 
 
-def _one(run: Run, until: int | None, progress: bool) -> dict[str, str]:
-    try:
+def _begin(threads: int) -> None:
+    follow_parent()
+    torch.set_num_threads(threads)
+
+
+def _one(run: Run, until: int | None, progress: bool) -> None:
+    with suppress(DivergedError):  # which has left its mark
         train(run.task, run.spec, run.training, run.folder, until=until, progress=progress)
-    except DivergedError as error:
-        return {run.name: f"{run.name}: {error}"}
-    return {}
+
+
+def diverged(runs: Sequence[Run]) -> dict[str, str]:
+    """What is known of the runs whose loss stopped being a number, by the run's name."""
+    marks = ((run.name, run.folder / DIVERGED_FILE) for run in runs)
+    return {name: f"{name}: {json.loads(mark.read_text())['message']}" for name, mark in marks if mark.exists()}
 
 
 def curves(runs: Sequence[Run]) -> pd.DataFrame:

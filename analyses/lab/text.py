@@ -57,7 +57,10 @@ class TextTask:
             if not file.is_file():
                 raise FileNotFoundError(f"no text file {file}")
             raw = file.read_bytes()
-            texts.append(raw.decode("utf-8", errors="replace"))
+            try:
+                texts.append(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text ({error}): convert it first, e.g. with iconv") from error
             self._files.append({"name": file.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
         cuts = [int(len(t) * (1 - VALID_SHARE)) for t in texts]
         if tokenizer is None:

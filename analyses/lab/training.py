@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import pandas as pd
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -35,13 +34,20 @@ from tqdm.auto import tqdm
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.run_folder import (
+    DIVERGED_FILE,
+    LAB_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    MODEL_FILE,
+    STATE_FILE,
+    check,
+    checkpoint_path,
+    claim,
+    metric_rows,
+    weights_of,
+)
 
-LAB_FILE = "lab.json"
-METRICS_FILE = "metrics.jsonl"
-MODEL_FILE = "model.safetensors"
-STATE_FILE = "state.safetensors"
-DIVERGED_FILE = "diverged.json"
-LOCK_FILE = ".lock"  # held while somebody trains
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 
@@ -156,24 +162,10 @@ def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, 
     return plain
 
 
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    """Make `out` this run's folder, or raise if it holds something else."""
-    path = out / LAB_FILE
-    if path.exists():
-        try:
-            held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): delete {out} or choose another folder") from error
-        wrong = sorted(k for k in {*identity, *held} if held.get(k) != identity.get(k))
-        if wrong:
-            raise FileExistsError(
-                f"{out} holds another run (its {', '.join(wrong)} differ): choose another folder or delete it"
-            )
-        return
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
+def check_run(task: Task, spec: ModelSpec, training: TrainConfig, out: Path) -> None:
+    """Raise FileExistsError if `out` holds a run that is not this one (ValueError: nobody can say); none is fine."""
+    if (out / LAB_FILE).exists():
+        check(out, _identity(task, spec, training))
 
 
 def _pack(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> dict[str, Tensor]:
@@ -230,7 +222,7 @@ def train(
         DivergedError: the loss became NaN or infinite, now or in an earlier call (what was saved before stays).
     """
     out = Path(out)
-    _claim(out, _identity(task, spec, training))
+    claim(out, _identity(task, spec, training))
     try:
         with nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0):
             return _train(task, spec, training, out, until, progress)
@@ -263,7 +255,7 @@ def _train(
     task.write_files(out)
     (out / "checkpoints").mkdir(exist_ok=True)
     metrics = out / METRICS_FILE
-    rows = [row for row in _rows(metrics) if row["step"] <= start]  # what came after the state is done again
+    rows = [row for row in metric_rows(metrics) if row["step"] <= start]  # what came after the state is done again
     write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
     began = time.perf_counter() - counters["seconds"]
     stop = training.steps if until is None else max(start, min(until, training.steps))
@@ -317,41 +309,6 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
         {"params": vectors, "weight_decay": 0.0},
     ]
     return kind([group for group in groups if group["params"]], betas=training.betas)
-
-
-def _rows(metrics: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file; half a line at its end (a run that was killed) is left out."""
-    rows = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
-def read_metrics(run: Path) -> pd.DataFrame:
-    """A row per evaluation of a run: `step`, `train_loss` (mean since the row before), the task's own, `seconds`."""
-    return pd.DataFrame(_rows(run / METRICS_FILE))
-
-
-def checkpoint_path(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:07d}.safetensors"
-
-
-def checkpoint_steps(run: Path) -> list[int]:
-    """Steps whose model a run's folder holds, ascending."""
-    return sorted(int(p.stem.split("-")[1]) for p in (run / "checkpoints").glob("step-*.safetensors"))
-
-
-def weights_of(run: Path, step: int | None = None) -> Path:
-    """The file of the model kept at `step`, or of the final one; FileNotFoundError (says which there are) if none."""
-    weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
-    if not weights.exists():
-        steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
-        what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(f"{run} holds {what}; steps it has: {steps}")
-    return weights
 
 
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from ln_probe.analyses.worker import follow_parent
 from ln_probe.batch.plan import Run, Unit
 from ln_probe.batch.suite import Target
 
@@ -149,19 +147,10 @@ _worker: Worker | None = None  # of this process
 def _begin(run: Run, processors: int) -> None:
     """What a worker process does first."""
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's affair
-    threading.Thread(target=_end_with_driver, daemon=True).start()
+    follow_parent()
     from ln_probe.batch.work import Worker
 
     _worker = Worker(run, processors)
-
-
-def _end_with_driver() -> None:
-    """End this process when its parent does, however that ends: the parent holds the other end of a pipe."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _do(target: Target, unit: Unit) -> Outcome:

@@ -122,7 +122,7 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
     subfolders = _step_folders(path)
     kind = "folder" if subfolders else kind_of(name, path)
     if kind == "lab":
-        from ln_probe.analyses.lab.training import checkpoint_steps
+        from ln_probe.analyses.lab.run_folder import checkpoint_steps
 
         wanted = checkpoint_steps(path) if steps is None else steps
         return [(name, f"step{step}") for step in wanted] or [(name, None)]
@@ -177,7 +177,7 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
         repository = hub.official_name(name, also=tuple(bundled_models()))
         return f"{repository}@{hub.commit(repository, revision=revision)}", 0
     if kind in ("lab", "bundled"):
-        from ln_probe.analyses.lab.training import weights_of
+        from ln_probe.analyses.lab.run_folder import weights_of
 
         folder = path if kind == "lab" else bundled_folder(name)
         weights = weights_of(folder, _lab_step(revision))

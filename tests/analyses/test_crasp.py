@@ -117,7 +117,8 @@ def test_names_precedence_comments_and_line_ends() -> None:
         out := not B or Q_a and B ? 1 : B and Q_b ? 2 : 3
     """)
     trace = program.trace("aab")
-    assert list(trace.columns) == ["symbol", "A", "B", "out"]
+    assert list(trace.columns) == ["A", "B", "out"]
+    assert list(trace.index) == ["a", "a", "b"]
     assert trace["A"].tolist() == [1, 2, 1]
     assert trace["B"].tolist() == [False, True, False]
     # (not B) or (Q_a and B) ? 1 : ((B and Q_b) ? 2 : 3)
@@ -129,6 +130,12 @@ def test_names_precedence_comments_and_line_ends() -> None:
 def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> None:
     assert parse("x := #[Q_a] > 0   y := #[x] > 1   z := y and x").depth == 2
     assert parse("x := #[#[Q_a] > 0] > 0   y := Q_b").depth == 0
+
+
+def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
+    assert parse("symbol := Q_a").trace("ab")["symbol"].tolist() == [True, False]
+    assert parse(crasp_programs.last_block(200)).run("ab").tolist() == [False, False]
+    assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
 
 
 def test_quoted_and_long_symbols() -> None:
@@ -153,7 +160,13 @@ def test_quoted_and_long_symbols() -> None:
     ("min := 1", 1, 1, "'min' is a word of the language; expected another name"),
     ("A := min(1)", 1, 11, "unexpected ')'; expected `,`"),
     ("A := (Q_a or Q_b))", 1, 18, "unexpected ')'; expected the end of the program or the next definition"),
-    ("A := 1 % 2", 1, 8, "unexpected '%'; expected"),
+    ("A := 1 % 2", 1, 8, "unexpected '%'; expected `*` or `+` or `-` or `?` or `and` or `or` or a comparison or"),
+    ("A := (1 + 2 $", 1, 13, "unexpected '$'; expected `)` or `*` or `+` or `-` or `?` or `and` or `or` or a"),
+    ("A $= 1", 1, 3, "unexpected '$'; expected `:=`"),
+    ("Q_a := #[Q_b] > 0", 1, 1, "'Q_a' stands for a symbol; expected a name that does not begin with Q_"),
+    ("A := 2147483648", 1, 6, "this may reach 2147483648 per letter of a word; expected less than 2147483648"),
+    ("A := 2147483647\nB := 65536 * #[Q_a]\nC := B + A", 3, 6, "this may reach 2147549183 per letter of a word"),
+    ("A := 65536 * #[Q_a]\nB := 65536 * min(A, 1)", 2, 6, "this may reach 4294967296 per letter of a word"),
     ("// only a comment", 1, 18, "the program ends too early; expected a name"),
 ])  # fmt: skip
 def test_malformed_programs(source: str, line: int, column: int, said: str) -> None:

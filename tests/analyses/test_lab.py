@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ln_probe.analyses.lab.language_model import bundle
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
+from ln_probe.analyses.lab.run_folder import checkpoint_steps
 from ln_probe.analyses.lab.text import TextTask, train_tokenizer
-from ln_probe.analyses.lab.training import DivergedError, TrainConfig, checkpoint_steps, load_run, train
+from ln_probe.analyses.lab.training import DivergedError, TrainConfig, load_run, train
 
 CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)
 SHORT = TrainConfig(steps=12, batch=4, evaluate_every=4, state_every=1, save_at=(0, 6))
@@ -174,6 +175,12 @@ def test_two_do_not_train_one_run(task: TextTask, tmp_path: Path) -> None:
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert met
     assert len(rows) == len(met)
+
+
+def test_a_file_of_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("die Fläche ".encode("latin-1") * 5000)
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text \(.* position 6.*\): convert it first"):
+        TextTask([tmp_path / "latin.txt"], 300, 16)
 
 
 def test_a_loss_that_is_not_a_number_stops_and_keeps_what_was(task: TextTask, tmp_path: Path) -> None:

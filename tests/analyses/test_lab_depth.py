@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,8 @@ def test_hit_rates() -> None:
     # Clopper-Pearson of 1 out of 2 by hand: 1 - (1 - p)^2 = 0.025 at the lower end, p^2 = ... by symmetry above
     assert hits.loc[3, "low"] == pytest.approx(1 - np.sqrt(0.975), abs=1e-9)
     assert hits.loc[3, "high"] == pytest.approx(np.sqrt(0.975), abs=1e-9)
+    failed = pd.DataFrame([(1, 3, "layernorm", "post", "none", 2)], columns=[*depth.KEYS, "seed"])
+    assert depth.hit_rates(table, failed).set_index("k").loc[3, ["hits", "seeds"]].tolist() == [1, 3]
     (sentence,) = depth._conclusions(hits.reset_index())
     assert "1 of 2 runs with k = depth + 2, 0 of 1 runs with k = depth + 3" in sentence
 
@@ -125,6 +128,10 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "depth", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="", ln_probe_version="0"
     )
     pd.testing.assert_frame_equal(again.summary, results.summary)
+    mark = next(request.out.glob("runs/*L3*seed1")) / "diverged.json"
+    mark.write_text('{"step": 1, "message": "the loss is nan"}')
+    (sentence,) = depth.run(replace(request, collect=True)).diverged
+    assert sentence == ("depth 1, k 3, norm none, norm_order post, positions none, seed 1: the loss is nan")
 
 
 def test_nothing_to_collect_yet(tmp_path: Path) -> None:

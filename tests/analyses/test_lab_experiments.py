@@ -57,6 +57,10 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert about["versions"]["ln-probe"] == "1"
     assert len(pd.read_parquet(tmp_path / "long.parquet")) == 2000
     assert pd.read_csv(tmp_path / "summary.csv")["mean"].tolist() == [1.0]
+    (tmp_path / "thesis.csv").write_text("mine")
+    shorter = Results(summary, tables={"long": long[:5]})  # what results no longer have does not stay beside them
+    write_results(shorter, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["long.csv", "results.json", "summary.csv", "thesis.csv"]
 
 
 # ------------------------------------------------------------------------------------------------------- random keys

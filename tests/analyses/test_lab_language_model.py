@@ -116,6 +116,10 @@ def test_a_run_of_the_experiment(prose: Path, tmp_path: Path, monkeypatch: pytes
     assert last.loc["layernorm", "-", 3, BEFORE]["published"] == 0.261
     assert summary.loc[summary["step"] < 4, "published"].isna().all()
     assert len(found.conclusions) == 3
+    other = tmp_path / "other.txt"
+    other.write_text(prose.read_text()[:-400])
+    with pytest.raises(FileExistsError, match=r"holds another run \(its data"):
+        run(replace(request, texts=(other,), collect=True))
     again = run(request)  # from what is there
     assert again.conclusions == found.conclusions
     divisors = {

@@ -19,8 +19,9 @@ from ln_probe.analyses.lab.majority_data import MajoritySize, make_data, partiti
 from ln_probe.analyses.lab.majority_findings import WHENEVER, findings
 from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.runs import Run, train_all
-from ln_probe.analyses.lab.training import TrainConfig, load_run, read_metrics, train
+from ln_probe.analyses.lab.run_folder import read_metrics
+from ln_probe.analyses.lab.runs import Run, diverged, train_all
+from ln_probe.analyses.lab.training import TrainConfig, load_run, train
 
 SMALL = MajoritySize(classes=6, length=12, margin=2, examples=400)
 
@@ -277,6 +278,15 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
     # From 2 at 500 to 0.4 (0.6) at 1000: 0.75 is crossed at 890.6 (946.4).
     assert reached.loc["layernorm", "sqrt(d)", WHENEVER]["mean"] == pytest.approx((890.625 + 946.4286) / 2)
     assert ("scaling_only", "1/sqrt(d)") not in {k[:2] for k in reached.index}
+    # Of a cell whose seeds have not all come there, no mean; the median counts the others as later than their last.
+    times = found.tables["steps_to"].set_index(["norm", "radius", "seed", "level"])
+    slow = times.loc["scaling_only", "1/sqrt(d)", 0, 0.75]
+    assert (slow["steps"], slow["reached"], slow["times"]) == (1000, False, pytest.approx(1000 / 890.625))
+    assert (
+        "To a training loss of 0.75, scaling_only at radius 1/sqrt(d) takes at least 1.09 times the steps of LayerNorm "
+        "(median; 0 of 2 seeds have come there)." in found.conclusions
+    )
+    assert any("scaling_only at radius sqrt(d) takes 1.0" in s and "2 of 2 seeds" in s for s in found.conclusions)
 
 
 def test_findings_without_the_whole_design(tmp_path: Path) -> None:
@@ -295,10 +305,10 @@ def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> No
         spec, folder = majority_model("layernorm", size=SMALL), tmp_path / f"seed{seed}"
         runs.append(Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), spec, config, folder))
     for _ in range(2):  # and again, from what was written
-        diverged = train_all(runs, progress=False)
-        assert len(diverged) == 1
-        assert diverged[0].startswith("norm layernorm, seed 1: ")
-        assert "(seed 1); the last state before it is kept. Lower lr (now 1e+30)" in diverged[0]
+        train_all(runs, progress=False)
+        (told,) = diverged(runs).values()
+        assert told.startswith("norm layernorm, seed 1: ")
+        assert "(seed 1); the last state before it is kept. Lower lr (now 1e+30)" in told
     assert all((tmp_path / f"seed{seed}" / "model.safetensors").exists() for seed in (0, 2))
     with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
         train_all(runs, jobs=0)
@@ -314,8 +324,24 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
                 TrainConfig(steps=4, batch=50, lr=lr, warmup=0, clip=0.0, seed=seed), tmp_path / f"{jobs}-{seed}")
             for seed, lr in ((0, 1e-3), (1, 1e30), (2, 1e-3))
         ]  # fmt: skip
-        diverged = train_all(runs, jobs=jobs, progress=False)
-        assert ["seed 1" in text for text in diverged] == [True]
+        train_all(runs, jobs=jobs, progress=False)
+        assert list(diverged(runs)) == ["norm layernorm, seed 1"]
         found.append([load_run(runs[i].folder).state_dict() for i in (0, 2)])
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
+
+
+@pytest.mark.slow
+def test_side_by_side_the_first_refusal_stops_all(tmp_path: Path) -> None:
+    """A run that cannot go on is told at once; what was waiting behind it is not begun."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "thesis.txt").write_text("mine")
+    runs = [
+        Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
+            TrainConfig(steps=20_000, batch=50, warmup=0, seed=seed), tmp_path / str(seed))
+        for seed in range(6)
+    ]  # fmt: skip
+    with pytest.raises(FileExistsError, match="is not empty and holds no lab run"):
+        train_all(runs, jobs=2, progress=False)
+    assert not (tmp_path / "5").exists()
+    assert not list(tmp_path.glob("*/model.safetensors"))

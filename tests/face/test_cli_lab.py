@@ -99,3 +99,13 @@ def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: 
     result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")])
     assert result.exit_code == 2
     assert "experiment.json is not JSON" in result.stderr
+    (tmp_path / "o" / "experiment.json").write_text("[]")
+    assert (
+        "experiment.json is damaged" in runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")]).stderr
+    )
+    result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "thesis" / "one.txt")])
+    assert result.exit_code == 2
+    assert "one.txt is a file: choose another --out" in result.stderr
+    (tmp_path / "cut").mkdir()  # as a kill can leave it
+    (tmp_path / "cut" / ".experiment.json.7.partial").write_text("{")
+    assert runner.invoke(app, ["lab", "run", "toy", "--quick", "--out", str(tmp_path / "cut")]).exit_code == 0
