@@ -63,7 +63,7 @@ app.command()(commands.merge)
 
 @lab.command("list")
 def lab_list() -> None:
-    """The experiments, what they repeat and how long they take on one core."""
+    """The experiments, what they repeat and how long they take (on one core unless it says otherwise)."""
     from ln_probe.analyses.lab.experiments import EXPERIMENTS
 
     for name, found in EXPERIMENTS.items():

@@ -29,7 +29,7 @@ class Experiment:
         summary: a line for `lab list`.
         source: the publication it repeats.
         seeds, quick_seeds: how many by default.
-        duration, quick_duration: with the default seeds on one core, in words (`jobs` divides it).
+        duration, quick_duration: with the default seeds, in words; on one core unless they say otherwise.
         needs_text: whether the user has to give text files.
     """
 

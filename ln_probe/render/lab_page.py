@@ -19,7 +19,7 @@ PAGE_FILE = "page.html"
 FIRST = 12  # findings that stand open
 _ABOUT = (
     "Means over seeds with 95 % intervals (empty with one seed) and the published figure where there is one. "
-    "Click a column's name to sort; summary.csv, beside this page, holds all digits."
+    "Click a column's name to sort; summary.csv, beside this page, holds six digits."
 )
 
 
