@@ -224,7 +224,7 @@ def _plot(summary: pd.DataFrame) -> Figure:
     """Unselectable fractions over training, a panel per layer; published figures as crosses at the end."""
     from matplotlib.figure import Figure as NewFigure
 
-    figure = NewFigure(figsize=(15, 4), layout="constrained")
+    figure = NewFigure(figsize=(15, 4.6), layout="constrained")
     axes = figure.subplots(1, LAYERS, sharey=True)
     rows = summary[summary["measure"] == FRACTION]
     styles = {BEFORE: ":", NORMALIZED: "-", HEAD: "--"}
@@ -236,6 +236,8 @@ def _plot(summary: pd.DataFrame) -> Figure:
                     (rows["norm"] == norm) & (rows["divisor"] == label) & (rows["layer"] == layer)
                     & (rows["space"] == space)
                 ].sort_values("step")  # fmt: skip
+                if one.empty:
+                    continue
                 name = f"{norm}{'' if label == '-' else f', divisor {label}'}: {space}"
                 axis.plot(one["step"], one["mean"], style, color=f"C{i}", label=name)
                 axis.fill_between(one["step"], one["ci_low"], one["ci_high"], color=f"C{i}", alpha=0.15, lw=0)
@@ -244,5 +246,5 @@ def _plot(summary: pd.DataFrame) -> Figure:
         axis.set_xlabel("step")
     axes[0].set_ylabel("unselectable keys (x: published)")
     axes[0].set_ylim(-0.02, 1.02)
-    axes[-1].legend(fontsize=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
