@@ -79,7 +79,7 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.random_keys",
         "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
-        seeds=3, quick_seeds=2, duration="20 minutes", quick_duration="1 minute",
+        seeds=3, quick_seeds=2, duration="5 minutes", quick_duration="1 minute",
     ),
     "language_model": Experiment(
         "ln_probe.analyses.lab.published_language_model",
