@@ -97,7 +97,7 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (156 runs of 1-2 minutes)",
+        seeds=3, quick_seeds=1, duration="about 3 hours with --jobs 2 (156 runs of 1-3 minutes)",
         quick_duration="2 minutes",
     ),
     "approximation": Experiment(
@@ -118,7 +118,7 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
-        seeds=3, quick_seeds=1, duration="about 5 hours with --jobs 2 (225 runs of 1-5 minutes)",
+        seeds=3, quick_seeds=1, duration="about an hour with --jobs 2 (225 runs of 15-60 seconds)",
         quick_duration="2 minutes",
     ),
 }  # fmt: skip
