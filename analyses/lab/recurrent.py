@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.recurrent_steps import CELL_NUMBERS, NO_NORM, recurrence, switch_of
+from ln_probe.analyses.lab.recurrent_steps import CELL_NUMBERS, NO_NORM, pooled, recurrence, switch_of
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn+")
 NORM_SITES = ("gates", "readout", "state")
@@ -112,12 +112,17 @@ class QRNNLayer(nn.Module):
         z, f, o = self.gates(torch.cat(shifted, dim=-1)).chunk(3, dim=-1)
         f = torch.sigmoid(f)
         added = (1 - f) * torch.tanh(z)
-        state = torch.zeros_like(added[:, 0])
-        states = []
-        for keep, new in zip(f.unbind(1), added.unbind(1), strict=True):
-            state = keep * state + new
-            states.append(state)
-        return torch.sigmoid(o) * torch.stack(states, dim=1)
+        return torch.sigmoid(o) * (pooled(f, added) if x.device.type == "cpu" else step_by_step(f, added))
+
+
+def step_by_step(keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]) -> Tensor:
+    """c_t = keep_t c_(t-1) + added_t in torch's operations; [batch pos hidden]."""
+    state = torch.zeros_like(added[:, 0])
+    states = []
+    for k, new in zip(keep.unbind(1), added.unbind(1), strict=True):
+        state = k * state + new
+        states.append(state)
+    return torch.stack(states, dim=1)
 
 
 _FUSED: dict[str, Callable[..., nn.RNNBase]] = {

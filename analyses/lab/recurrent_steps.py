@@ -70,6 +70,56 @@ def recurrence(
     return out
 
 
+def pooled(
+    keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
+) -> Float[Tensor, "batch pos hidden"]:
+    """c_t = keep_t c_(t-1) + added_t from c_0 = 0, differentiable once (a QRNN's pooling)."""
+    out: Tensor = _Pooling.apply(keep, added)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Pooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keep: Tensor, added: Tensor) -> Tensor:
+        states = _pool(keep.detach().contiguous().numpy(), added.detach().contiguous().numpy())
+        ctx.save_for_backward(keep, out := torch.from_numpy(states))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        keep, states = (t.contiguous().numpy() for t in ctx.saved_tensors)
+        d_keep, d_added = _pool_back(keep, states, upstream.contiguous().numpy())
+        return torch.from_numpy(d_keep), torch.from_numpy(d_added)
+
+
+@compiled_in_order
+def _pool(keep: Any, added: Any) -> Any:
+    batch, steps, hidden = keep.shape
+    states = np.empty_like(added)
+    for i in range(batch):
+        for j in range(hidden):
+            states[i, 0, j] = added[i, 0, j]
+        for t in range(1, steps):
+            for j in range(hidden):
+                states[i, t, j] = keep[i, t, j] * states[i, t - 1, j] + added[i, t, j]
+    return states
+
+
+@compiled_in_order
+def _pool_back(keep: Any, states: Any, d_out: Any) -> Any:
+    batch, steps, hidden = keep.shape
+    d_keep, d_added = np.zeros_like(keep), np.empty_like(keep)
+    for i in range(batch):
+        for j in range(hidden):
+            d_added[i, steps - 1, j] = d_out[i, steps - 1, j]
+        for t in range(steps - 1, 0, -1):
+            for j in range(hidden):
+                d_keep[i, t, j] = d_added[i, t, j] * states[i, t - 1, j]
+                d_added[i, t - 1, j] = d_out[i, t - 1, j] + d_added[i, t, j] * keep[i, t, j]
+    return d_keep, d_added
+
+
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cell: int, norm: NormSwitch, *tensors: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from ln_probe.analyses.lab.counter_languages import (
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.majority_gate import gate, gate_table
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.recurrent import CELLS, NORM_SITES, RecurrentConfig
+from ln_probe.analyses.lab.recurrent import CELLS, NORM_SITES, RecurrentConfig, step_by_step
+from ln_probe.analyses.lab.recurrent_steps import pooled
 from ln_probe.analyses.lab.training import TrainConfig
 
 
@@ -132,6 +133,17 @@ def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm:
         (out, torch.autograd.grad((out * seen).sum(), [x, *layer.parameters()])) for out in (layer(x), layer.unfused(x))
     ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-10)
+
+
+def test_pooling_is_the_step_by_step_one() -> None:
+    torch.manual_seed(0)
+    keep, added = torch.rand(2, 5, 7, 10, dtype=torch.float64, requires_grad=True)
+    seen = torch.randn(5, 7, 10, dtype=torch.float64)
+    both = [
+        (out, torch.autograd.grad((out * seen).sum(), [keep, added]))
+        for out in (pooled(keep, added), step_by_step(keep, added))
+    ]
+    torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-12)
 
 
 def test_hooks_inside_a_recurrence_see_every_step() -> None:
