@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -41,9 +41,6 @@ from ln_probe.analyses.lab.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig, step_generator
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TRAIN_LENGTH = 64
 TEST_LENGTHS = (64, 128, 256, 512, 1024)
@@ -272,6 +269,8 @@ def planned(request: Request) -> list[Run]:
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it), show the gate, and say what each norm term does to counting."""
+    from ln_probe.analyses.lab.counting_figures import draw
+
     runs = planned(request)
     carry_out(runs, request)
     table = curves(runs)
@@ -281,7 +280,7 @@ def run(request: Request) -> Results:
     return Results(
         summary,
         tables={"values": table, "gate": gate},
-        figures=dict(_figures(summary, gate)),
+        figures=dict(draw(summary, gate)),
         conclusions=(*_ordering(summary), *_effects(summary), *_gate_conclusions(gate)),
         settings={
             "train_length": TRAIN_LENGTH, "accepted": ACCEPTED, "published_exact": PUBLISHED_EXACT,
@@ -338,69 +337,3 @@ def _gate_conclusions(gate: pd.DataFrame) -> Iterator[str]:
         ends = part.iloc[[0, -1]].to_dict("records")
         said = ", ".join(f"{row['output']:.3g} at length {row['length']}" for row in ends)
         yield f"Majority gate without training, {norm}: one a more than b's gives {said}."
-
-
-def _figures(summary: pd.DataFrame, gate: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    yield "gate", _gate_figure(gate)
-    accuracy = summary[summary["measure"].str.startswith("accuracy_").astype(bool)]
-    if len(plain := accuracy[accuracy["norm_site"] == "none"]):
-        yield "lengths", _over_lengths(plain, ["model"])
-    normed = accuracy[accuracy["norm_site"] != "none"]
-    if len(normed):
-        compared = accuracy.merge(
-            normed[["task", "model"]].drop_duplicates()
-        )  # the plain cells of the same models, too
-        yield "norms_over_lengths", _over_lengths(compared, ["model", "norm", "norm_site"])
-    if len(exact := summary[summary["measure"] == "exact_to"]):
-        yield "exact_to", _exact_bars(exact)
-
-
-def _over_lengths(part: pd.DataFrame, names: list[str]) -> Figure:
-    """Accuracy over length, a panel per task; published figures dotted."""
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(part["task"]))
-    figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
-    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False, sharey=True).flat, strict=True):
-        cell = part[part["task"] == task].assign(
-            length=lambda t: t["measure"].str.removeprefix("accuracy_").astype(int)
-        )
-        for number, (key, line) in enumerate(cell.groupby(names, sort=False)):
-            ax.plot(line["length"], line["mean"], color=f"C{number}", marker="o", markersize=3, label=" ".join(key))
-            ax.plot(line["length"], line["published"], color=f"C{number}", linestyle=":")
-        ax.set(title=task, xscale="log", xlabel="length (trained at 64)", ylabel="accuracy; dotted: published")
-        ax.set_xticks(sorted(set(cell["length"])), labels=sorted(set(cell["length"])))
-        ax.minorticks_off()
-        ax.legend(fontsize=7)
-    return figure
-
-
-def _exact_bars(part: pd.DataFrame) -> Figure:
-    """To which n each network is exact, a panel per task."""
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(part["task"]))
-    most = max((part["task"] == task).sum() for task in tasks)
-    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * most + 1.2), layout="constrained")
-    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
-        cell = part[part["task"] == task].iloc[::-1]
-        names = [
-            m if s == "none" else f"{m}, {n} on {s}"
-            for m, n, s in zip(cell["model"], cell["norm"], cell["norm_site"], strict=True)
-        ]
-        ax.barh(names, cell["mean"], xerr=(cell["mean"] - cell["ci_low"]).fillna(0))
-        ax.set(title=task, xlabel=f"largest n of the run of exact ones (trained to {MAX_TRAINED_N[task]})")
-    return figure
-
-
-def _gate_figure(gate: pd.DataFrame) -> Figure:
-    """The gate's output for one a more than b's, over length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.8, 3.2), layout="constrained")
-    ax = figure.subplots()
-    for norm, line in gate.groupby("norm", sort=False):
-        ax.plot(line["length"], line["output"], marker="o", markersize=3, label=norm)
-    ax.set(xscale="log", yscale="log", xlabel="length of the prefix", ylabel="output, one a more than b's")
-    ax.legend(fontsize=7)
-    return figure
