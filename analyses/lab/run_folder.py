@@ -6,6 +6,7 @@ checkpoints/        models kept on the way
 model.safetensors   the final one
 state.safetensors   where an interrupted run goes on
 diverged.json       the loss stopped being a number
+.lock               held by the process that trains it
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ METRICS_FILE = "metrics.jsonl"
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
 DIVERGED_FILE = "diverged.json"
-LOCK_FILE = ".lock"  # held while somebody trains
+LOCK_FILE = ".lock"
 
 
 def claim(out: Path, identity: dict[str, Any]) -> None:
