@@ -32,7 +32,7 @@ from ln_probe.analyses.lab.approximation_targets import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.relative_transformer import KERNELS, RelativeConfig
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 
@@ -174,14 +174,15 @@ def run(request: Request) -> Results:
     table = curves(runs)
     table = table[table["measure"].isin(["mse", "relative_mse"])]
     summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], PUBLISHED.assign(measure="mse"))
+    factors = norm_factors(table)
     optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
     summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
     return Results(
         summary,
-        tables={"errors": table, "optima": optimum_table()},
+        tables={"errors": table, "norm_factors": factors, "optima": optimum_table()},
         figures={} if table.empty else dict(_figures(summary)),
-        conclusions=tuple(_conclusions(summary)),
+        conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
         settings={
             "training": vars(training(request.quick, 0, RATES[0])), "seeds": len(request.seeds),
             "model": asdict(grid(request.quick)[0].spec()), "published_ranges": PUBLISHED_RANGES,
@@ -213,12 +214,32 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
             f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, lr {row['lr']:g}: trained "
             f"{row['mean']:.2g}, least squares {row['optimum']:.2g}{said}."
         )
-    same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
-    normed = errors[errors["norm"] != "none"].merge(plain[[*same, "mean"]], on=same, suffixes=("", "_plain"))
-    for row in normed.to_dict("records"):
+
+
+def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
+    """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches.
+
+    Args:
+        table: KEYS, `measure`, `seed`, `value`.
+
+    Returns:
+        KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`.
+    """
+    errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
+    found = effects(errors, KEYS, ["norm", "norm_order"])
+    columns = {"mean": "factor", "ci_low": "low", "ci_high": "high"}
+    return found.assign(**{c: np.exp(found[c]) for c in columns}).rename(columns=columns)[
+        [*KEYS, *columns.values(), "seeds"]
+    ]
+
+
+def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
+    for row in factors.to_dict("records"):
+        interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
         yield (
             f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
-            f"{row['norm_order']}-norm order: {row['mean']:.2g}, against {row['mean_plain']:.2g} without a norm."
+            f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
+            f"({row['seeds']} seeds)."
         )
 
 

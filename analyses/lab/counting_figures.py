@@ -1,4 +1,4 @@
-"""Pictures of the counting experiment: accuracy over length, what each norm term does to it, exact n, the gate."""
+"""Pictures of the counting experiment: accuracy over length, what each norm term changes, exact n, the gate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.counting import MAX_TRAINED_N, TERMS
+from ln_probe.analyses.lab.counting import MAX_TESTED_N, MAX_TRAINED_N, TERMS, farthest
 
 
-def draw(summary: pd.DataFrame, gate: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+def draw(
+    summary: pd.DataFrame, values: pd.DataFrame, changed: pd.DataFrame, gate: pd.DataFrame
+) -> Iterator[tuple[str, Figure]]:
     """Every picture by name, of what there is."""
     yield "gate", _gate_figure(gate)
     accuracy = summary[summary["measure"].str.startswith("accuracy_").astype(bool)]
@@ -19,8 +21,10 @@ def draw(summary: pd.DataFrame, gate: pd.DataFrame) -> Iterator[tuple[str, Figur
         yield "lengths", _over_lengths(plain)
     if len(accuracy[accuracy["norm"] != "none"]):
         yield "norms_over_lengths", _terms_over_lengths(accuracy)
-    if len(exact := summary[summary["measure"] == "exact_to"]):
-        yield "exact_to", _exact_bars(exact)
+    if len(far := farthest(changed)):
+        yield "effects", _effect_bars(far)
+    if len(counted := values[values["measure"].isin(["exact_from", "exact_to"])]):
+        yield "exact", _exact_ranges(counted)
 
 
 def _over_lengths(part: pd.DataFrame) -> Figure:
@@ -70,19 +74,54 @@ def _draw_line(ax: Any, line: pd.DataFrame, color: str, label: str) -> None:
     ax.minorticks_off()
 
 
-def _exact_bars(part: pd.DataFrame) -> Figure:
-    """To which n each network is exact, a panel per task."""
-    tasks = list(dict.fromkeys(part["task"]))
-    most = max((part["task"] == task).sum() for task in tasks)
-    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * most + 1.2), layout="constrained")
+def _effect_bars(far: pd.DataFrame) -> Figure:
+    """What each term changes against no norm, a panel per task; intervals over seeds."""
+    tasks = list(dict.fromkeys(far["task"]))
+    figure = Figure(figsize=(5 * len(tasks), 0.2 * far["task"].value_counts().max() + 1.4), layout="constrained")
     for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
-        cell = part[part["task"] == task].iloc[::-1]
-        names = [
-            m if s == "none" else f"{m}, {n} on {s}"
-            for m, n, s in zip(cell["model"], cell["norm"], cell["norm_site"], strict=True)
-        ]
-        ax.barh(names, cell["mean"], xerr=(cell["mean"] - cell["ci_low"]).fillna(0))
-        ax.set(title=task, xlabel=f"largest n of the run of exact ones (trained to {MAX_TRAINED_N[task]})")
+        cell = far[far["task"] == task]
+        places = [f"{m}, {s}" for m, s in zip(cell["model"], cell["norm_site"], strict=True)]
+        names = list(dict.fromkeys(places))
+        height = 0.8 / len(TERMS)
+        for number, norm in enumerate(TERMS):
+            bars = cell[cell["norm"] == norm]
+            at = [
+                names.index(p) + (number - 1) * height for p, n in zip(places, cell["norm"], strict=True) if n == norm
+            ]
+            half = (bars["mean"] - bars["ci_low"]).fillna(0)
+            ax.barh(at, bars["mean"], height, xerr=half, color=f"C{number + 1}", label=norm, error_kw={"lw": 0.8})
+        ax.axvline(0, color="k", lw=0.6)
+        ax.set_yticks(range(len(names)), labels=names, fontsize=8)
+        ax.invert_yaxis()
+        ax.set(title=task, xlabel=f"{cell['measure'].iloc[0]}, change against none")
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def _exact_ranges(values: pd.DataFrame) -> Figure:
+    """The n's on which each network is exact, a line per seed, a panel per task; dotted: the largest trained n."""
+    wide = values.pivot(index=["task", "model", "norm", "norm_site", "seed"], columns="measure", values="value")
+    tasks = list(dict.fromkeys(values["task"]))
+    rows = values.drop_duplicates(["task", "model", "norm", "norm_site"])["task"].value_counts().max()
+    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * rows + 1.2), layout="constrained")
+    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
+        names = []
+        cells = wide.loc[task].groupby(["model", "norm", "norm_site"], sort=False)
+        for place, ((model, norm, site), seeds) in enumerate(cells):
+            names.append(str(model) if norm == "none" else f"{model}, {norm} on {site}")
+            for number, (first, last) in enumerate(zip(seeds["exact_from"], seeds["exact_to"], strict=True)):
+                at = place + (number - (len(seeds) - 1) / 2) * 0.7 / len(seeds)
+                if last:
+                    ax.plot([first, last], [at, at], color="C0", linewidth=2, solid_capstyle="butt")
+                else:
+                    ax.plot(0, at, "x", color="C3", markersize=4)  # on none
+        ax.axvline(MAX_TRAINED_N[task], color="k", linewidth=0.8, linestyle=":")
+        ax.set_yticks(range(len(names)), labels=names, fontsize=8)
+        ax.set(
+            title=task, xlim=(-3, MAX_TESTED_N * MAX_TRAINED_N[task]),
+            xlabel=f"n with exact answers (x: none; dotted: trained to {MAX_TRAINED_N[task]})",
+        )  # fmt: skip
+        ax.invert_yaxis()
     return figure
 
 

@@ -86,6 +86,27 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
 
 
+def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) -> pd.DataFrame:
+    """What a norm changes: each value minus the one of the same seed without a norm, with intervals over seeds.
+
+    Runs of one seed see the same batches, so what they share drops out of the difference.
+
+    Args:
+        values: long form, as for `summarize`; a column `norm`, which is "none" without one.
+        keys: columns that set rows apart, `norm` among them.
+        switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
+
+    Returns:
+        A row per key with a norm: keys, `mean`, `ci_low`, `ci_high`, `sd`, `seeds` of the difference; seeds without
+        a partner are left out.
+    """
+    same = [k for k in keys if k not in switch] + ["seed"]
+    plain = values["norm"] == "none"
+    pairs = values[~plain].merge(values[plain][[*same, "value"]], on=same, suffixes=("", "_plain"), validate="m:1")
+    pairs["value"] = pairs["value"] - pairs["value_plain"]
+    return summarize(pairs, keys).drop(columns="published")
+
+
 def write_results(
     results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
 ) -> None:

@@ -241,6 +241,11 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert table.loc[("4a", "log", "none", "mse"), "published"] == 1e-5
     assert np.isnan(table.loc[("4a", "log", "layernorm", "mse"), "optimum"])
     assert any("layernorm in post-norm order" in sentence for sentence in results.conclusions)
+    errors = results.tables["errors"]
+    errors = errors[(errors["target"] == "4a") & (errors["kernel"] == "log") & (errors["measure"] == "mse")]
+    plain, normed = (errors[errors["norm"] == norm].sort_values("seed")["value"] for norm in ("none", "layernorm"))
+    ratios = normed.to_numpy() / plain.to_numpy()
+    assert results.tables["norm_factors"]["factor"].tolist() == pytest.approx([np.sqrt(ratios.prod())])
     assert {"heads.png", "norms.png"} <= {p.name for p in request.out.iterdir()}
     again = run("approximation", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="",
                 ln_probe_version="0")  # fmt: skip

@@ -295,7 +295,14 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert np.isnan(table.loc[("L5", "lstm", "layernorm", "accuracy_512"), "published"])
     assert table.loc[("anbn", "gru", "none", "exact_to"), "seeds"] == 2
     assert any("lstm with layernorm on its state: accuracy_512" in sentence for sentence in results.conclusions)
-    assert {"gate.png", "lengths.png", "norms_over_lengths.png", "exact_to.png"} <= {
+    assert any(sentence.startswith("anbn, gru: exact on n = ") for sentence in results.conclusions)
+    values, effects = results.tables["values"], results.tables["effects"]
+    far = values[values["measure"] == "accuracy_512"].pivot_table(index="norm", columns="seed", values="value")
+    lstm = values[(values["model"] == "lstm") & (values["norm"] == "none") & (values["measure"] == "accuracy_512")]
+    expected = far.loc["layernorm"].mean() - lstm["value"].mean()
+    shown = effects[(effects["norm"] == "layernorm") & (effects["measure"] == "accuracy_512")]
+    assert shown["mean"].tolist() == pytest.approx([expected])
+    assert {"gate.png", "lengths.png", "norms_over_lengths.png", "effects.png", "exact.png"} <= {
         p.name for p in request.out.iterdir()
     }
     again = run("counting", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="",

@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 from ln_probe.analyses.lab import random_keys
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
-from ln_probe.analyses.lab.results import Results, summarize, write_results
+from ln_probe.analyses.lab.results import Results, effects, summarize, write_results
 
 # ------------------------------------------------------------------------------------------------------------ tables
 
@@ -41,6 +41,21 @@ def test_a_seed_counts_once() -> None:
     values = pd.DataFrame({"norm": ["a", "a"], "seed": [3, 3], "value": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"two values for \{'norm': 'a', 'seed': 3\}"):
         summarize(values, ["norm"])
+
+
+def test_effects_are_taken_seed_by_seed() -> None:
+    rows = [
+        ("L5", "none", "none", 0, 1.0), ("L5", "none", "none", 1, 5.0), ("L5", "scaling_only", "state", 0, 0.5),
+        ("L5", "scaling_only", "state", 1, 4.7), ("L5", "scaling_only", "gates", 1, 5.5),
+        ("L5", "scaling_only", "gates", 2, 9.0),  # has no partner
+        ("anbn", "none", "none", 2, 100.0),  # nor a norm
+    ]  # fmt: skip
+    values = pd.DataFrame(rows, columns=["task", "norm", "norm_site", "seed", "value"])
+    table = effects(values, ["task", "norm", "norm_site"], ["norm", "norm_site"]).set_index("norm_site")
+    assert table["mean"].to_dict() == pytest.approx({"state": -0.4, "gates": 0.5})
+    assert table["seeds"].to_dict() == {"state": 2, "gates": 1}
+    half = 12.706204736432095 * 0.1  # Student's t with 1 degree of freedom; sd 0.1 sqrt 2, over sqrt 2
+    assert table.loc["state", "ci_low"] == pytest.approx(-0.4 - half)
 
 
 def test_what_is_written(tmp_path: Path) -> None:
