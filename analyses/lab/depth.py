@@ -32,7 +32,7 @@ from ln_probe.analyses.lab.crasp_transformer import compare_table
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import LEVEL, Results, summarize
+from ln_probe.analyses.lab.results import LEVEL, Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 
@@ -134,7 +134,10 @@ class Cell:
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained: either side of the theory's boundary (k = depth + 2, depth + 3), cheapest first."""
+    """What is trained: either side of the theory's boundary (k = depth + 2, depth + 3), cheapest first.
+
+    Without a norm the order is none either: those runs are post-norm's.
+    """
     if quick:
         return tuple(Cell(1, k, norm) for norm in NORM_KINDS for k in (3, 4))
     squares = [
@@ -143,6 +146,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
         for depth in (1, 2, 3)
         for beyond in (2, 3)
         for norm in NORM_KINDS
+        if norm != "none" or order == "post"
     ]
     positions = [Cell(2, k, positions=p) for p in ("rotary", "alibi") for k in (4, 5)]
     return (*squares, *positions)
@@ -186,7 +190,10 @@ def run(request: Request) -> Results:
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return Results(
         summary,
-        tables={"exact_match": table, "hits": hits, "hand_built": hand_built},
+        tables={
+            "exact_match": table, "hits": hits, "effects": effects(table, [*KEYS, "measure"], ["norm", "norm_order"]),
+            "hand_built": hand_built,
+        },
         figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
         conclusions=(*_conclusions(hits), *_compare_conclusions(hand_built)),
         settings={
