@@ -31,6 +31,7 @@ from ln_probe.analyses.lab.approximation_targets import (
     variance,
 )
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.relative_transformer import KERNELS, RelativeConfig
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
@@ -181,7 +182,7 @@ def run(request: Request) -> Results:
     return Results(
         summary,
         tables={"errors": table, "norm_factors": factors, "optima": optimum_table()},
-        figures={} if table.empty else dict(_figures(summary)),
+        figures={} if table.empty else dict(_figures(summary, table)),
         conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
         settings={
             "training": vars(training(request.quick, 0, RATES[0])), "seeds": len(request.seeds),
@@ -243,16 +244,18 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _figures(summary: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+def _figures(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     errors = summary[summary["measure"] == "mse"]
     plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
     if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
         yield "heads", _against_heads(memory)
     if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
         yield "table", _heads_by_width(table)
-    if len(normed := errors[errors["norm"] != "none"]):
-        same = ["target", "kernel", "heads", "width", "lr"]
-        yield "norms", _norm_bars(pd.concat([normed, plain.merge(normed[same].drop_duplicates(), on=same)]))
+    seeds = values[values["measure"] == "mse"]
+    if len(normed := seeds[seeds["norm"] != "none"]):
+        same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
+        beside = seeds[seeds["norm"] == "none"].merge(normed[same].drop_duplicates(), on=same)
+        yield "norms", _norm_dots(pd.concat([beside, normed]))
 
 
 def _against_heads(part: pd.DataFrame) -> Figure:
@@ -263,8 +266,9 @@ def _against_heads(part: pd.DataFrame) -> Figure:
     panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
     for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
         cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
-        for lr, line in cell.groupby("lr"):
-            ax.plot(line["heads"], line["mean"], marker="o", label=f"trained, lr {lr:g}")
+        for number, lr in enumerate(RATES):
+            line = cell[cell["lr"] == lr].sort_values("heads")
+            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
         if cell.empty:
             ax.set_axis_off()
             continue
@@ -303,15 +307,23 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
     return figure
 
 
-def _norm_bars(part: pd.DataFrame) -> Figure:
-    """Trained error with and without a norm, a panel per target."""
+def _norm_dots(part: pd.DataFrame) -> Figure:
+    """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
     from matplotlib.figure import Figure
 
     panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
-    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
-    for (key, cell), ax in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
-        names = [n if n == "none" else f"{n}, {o}" for n, o in zip(cell["norm"], cell["norm_order"], strict=True)]
-        ax.barh(names, cell["mean"])
-        target, kernel, heads = key
-        ax.set(title=f"{target}, {kernel}, {heads} heads", xscale="log", xlabel="squared error")
+    figure = Figure(figsize=(2.4 * len(panels) + 1.6, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
+    order = part.drop_duplicates(["norm", "norm_order"])
+    rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
+    for ((target, kernel, heads), cell), ax in zip(panels, axes, strict=True):
+        for place, (norm, norm_order) in enumerate(rows):
+            dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
+            if len(dots):
+                ax.plot(dots, [place] * len(dots), f"C{NORM_KINDS.index(norm)}o", markersize=4)
+                ax.plot(np.exp(np.log(dots).mean()), place, "k|", markersize=12)
+        ax.set(title=f"{target}, {kernel}, H = {heads}", xscale="log", xlabel="squared error")
+        ax.minorticks_off()
+    ax.set_yticks(range(len(rows)), labels=[n if n == "none" else f"{n}, {o}" for n, o in rows])
+    ax.invert_yaxis()
     return figure
