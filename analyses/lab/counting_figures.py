@@ -100,19 +100,23 @@ def _effect_bars(far: pd.DataFrame) -> Figure:
 
 def _exact_ranges(values: pd.DataFrame) -> Figure:
     """The n's on which each network is exact, a line per seed, a panel per task; dotted: the largest trained n."""
-    wide = values.pivot(index=["task", "model", "norm", "norm_site", "seed"], columns="measure", values="value")
-    tasks = list(dict.fromkeys(values["task"]))
-    rows = values.drop_duplicates(["task", "model", "norm", "norm_site"])["task"].value_counts().max()
-    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * rows + 1.2), layout="constrained")
+    keys = ["task", "model", "norm", "norm_site"]
+    ends = values.pivot(index=[*keys, "seed"], columns="measure", values="value")
+    cells = values[keys].drop_duplicates()
+    tasks = list(dict.fromkeys(cells["task"]))
+    figure = Figure(
+        figsize=(5.2 * len(tasks), 0.28 * cells["task"].value_counts().max() + 1.2), layout="constrained"
+    )  # fmt: skip
     for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
         names = []
-        cells = wide.loc[task].groupby(["model", "norm", "norm_site"], sort=False)
-        for place, ((model, norm, site), seeds) in enumerate(cells):
-            names.append(str(model) if norm == "none" else f"{model}, {norm} on {site}")
+        for place, cell in enumerate(cells[cells["task"] == task].itertuples(index=False, name=None)):
+            _, model, norm, site = cell
+            names.append(model if norm == "none" else f"{model}, {norm} on {site}")
+            seeds = ends.loc[cell]
             for number, (first, last) in enumerate(zip(seeds["exact_from"], seeds["exact_to"], strict=True)):
                 at = place + (number - (len(seeds) - 1) / 2) * 0.7 / len(seeds)
                 if last:
-                    ax.plot([first, last], [at, at], color="C0", linewidth=2, solid_capstyle="butt")
+                    ax.plot([first, last], [at, at], "C0|-", linewidth=2, markersize=4)
                 else:
                     ax.plot(0, at, "x", color="C3", markersize=4)  # on none
         ax.axvline(MAX_TRAINED_N[task], color="k", linewidth=0.8, linestyle=":")
