@@ -240,7 +240,7 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
-            f"({row['seeds']} seeds)."
+            f"(seeds: {row['seeds']})."
         )
 
 

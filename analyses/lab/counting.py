@@ -339,7 +339,7 @@ def _effects(changed: pd.DataFrame) -> Iterator[str]:
         interval = "" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]"
         yield (
             f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
-            f"{mean:+.1f}{interval}{unit} against none ({row['seeds']} seeds)."
+            f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']})."
         )
 
 
