@@ -245,7 +245,8 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     """Adam on fresh words: 16 words of 64 letters an update for tagging, 10 words for prediction.
 
     Prediction needs the more updates: after 6000 no GRU and no ReLU-RNN is exact on any n, however small. The ReLU-RNN,
-    whose steps are the least stable, gets still more and smaller ones: with those of the others it was exact nowhere (one seed).
+    whose steps are the least stable, gets still more and smaller ones: with those of the others it was exact nowhere
+    (one seed).
     """
     counting = cell.task in LETTERS
     slow = counting and cell.model == "rnn_relu" and not quick
