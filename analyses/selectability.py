@@ -20,9 +20,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses import uniformity
-from ln_probe.analyses.geometry.attainable import attainable_attention
 from ln_probe.analyses.geometry.verdicts import NAMES
-from ln_probe.analyses.hull import KeyGeometry, key_geometry
+from ln_probe.analyses.hull import KeyGeometry, attainable_attention, key_geometry
 from ln_probe.analyses.key_tables import HEAD, NORMALIZED, UNIFORM, KeyRows
 from ln_probe.analyses.uniformity import Uniformity
 from ln_probe.analyses.variants import no_op, variant_outputs

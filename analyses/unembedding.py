@@ -15,9 +15,12 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float64
 
-from ln_probe.analyses.geometry.attainable import attainable, into_ball, scores_over
-from ln_probe.analyses.geometry.key_coordinates import coordinates
-from ln_probe.analyses.geometry.margins import margins
+from ln_probe.analyses.geometry.attainable import attainable, into_ball
+from ln_probe.analyses.geometry.certificates import Checker
+from ln_probe.analyses.geometry.judged import Judged, judged
+from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
+from ln_probe.analyses.geometry.margins import RELATIVE_GAP
+from ln_probe.analyses.geometry.proofs import prove_attention, prove_margins, prove_verdicts
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE, decide
 from ln_probe.hooks.sites import Site
@@ -67,31 +70,35 @@ def measure(
         hardest: number of predictable tokens shown.
 
     Returns:
-        the table (COLUMNS), and how many tokens of all stay undecided. Margins are in nats over unit steps of the final
-        norm's ball, probabilities over all its outputs (both NaN where the final norm does not bound them).
+        the table (COLUMNS), and how many tokens of all stay undecided. Margins (nats: the largest lead over all other logits,
+        negative if no output puts the token on top) and probabilities are over all outputs of the final norm (both NaN
+        where it does not bound them).
     """
     lift = None if bias is None or not np.any(bias) else np.ascontiguousarray(bias, np.float64)
     rows = np.ascontiguousarray(rows, np.float64)
     queries = final_queries(site)
-    sets = coordinates(rows, lift)
-    ease = _pointed_at(rows, lift, queries)
+    where = judged(rows, lift, queries)
+    sets = coordinates(where.rows, where.lift)
+    checker = Checker(rows, lift, queries, TAU)
+    ease = _pointed_at(where)
     by_hardness = np.argsort(ease, kind="stable")
-    verdicts = decide(sets, threads=None, only=by_hardness[: _affordable(*rows.shape)])
+    found = decide(sets, threads=None, only=by_hardness[: _affordable(*rows.shape)])
+    verdicts = prove_verdicts(checker, sets, found, seek=False).verdicts
     stuck = np.isin(verdicts.code, (UNSELECTABLE, DUPLICATE))
     shown = int(stuck.sum()) + min(hardest, int((~stuck).sum()))
     chosen = np.argsort(np.where(stuck, -np.inf, ease), kind="stable")[:shown]
     nothing = np.full(shown, math.nan)
-    found = {"margin_lower": nothing, "margin_upper": nothing, "attainable": nothing, "attainable_upper": nothing}
+    columns = {"margin_lower": nothing, "margin_upper": nothing, "attainable": nothing, "attainable_upper": nothing}
     if queries is not None:
-        bracket = margins(sets, verdicts, queries.axes, only=chosen)
-        reach = attainable(rows, queries, lift, only=chosen)
-        found = {
-            "margin_lower": bracket.lower[chosen], "margin_upper": bracket.upper[chosen],
+        bracket = prove_margins(checker, sets, where, verdicts, True, RELATIVE_GAP, only=chosen)
+        reach = prove_attention(checker, attainable(where, only=chosen), only=chosen)
+        columns = {
+            "margin_lower": bracket.lower, "margin_upper": bracket.upper,
             "attainable": reach.weight, "attainable_upper": reach.upper,
         }  # fmt: skip
     names = [name(int(i)) for i in chosen]
     made = pd.DataFrame(
-        {"token_id": chosen, "token": names, "verdict": NAMES[verdicts.code[chosen]], **found}, columns=list(COLUMNS)
+        {"token_id": chosen, "token": names, "verdict": NAMES[verdicts.code[chosen]], **columns}, columns=list(COLUMNS)
     )
     if queries is not None:
         made = made.sort_values("attainable", kind="stable", ignore_index=True)
@@ -103,18 +110,16 @@ def _affordable(tokens: int, d_model: int) -> int:
     return max(HARDEST, int(_BUDGET / (2.0 * d_model * d_model * (tokens + 3 * d_model))))
 
 
-def _pointed_at(
-    rows: Float64[np.ndarray, "token d_model"], bias: Float64[np.ndarray, " token"] | None, queries: QuerySet | None
-) -> Float64[np.ndarray, " token"]:
+def _pointed_at(where: Judged) -> Float64[np.ndarray, " token"]:
     """log of the probability each token gets from the output that points at it: a cheap order of hardness."""
-    queries = QuerySet(np.zeros(rows.shape[1]), np.eye(rows.shape[1])) if queries is None else queries
-    scored, offset = scores_over(rows, queries, bias)
+    rows = where.rows
     found = np.empty(len(rows))
     step = max(1, _BLOCK // len(rows))
     for first in range(0, len(rows), step):
         block = slice(first, first + step)
-        scores = into_ball(scored[block]) @ scored.T
-        scores += offset
+        scores = into_ball(rows[block]) @ rows.T
+        if where.offset is not None:
+            scores += where.offset
         scores -= scores.max(axis=1, keepdims=True)
         own = scores[np.arange(len(scores)), np.arange(first, first + len(scores))]
         found[block] = own - np.log(np.exp(scores, out=scores).sum(axis=1))

@@ -1,40 +1,105 @@
-"""Does a certificate prove what it is said to prove?
+"""What does a certificate prove? Nothing leaves the geometry that this did not prove first.
 
-Plain array arithmetic on the user's own keys; nothing here is shared with what found the certificates. `tau`
-is relative to the RMS norm of the centred keys (and, for a bias, to its standard deviation).
+Plain array arithmetic on the keys as the user gave them. Nothing is shared with what found the certificates but
+`seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in, no
+representatives in place of keys.
+
+What is proved is proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
+multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), taken off lower bounds and added to
+upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding and that of the few
+operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and any shift common to
+all keys cancels.
+
+The claims, for key i among points z (keys over their RMS norm, or `Aᵀk` over theirs; a bias over its own RMS is one more
+coordinate, in which a query looks upwards only):
+
+* `selects`: a unit query q has q·z_i - q·z_j > tau for every j further than tau from z_i.
+* `reproduces`: convex weights of such keys have their mean within tau of z_i (and at least its bias).
+* `gap_at_least`, `gap_at_most`: what |u| ≤ 1 can do best, max_u min_j [(s_i - s_j)], is at least what one u gives; and for
+  convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a minimum
+  is no more than any mean.
+* `attention_at_least`, `attention_at_most`: the largest softmax weight is at least what one u gives; and for any convex
+  weights p of all keys at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since
+  log Σ exp s_j ≥ Σ p_j s_j + H(p) (Gibbs).
 """
 
 from __future__ import annotations
 
-import numpy as np
-from jaxtyping import Float64, Int64
+from dataclasses import dataclass
 
-# The checker computes in other coordinates and another order than the solver: agreement to this share of tau
-# is asked.
-_SLACK = 1e-3
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from ln_probe.analyses.geometry.products import LEFT_OUT, seen_from
+from ln_probe.analyses.geometry.query_sets import QuerySet
+
+# Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
+SLACK = 1e-6
+_EPS = float(np.finfo(np.float64).eps)
+_AMPLE = 2.0
+# Entries of one block of scores: 8 MB.
+_BLOCK = 1_000_000
+# Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
+_LOST = 1e-9
+
+Floats = Float64[np.ndarray, " some"]
+Ints = Int64[np.ndarray, " some"]
 
 
 class CertificateError(AssertionError):
     """A certificate does not prove its verdict; the message says which and by how much."""
 
 
-def _unit(values: Float64[np.ndarray, "key n"]) -> tuple[Float64[np.ndarray, "key n"], float]:
-    big = np.abs(values).max()
-    if big == 0.0:
-        return values, 1.0
-    centred = values / big - (values / big).mean(axis=0)
-    size = np.linalg.norm(centred) / len(values) ** 0.5
-    if size < 1e-14:
-        return centred * 0.0, 1.0
-    return centred / size, float(size * big)
+@dataclass(frozen=True)
+class Between:
+    """What is true of each certificate: between these, whatever the rounding."""
+
+    lower: Floats
+    upper: Floats
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Weights of several targets, one row after the other: `index[start[k]:start[k+1]]`, `value[…]`."""
+
+    start: Ints
+    index: Ints
+    value: Floats
+
+
+@dataclass(frozen=True)
+class Space:
+    """Points, what is added to their products with a query, and the error of both."""
+
+    rows: Float64[np.ndarray, "key dim"]
+    offset: Floats | None
+    upwards: bool  # queries look up along the last coordinate, weights may exceed the target there
+    length: Floats  # of each row
+    noise: Floats  # error of a score as it is stored, under any |u| <= 1; and of the length of a row
+    error: Floats  # error of a score as it is computed
+
+    @classmethod
+    def of(
+        cls, rows: Float64[np.ndarray, "key dim"], offset: Floats | None, noise: Floats, upwards: bool = False
+    ) -> Space:
+        length = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+        error = noise + _AMPLE * (rows.shape[1] + 4) * _EPS * (length + (0.0 if offset is None else np.abs(offset)))
+        return cls(rows, offset, upwards, length, noise, error)
+
+    def scores(self, queries: Float64[np.ndarray, "query dim"]) -> Float64[np.ndarray, "query key"]:
+        found = queries @ self.rows.T
+        if self.offset is not None:
+            found += self.offset
+        return found
 
 
 class Checker:
-    """The keys of one set, and claims about them that either hold or raise CertificateError.
+    """The keys of one set, and what certificates prove of them.
 
     Args:
         keys, bias: as the user gave them, in float64.
-        group: index of the key that stands for each key; equal keys do not compete.
+        queries: the set of queries, if there is one.
         tau: tolerance of verdicts.
         name: of the set, for messages.
     """
@@ -42,135 +107,320 @@ class Checker:
     def __init__(
         self,
         keys: Float64[np.ndarray, "key d"],
-        bias: Float64[np.ndarray, " key"] | None,
-        group: Int64[np.ndarray, " key"],
+        bias: Floats | None,
+        queries: QuerySet | None,
         tau: float,
         name: str = "",
     ) -> None:
-        self.keys, self.key_scale = _unit(keys)
-        lift, self.bias_scale = _unit(np.zeros((len(keys), 1)) if bias is None else bias[:, None])
-        self.bias = None if bias is None else lift[:, 0]
-        self.group, self.tau, self.name = group, tau, name
-        # Margins are measured among the normalized keys, unless a query set is asked about.
-        self.points = self.keys
-        self.heights = None if self.bias is None or not self.bias.any() else self.bias
-
-    def ask(self, center: Float64[np.ndarray, " d"], axes: Float64[np.ndarray, "d r"]) -> None:
-        """From now on margins are in nats over this set of queries, and attention is asked about."""
-        with np.errstate(under="ignore"):
-            self.points = self.keys @ (axes * self.key_scale)
-            self.scores = self.keys @ (center * self.key_scale)
-        if self.bias is not None:
-            self.scores = self.scores + self.bias * self.bias_scale
-        if self.heights is not None:
-            self.heights = self.heights * self.bias_scale
-
-    def _fail(self, i: int, text: str) -> None:
-        raise CertificateError(f"key {i}{self.name}: {text}")
-
-    def selects(self, i: int, query: Float64[np.ndarray, " d"], until: int | None = None) -> None:
-        """The query scores key i above all that differ (up to position `until`) by tau of its own length."""
-        rivals = np.flatnonzero(self.group[: None if until is None else until + 1] != self.group[i])
-        if len(rivals) == 0:
-            return
-        if not np.isfinite(query).all():
-            self._fail(i, "has no witness query")
-        if self.bias is None:
-            length = float(np.linalg.norm(query))
-            if length == 0:
-                self._fail(i, "its witness is the zero query")
-            scores = self.keys @ (query / length)
+        self.tau, self.name, self.number = tau, name, len(keys)
+        self._keys, self._bias, self._queries = keys, bias, queries
+        together = None if queries is None else 0  # a query set has its own unit in every coordinate
+        exponent = np.frexp(np.abs(keys).max(axis=together, initial=0.0))[1]
+        scaled = np.ldexp(keys, -exponent)
+        mean = scaled.mean(axis=0)
+        centred = scaled - mean
+        lift = bias
+        measured: Space | None = None
+        if queries is None:
+            points, noise = centred, _EPS * np.linalg.norm(centred, axis=1)
+            if np.linalg.norm(centred) <= 16 * _EPS * len(keys) ** 0.5:  # equal but for rounding
+                points, noise = centred * 0.0, noise * 0.0
         else:
-            scaled = query * (self.key_scale / self.bias_scale)
-            length = float(np.hypot(np.linalg.norm(scaled), 1.0))
-            scores = self.keys @ (scaled / length) + self.bias / length
-        gap = scores[i] - scores[rivals].max()
-        if not gap > self.tau * (1 - _SLACK):
-            rival = rivals[np.argmax(scores[rivals])]
-            self._fail(i, f"its witness gives key {rival} a score gap of {gap:.3g} (tau {self.tau:.3g})")
+            with np.errstate(under="ignore"):
+                axes, center = np.ldexp(queries.axes, exponent[:, None]), np.ldexp(queries.center, exponent)
+            seen, noise, slack = _through(scaled, mean, axes, center, queries.slack)
+            points = np.ascontiguousarray(seen[:, :-1])
+            heights, own = seen[:, -1], noise + slack
+            if bias is not None:
+                high = bias - bias.mean()
+                heights = heights + high
+                own = own + 2 * _EPS * (np.abs(heights) + np.abs(high))
+            measured = Space.of(points, heights if np.ptp(heights) > 0.0 else None, own)
+            outside = _outside(axes, center)
+            if outside.any():
+                lift = centred @ outside + (0.0 if bias is None else bias)
+        size = float(np.linalg.norm(points)) / len(keys) ** 0.5  # R; points are of ordinary size
+        self.size = size if size > 0.0 else 1.0
+        self.judged = self._judged(points, noise, lift)
+        self.measured = self.judged if measured is None else measured
 
-    def reproduces(
-        self,
-        i: int,
-        index: Int64[np.ndarray, " n"],
-        weight: Float64[np.ndarray, " n"],
-        until: int | None = None,
-    ) -> None:
-        """The weights are convex, on other keys (up to `until`), and their mean is key i within tau."""
-        self._are_convex(i, index, weight)
-        if until is not None and index.max() > until:
-            self._fail(i, f"its weights use key {index.max()}, but it is said to be inside at {until}")
-        miss = self._miss(i, self.keys, self.bias, index, weight)
-        if not miss <= self.tau * (1 + _SLACK):
-            self._fail(i, f"its convex weights miss it by {miss:.3g} (tau {self.tau:.3g})")
+    def _judged(self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Floats | None) -> Space:
+        rows, error = points / self.size, (noise + 2 * _EPS * np.linalg.norm(points, axis=1)) / self.size
+        self.bias_size = 0.0
+        if lift is None:
+            return Space.of(rows, None, error)
+        largest = float(np.abs(lift).max())
+        if largest > 0.0:
+            high = lift / largest - (lift / largest).mean()
+            rms = float(np.linalg.norm(high)) / len(high) ** 0.5
+            if rms > 16 * _EPS:
+                self.bias_size = rms * largest
+                high = high / rms
+                rows = np.column_stack([rows, high])
+                # (what is lifted comes from a product where axes do not reach the center; its error is like the rows')
+                error = error + 4 * _EPS * np.abs(high) + 8 * _EPS / rms
+                return Space.of(rows, None, error, upwards=True)
+        return Space.of(np.column_stack([rows, np.zeros(len(rows))]), None, error, upwards=True)
 
-    def equals(self, i: int, j: int) -> None:
-        """Keys i and j agree within tau."""
-        miss = float(np.linalg.norm(self.keys[i] - self.keys[j]))
-        if self.bias is not None:
-            miss = float(np.hypot(miss, self.bias[i] - self.bias[j]))
-        if not miss <= self.tau * (1 + _SLACK):
-            self._fail(i, f"differs from key {j}, its equal, by {miss:.3g} (tau {self.tau:.3g})")
+    # Verdicts
 
-    def is_away(self, i: int, lower: float, query: Float64[np.ndarray, " dim"]) -> None:
-        """The query proves that key i is at least `lower` from the hull of the other keys."""
-        if lower <= 0.0:
-            return
-        rivals = np.flatnonzero((self.group == np.arange(len(self.group))) & (self.group != i))
-        unit = query / np.linalg.norm(query)
-        steps = self.points[i] - self.points[rivals]
-        gaps = steps @ unit[: self.points.shape[1]]
-        if self.heights is not None:
-            gaps = gaps + (self.heights[i] - self.heights[rivals]) * max(unit[-1], 0.0)
-        if gaps.min() < lower * (1 - 1e-6) - 1e-9 * float(np.abs(steps).max()):
-            self._fail(i, f"margin_lower is {lower:.6g}, its query proves {gaps.min():.6g} only")
+    def selects(
+        self, targets: Ints, queries: Float64[np.ndarray, "target dim"], until: Ints | None = None
+    ) -> tuple[Between, Bool[np.ndarray, " target"]]:
+        """The smallest gap of each unit query over the keys that differ (up to position `until`), and whether some do not.
 
-    def is_within(
-        self, i: int, upper: float, index: Int64[np.ndarray, " n"], weight: Float64[np.ndarray, " n"]
-    ) -> None:
-        """The weights prove that key i is at most `upper` from the hull of the others."""
-        self._are_convex(i, index, weight)
-        miss = self._miss(i, self.points, self.heights, index, weight)
-        if miss > upper * (1 + 1e-6) + 1e-9 * float(np.abs(self.points[index] - self.points[i]).max()):
-            self._fail(i, f"margin_upper is {upper:.6g}, its weights prove {miss:.6g} only")
+        Queries are over the judged points; of zero length or with NaN they prove nothing.
+        """
+        space = self.judged
+        length = np.linalg.norm(queries, axis=1)
+        usable = np.isfinite(length) & (length > 0.0)
+        if space.upwards:
+            usable &= queries[:, -1] >= 0.0
+        unit = np.where(usable[:, None], queries, 0.0) / np.where(usable, length, 1.0)[:, None]
+        lower = np.full(len(targets), -np.inf)
+        near = np.zeros(len(targets), bool)
+        error = space.error
+        for block in _blocks(len(targets), self.number):
+            some = targets[block]
+            here = np.arange(len(some))
+            scores = space.scores(unit[block])
+            own = scores[here, some] - error[some]
+            scores += error
+            scores[here, some] = -np.inf
+            if until is not None:
+                scores[np.arange(self.number) > until[block][:, None]] = -np.inf
+            gap = own - scores.max(axis=1)
+            for k in np.flatnonzero(gap <= self.tau):  # who is so close? What is within tau does not count.
+                rivals = np.flatnonzero(scores[k] >= own[k] - self.tau)
+                apart = np.linalg.norm(space.rows[rivals] - space.rows[some[k]], axis=1)
+                copies = rivals[apart <= self.tau * (1 + SLACK)]
+                near[block.start + k] = len(copies) > 0
+                scores[k, copies] = -np.inf
+                gap[k] = own[k] - scores[k].max()
+            lower[block] = gap
+        lower[~usable] = -np.inf
+        for k in np.flatnonzero(length == 0.0):  # nothing to compete with?
+            seen = slice(None) if until is None else slice(int(until[k]) + 1)
+            apart = np.linalg.norm(space.rows[seen] - space.rows[targets[k]], axis=1)
+            if (apart <= self.tau * (1 + SLACK)).all():
+                lower[k], near[k] = np.inf, len(apart) > 1
+        return Between(lower, lower + 2 * (error[targets] + error.max())), near
 
-    def gets(self, i: int, weight: float, u: Float64[np.ndarray, " r"]) -> None:
-        """The query u of the set gives key i this softmax weight."""
-        proved = self._softmax(i, u)[i]
-        if not weight <= proved + 1e-6:
-            self._fail(i, f"attainable is {weight:.6g}, but its query gives {proved:.6g}")
+    def reproduces(self, targets: Ints, weights: Rows, until: Ints | None = None) -> Between:
+        """How far the mean of each row of weights is from its target; infinite if the weights are not allowed.
 
-    def gets_at_most(self, i: int, upper: float, u: Float64[np.ndarray, " r"]) -> None:
-        """The gradient of the log weight at u proves that no query of the set gives key i more."""
-        softmax = self._softmax(i, u)
-        slope = softmax @ (self.points - self.points[i])
-        proved = min(float(softmax[i] * np.exp(min(slope @ u + np.linalg.norm(slope), 700.0))), 1.0)
-        if not upper >= proved - 1e-6:
-            self._fail(i, f"attainable_upper is {upper:.6g}, but its query proves {proved:.6g}")
+        They must be convex, and on keys further than tau from the target (and not after position `until`).
+        """
+        miss, allowed = self._miss(self.judged, targets, weights)
+        target = np.repeat(np.arange(len(targets)), np.diff(weights.start))
+        rows = self.judged.rows
+        apart = np.linalg.norm(rows[weights.index] - rows[targets[target]], axis=1)
+        wrong = (apart <= self.tau * (1 - SLACK)) & (weights.value > 0)
+        if until is not None:
+            wrong |= weights.index > until[target]
+        allowed[target[wrong]] = False
+        return Between(np.where(allowed, miss.lower, np.inf), np.where(allowed, miss.upper, np.inf))
 
-    def _softmax(self, i: int, u: Float64[np.ndarray, " r"]) -> Float64[np.ndarray, " key"]:
-        if np.linalg.norm(u) > 1 + 1e-9:
-            self._fail(i, "the query of its attention is outside the query set")
-        scores = self.scores + self.points @ u
-        found = np.exp(scores - scores.max())
-        return np.asarray(found / found.sum())
+    def equals(self, i: Ints, j: Ints) -> Floats:
+        """Distance of key i to key j, relative."""
+        return np.asarray(np.linalg.norm(self.judged.rows[i] - self.judged.rows[j], axis=1))
 
-    def _are_convex(self, i: int, index: Int64[np.ndarray, " n"], weight: Float64[np.ndarray, " n"]) -> None:
-        if len(index) == 0:
-            self._fail(i, "has no convex weights")
-        own = (self.group[index] == self.group[i]).any()
-        if own or not (weight >= 0).all() or abs(weight.sum() - 1) > 1e-9:
-            self._fail(i, f"its weights are not convex weights of other keys (sum {weight.sum():.12g})")
+    # Margins
 
-    def _miss(
-        self,
-        i: int,
-        points: Float64[np.ndarray, "key dim"],
-        heights: Float64[np.ndarray, " key"] | None,
-        index: Int64[np.ndarray, " n"],
-        weight: Float64[np.ndarray, " n"],
-    ) -> float:
-        miss = float(np.linalg.norm(weight @ (points[index] - points[i])))
-        if heights is not None:
-            miss = float(np.hypot(miss, min(weight @ (heights[index] - heights[i]), 0.0)))
-        return miss
+    def gap_at_least(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> Between:
+        """The smallest gap to any other key under the query u (shortened to the unit ball)."""
+        space = self.measured
+        inside = _into_ball(points, space.upwards)
+        lower = np.empty(len(targets))
+        error = space.error
+        for block in _blocks(len(targets), self.number):
+            some = targets[block]
+            here = np.arange(len(some))
+            scores = space.scores(inside[block])
+            own = scores[here, some]
+            scores += error
+            scores[here, some] = -np.inf
+            lower[block] = own - error[some] - scores.max(axis=1)
+        lower[~np.isfinite(points).all(axis=1)] = -np.inf
+        return Between(lower, lower + 2 * (error[targets] + error.max()))
+
+    def gap_at_most(self, targets: Ints, weights: Rows) -> Between:
+        """What the mean over convex weights of other keys allows the best gap to be; infinite without weights."""
+        space = self.measured
+        miss, allowed = self._miss(space, targets, weights)
+        lower, upper = miss.lower, miss.upper
+        if space.offset is not None:
+            start, shares = weights.start, _shares(weights)
+            target = np.repeat(targets, np.diff(start))
+            lead = space.offset[target] - space.offset[weights.index]
+            mean = _sums(shares * lead, start)
+            rounding = _sums(shares * (np.abs(lead) * (np.diff(start).max(initial=0) + 4) * _AMPLE * _EPS), start)
+            lower, upper = lower + mean - rounding, upper + mean + rounding
+        own = np.repeat(targets, np.diff(weights.start)) == weights.index
+        allowed[np.repeat(np.arange(len(targets)), np.diff(weights.start))[own & (weights.value > 0)]] = False
+        return Between(np.where(allowed, lower, -np.inf), np.where(allowed, upper, np.inf))
+
+    # Attention
+
+    def attention_at_least(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> Between:
+        """The softmax weight that the query u (shortened to the unit ball) gives."""
+        return self._attention(targets, points)[0]
+
+    def attention(
+        self, targets: Ints, points: Float64[np.ndarray, "target r"], proofs: Float64[np.ndarray, "target r"]
+    ) -> tuple[Between, Between]:
+        """The softmax weight that the query at `points` gives, and what no query exceeds by the weights at `proofs`."""
+        found, bound = self._attention(targets, points)
+        other = np.flatnonzero((points != proofs).any(axis=1))
+        if len(other):
+            better = self._attention(targets[other], proofs[other])[1]
+            bound.lower[other], bound.upper[other] = better.lower, better.upper
+        return found, bound
+
+    def _attention(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> tuple[Between, Between]:
+        space = self.measured
+        usable = np.isfinite(points).all(axis=1)
+        inside = _into_ball(np.where(usable[:, None], points, 0.0), False)
+        error, length = space.error, space.length
+        most = float(error.max())
+        few = (self.number + 16) * _AMPLE * _EPS
+        found, bound = (Between(np.empty(len(targets)), np.empty(len(targets))) for _ in range(2))
+        for block in _blocks(len(targets), self.number):
+            some = targets[block]
+            here = np.arange(len(some))
+            scores = space.scores(inside[block])
+            scores -= scores.max(axis=1, keepdims=True)
+            own = scores[here, some].copy()
+            logs = scores.copy()
+            shares = np.exp(scores, out=scores)
+            total = shares.sum(axis=1)
+            log_weight = own - np.log(total)
+            doubt = error[some] + most + few
+            found.lower[block] = np.exp(log_weight - doubt) * (1 - few)
+            found.upper[block] = np.exp(np.minimum(log_weight + doubt, 0.0))
+            shares /= total[:, None]
+            logs -= np.log(total)[:, None]
+            # H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|, for p as they are computed
+            entropy = -np.einsum("ij,ij->i", shares, np.where(shares > 0, logs, 0.0))
+            mean = shares @ space.rows - space.rows[some]
+            far = shares @ length + length[some]
+            doubt = shares @ space.noise + space.noise[some] + few * (far + 1.0 + np.log(self.number) + entropy)
+            level = entropy - np.linalg.norm(mean, axis=1)
+            if space.offset is not None:
+                level += shares @ space.offset - space.offset[some]
+                doubt += few * (shares @ np.abs(space.offset) + np.abs(space.offset[some]))
+            bound.upper[block] = np.exp(np.clip(-(level - doubt), -700.0, 0.0)) * (1 + few)
+            bound.lower[block] = np.exp(np.clip(-(level + doubt), -700.0, 0.0))
+        bound = Between(bound.lower, np.minimum(bound.upper, 1.0))
+        nothing = ~usable
+        found.lower[nothing], found.upper[nothing] = 0.0, 1.0
+        bound.lower[nothing], bound.upper[nothing] = 0.0, 1.0
+        return found, bound
+
+    # Parts
+
+    def _miss(self, space: Space, targets: Ints, weights: Rows) -> tuple[Between, Bool[np.ndarray, " target"]]:
+        """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; and whether the weights are convex."""
+        start, sizes = weights.start, np.diff(weights.start)
+        allowed = (sizes > 0) & np.isfinite(_sums(weights.value, start)) & (_sums(weights.value, start) > 0.0)
+        negative = np.repeat(np.arange(len(targets)), sizes)[~(weights.value >= 0.0)]
+        allowed[negative] = False
+        shares = np.where(weights.value >= 0.0, _shares(weights), 0.0)
+        target = np.repeat(targets, sizes)
+        lower, upper = np.empty(len(targets)), np.empty(len(targets))
+        dim = space.rows.shape[1]
+        for first, last in _stretches(start, max(_BLOCK // dim, 1)):
+            entries = slice(int(start[first]), int(start[last]))
+            steps = space.rows[weights.index[entries]] - space.rows[target[entries]]
+            local = start[first : last + 1] - start[first]
+            mean = _row_sums(steps * shares[entries, None], local)
+            size = np.sqrt(np.einsum("ij,ij->i", steps, steps))
+            terms = (np.diff(local) + dim + 4) * _AMPLE * _EPS
+            error = _sums(shares[entries] * (space.noise[weights.index[entries]] + space.noise[target[entries]]), local)
+            error += terms * _sums(shares[entries] * size, local)
+            if space.upwards:
+                mean[:, -1] = np.minimum(mean[:, -1], 0.0)
+            length = np.sqrt(np.einsum("ij,ij->i", mean, mean))
+            lower[first:last], upper[first:last] = np.maximum(length - error, 0.0), length + error
+        return Between(lower, upper), allowed
+
+
+def _through(
+    scaled: Float64[np.ndarray, "key d"],
+    mean: Float64[np.ndarray, " d"],
+    axes: Float64[np.ndarray, "d r"],
+    center: Float64[np.ndarray, " d"],
+    slack: float,
+) -> tuple[Float64[np.ndarray, "key r+1"], Floats, Floats]:
+    """Keys as the queries see them (last: under the center), their error, and what the query set's own slack adds."""
+    moving = np.column_stack([axes, center])
+    centred = scaled - mean
+    sizes = np.abs(centred) @ (np.abs(center) + np.sqrt(np.einsum("ij,ij->i", axes, axes)))
+    noise = _AMPLE * (sum(moving.shape) + 4) * _EPS * sizes
+    seen = centred @ moving
+    if noise.max(initial=0.0) > _LOST * float(np.linalg.norm(seen[:, :-1])) / len(centred) ** 0.5:
+        seen = seen_from(scaled, mean, moving)
+        largest = np.abs(np.abs(centred).max(axis=0)[:, None] * moving).max(initial=0.0)
+        share = np.abs(centred / np.maximum(np.abs(centred).max(axis=0), np.finfo(np.float64).tiny)).max(axis=1)
+        left_out = moving.shape[0] * moving.shape[1] ** 0.5 * 8 * LEFT_OUT * largest
+        noise = 8 * _EPS * np.sqrt(np.einsum("ij,ij->i", seen, seen)) + left_out * share
+    return seen, noise, slack * sizes
+
+
+def _outside(axes: Float64[np.ndarray, "d r"], center: Float64[np.ndarray, " d"]) -> Float64[np.ndarray, " d"]:
+    """What of the center no combination of the axes reaches, by least squares; zero where they reach everything."""
+    lengths = np.linalg.norm(axes, axis=1)
+    scale = np.where(lengths > 0.0, lengths, 1.0)
+    if not center.any() or np.linalg.matrix_rank(axes / scale[:, None], tol=None) == len(center):
+        return np.zeros_like(center)
+    scaled = axes / scale[:, None]
+    solved = np.linalg.lstsq(scaled, center / scale, rcond=None)[0]
+    rest = center / scale - scaled @ solved
+    rest[np.abs(rest) <= 64 * max(axes.shape) * _EPS * np.linalg.norm(center / scale)] = 0.0
+    return np.asarray(rest * scale)
+
+
+def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:
+    """Points shortened until their length is at most 1, whatever the rounding; upwards, if that is asked for."""
+    points = np.nan_to_num(points, posinf=0.0, neginf=0.0)
+    if upwards:
+        points = points.copy()
+        points[:, -1] = np.maximum(points[:, -1], 0.0)
+    length = np.linalg.norm(points, axis=1)
+    ample = 1 + (points.shape[1] + 8) * _EPS
+    return points / np.maximum(length * ample, 1.0)[:, None]
+
+
+def _shares(weights: Rows) -> Floats:
+    """Weights over their sum."""
+    total = _sums(weights.value, weights.start)
+    return np.asarray(weights.value / np.repeat(np.where(total > 0.0, total, 1.0), np.diff(weights.start)))
+
+
+def _sums(values: Floats, start: Ints) -> Floats:
+    """Sum of every row; 0 for an empty one."""
+    return _row_sums(values[:, None], start)[:, 0]
+
+
+def _row_sums(values: Float64[np.ndarray, "entry dim"], start: Ints) -> Float64[np.ndarray, "row dim"]:
+    found = np.zeros((len(start) - 1, values.shape[1]))
+    full = np.flatnonzero(np.diff(start))
+    if len(full):
+        found[full] = np.add.reduceat(values, start[:-1][full], axis=0)
+    return found
+
+
+def _blocks(count: int, width: int) -> list[slice]:
+    step = max(1, _BLOCK // max(width, 1))
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def _stretches(start: Ints, most: int) -> list[tuple[int, int]]:
+    """Rows first to last that hold about `most` entries together."""
+    found, first = [], 0
+    while first < len(start) - 1:
+        last = int(np.searchsorted(start, start[first] + most, side="right")) - 1
+        last = min(max(last, first + 1), len(start) - 1)
+        found.append((first, last))
+        first = last
+    return found

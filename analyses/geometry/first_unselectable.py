@@ -25,10 +25,9 @@ class FirstUnselectable:
     """Positions, and what proves them, in the order of the keys."""
 
     at: Int64[np.ndarray, " key"]  # -1: never
-    query: Float64[
-        np.ndarray, "key dim"
-    ]  # over normalized keys: selects the key at position at-1; NaN where not needed
+    query: Float64[np.ndarray, "key dim"]  # over normalized keys: selects the key at position at-1; NaN: not needed
     weights: SparseWeights  # over keys 0..at
+    source: Int64[np.ndarray, " key"]  # whose row of weights a key has
 
 
 def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselectable:
@@ -36,7 +35,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     number = len(verdicts.code)
     leaders = sets.leaders
     todo = np.flatnonzero(verdicts.code[leaders] == UNSELECTABLE)
-    rows = {int(leaders[k]): verdicts.weights.row(int(leaders[k])) for k in todo}
+    rows = {int(leaders[k]): verdicts.row(int(leaders[k])) for k in todo}
     query = np.full(sets.normalized.shape, np.nan)
     ordered = np.ascontiguousarray(sets.normalized[leaders].T)
     # With the first `enough` representatives visible a key is inside, with the first `few` it is not.
@@ -86,7 +85,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
                 query[key] = np.nan
     at = at[sets.representative]
     at = np.where(at >= 0, np.maximum(at, np.arange(number)), -1)
-    return FirstUnselectable(at, query, SparseWeights.of_rows(rows, number))
+    return FirstUnselectable(at, query[sets.representative], SparseWeights.of_rows(rows, number), sets.representative)
 
 
 def _seen(leaders: Ints, own: int, used: Ints) -> int:

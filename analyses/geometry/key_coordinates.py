@@ -175,18 +175,56 @@ def _leaders(
     return leader
 
 
-def merge(rows: Float64[np.ndarray, "key dim"], tau: float = TAU) -> Int64[np.ndarray, " key"]:
-    """Index of the representative of every key: the first of the keys that are equal to it within `tau`.
+def first_within(sets: KeyCoordinates) -> Int64[np.ndarray, " key"]:
+    """For every key the first that lies within TAU of it, itself if there is none before."""
+    if len(sets.leaders) == len(sets.normalized):
+        return sets.representative
+    place = sets.normalized @ _generic(sets.normalized.shape[1])
+    return _first_within(sets.normalized, np.argsort(place, kind="stable"), place, TAU)
 
-    A group is what lies within `tau` of its first key and belongs to no earlier group, so chains of
-    near-equal keys do not run together.
-    """
-    dim = rows.shape[1]
-    # Keys within tau are within tau along any direction. A generic one (multiples of an irrational number
-    # modulo 1) leaves few others to compare with.
+
+@compiled
+def _first_within(
+    rows: Float64[np.ndarray, "key dim"],
+    order: Int64[np.ndarray, " key"],
+    place: Float64[np.ndarray, " key"],
+    tau: float,
+) -> Int64[np.ndarray, " key"]:
+    number, dim = rows.shape
+    found = np.arange(number)
+    for k in range(number):
+        i = order[k]
+        for side in (-1, 1):
+            other = k + side
+            while 0 <= other < number and abs(place[order[other]] - place[i]) <= tau:
+                j = order[other]
+                other += side
+                if j < found[i]:
+                    square = 0.0
+                    for t in range(dim):
+                        square += (rows[i, t] - rows[j, t]) ** 2
+                        if square > tau * tau:
+                            break
+                    if square <= tau * tau:
+                        found[i] = j
+    return found
+
+
+def _generic(dim: int) -> Float64[np.ndarray, " dim"]:
+    """A direction with nothing special (multiples of an irrational number modulo 1), of unit length: keys within tau are
+    within tau along it, and few others are."""
     direction = np.modf(np.arange(1, dim + 1) * ((1 + 5**0.5) / 2))[0] - 0.5
-    direction /= float(np.linalg.norm(direction))
-    place = rows @ direction
+    return np.asarray(direction / float(np.linalg.norm(direction)))
+
+
+def merge(rows: Float64[np.ndarray, "key dim"], tau: float = TAU) -> Int64[np.ndarray, " key"]:
+    """Index of a representative of every key, to be solved for in its place.
+
+    A group is what lies within `tau` of its first key and belongs to no earlier group, so chains of near-equal keys do
+    not run together. Which keys lead depends on their order; what is found for a group counts for a key only if the
+    checker proves it of that key.
+    """
+    place = rows @ _generic(rows.shape[1])
     return _leaders(rows, np.argsort(place, kind="stable"), place, tau)
 
 

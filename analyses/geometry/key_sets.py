@@ -21,7 +21,7 @@ def key_sets(
         TypeError: not of a floating-point type.
         ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit.
     """
-    values = _floats("keys", keys)
+    values = floats("keys", keys)
     if values.ndim not in (2, 3):
         raise ValueError(f'keys must have the shape "keys d" or "batch keys d", got {values.shape}')
     for size, what in zip(values.shape[-2:], ("keys", "dimensions"), strict=True):
@@ -32,7 +32,7 @@ def key_sets(
     _finite("key", values)
     lift = None
     if bias is not None:
-        lift = _floats("bias", bias)
+        lift = floats("bias", bias)
         if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
             raise ValueError(f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}")
         lift = np.broadcast_to(lift, values.shape[:-1])
@@ -42,12 +42,23 @@ def key_sets(
     return values[None], None if lift is None else lift[None], False
 
 
-def _floats(name: str, values: Any) -> NDArray[np.float64]:
+def floats(name: str, values: Any) -> NDArray[np.float64]:
+    """A copy of an array or tensor of any floating-point type, in float64.
+
+    Raises:
+        TypeError: of another type, sparse, or without values (the "meta" device).
+    """
     if isinstance(values, torch.Tensor):
         kind, floating = str(values.dtype), values.is_floating_point()
+        if values.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got a tensor of layout {values.layout}: call .to_dense() first")
+        if values.is_meta:
+            raise TypeError(f"{name} must have values, got a tensor of shape {tuple(values.shape)} on the meta device")
         if floating:
-            return np.array(values.detach().to(device="cpu", dtype=torch.float64).numpy(), order="C")
+            return np.array(values.detach().to(device="cpu").to(torch.float64).numpy(), order="C")
     else:
+        if hasattr(values, "toarray"):  # scipy's sparse matrices
+            raise TypeError(f"{name} must be dense, got {type(values).__name__}: call .toarray() first")
         values = np.asarray(values)
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:

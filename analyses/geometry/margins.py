@@ -1,7 +1,9 @@
-"""By how much can a key be selected? Its distance to the hull of the others, between two certified bounds.
+"""By how much can a key be selected? Two ends of a bracket: a query from below, weights of the other keys from above.
 
-The distance equals the best score gap that a query of unit length can give the key (minimax), so a query
-proves the lower bound and convex weights of the other keys prove the upper one.
+Without a set of queries the margin is the distance of a key to the hull of all others, relative to the RMS norm of the
+centred keys. With one it is the best score gap that a query of the set gives, in nats, negative if none puts the key on
+top: the center `c·k` and a bias count as they count in a score. This module only proposes; what its queries and weights
+prove is computed by `certificates`.
 """
 
 from __future__ import annotations
@@ -9,83 +11,208 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
+from ln_probe.analyses.geometry.ball_newton import largest_weights
+from ln_probe.analyses.geometry.best_gap import best_gaps
+from ln_probe.analyses.geometry.judged import Judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.verdicts import SELECTABLE, UNDECIDED, SparseWeights, Verdicts
+from ln_probe.analyses.geometry.verdicts import UNSELECTABLE, SparseWeights, Verdicts
 
-# Default width of a margin's bracket, (upper - lower) / lower: a margin is read to two digits.
+# Default width of a margin's bracket, as a share of the margin: it is read to two digits.
 RELATIVE_GAP = 0.01
-# A margin below this (relative to the RMS norm of the measured keys) is not bracketed further: degenerate
-# axes give selectable keys a margin of exactly zero.
-_ZERO = 0.01 * TAU
+# A bracket narrower than this (relative to the RMS norm of the measured keys) is not narrowed further: degenerate axes
+# give selectable keys a margin of exactly zero.
+ZERO = 0.01 * TAU
 # What "exact" asks for: float64 leaves about six digits of a distance of TAU.
 EXACT_GAP = 1e-6
+# The last resort halves a bracket about once a round, and Newton's method takes a few dozen steps in each.
+_ROUNDS, _STEPS = 40, 200
 
 
 @dataclass(frozen=True)
-class Margins:
-    """Bounds of every key's margin, and what proves them, in the order of the keys."""
+class Proposed:
+    """What may prove each key's margin, in the order of the keys asked for.
 
-    lower: Float64[np.ndarray, " key"]
-    upper: Float64[np.ndarray, " key"]
-    query: Float64[np.ndarray, "key dim"]  # proves lower; over `measured` keys; NaN where the margin is 0 or undefined
-    weights: SparseWeights  # prove upper
-
-
-def measured(sets: KeyCoordinates, axes: Float64[np.ndarray, "d r"] | None) -> Float64[np.ndarray, "key dim"]:
-    """The keys in the coordinates of their margins: normalized, or in nats after multiplication by the axes.
-
-    A bias that is not the same for all keys is the last coordinate.
+    Attributes:
+        point: a query u, |u| ≤ 1; without a set of queries a unit query over normalized keys.
+        weights: convex weights of other keys, a row per key of the set (empty for those not asked for).
     """
+
+    point: Float64[np.ndarray, "some r"]
+    weights: SparseWeights
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Points whose margins are measured, copies left out.
+
+    Attributes:
+        rows, offset: as in `Judged`, normalized if there is no set of queries.
+        upwards: the last coordinate is a bias: weights may exceed the target there.
+        distinct: a key for each different row.
+        copy: another key with the same row; -1 if there is none.
+    """
+
+    rows: Float64[np.ndarray, "key r"]
+    offset: Float64[np.ndarray, " key"] | None
+    upwards: bool
+    distinct: Int64[np.ndarray, " row"]
+    copy: Int64[np.ndarray, " key"]
+
+    @property
+    def size(self) -> float:
+        """RMS norm of the centred rows."""
+        centred = self.rows - self.rows.mean(axis=0)
+        return float(np.sqrt(np.einsum("ij,ij->", centred, centred) / len(centred)))
+
+
+def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Measured:
+    """Where margins are measured."""
     d = len(sets.basis)
-    lift = sets.normalized[:, d:] if sets.bias_scale > 0.0 else sets.normalized[:, :0]
-    if axes is None:
-        return np.concatenate([sets.normalized[:, :d], lift], axis=1)
-    return np.concatenate([sets.normalized[:, :d] @ (axes * sets.scale), lift * sets.bias_scale], axis=1)
+    if through_queries:
+        rows, offset, upwards = where.rows, where.offset, False
+    else:
+        upwards = sets.bias_scale > 0.0
+        rows, offset = np.ascontiguousarray(sets.normalized[:, : d + upwards]), None
+    copy = np.full(len(rows), -1)
+    distinct = np.arange(len(rows))
+    if len(sets.leaders) < len(rows):  # only keys within tau of another can be copies
+        both = rows if offset is None else np.column_stack([rows, offset])
+        crowd = np.flatnonzero(np.bincount(sets.representative, minlength=len(rows))[sets.representative] > 1)
+        _, first, inverse = np.unique(both[crowd], axis=0, return_index=True, return_inverse=True)
+        leader = crowd[first][inverse.ravel()]
+        copy[crowd] = np.where(leader != crowd, leader, -1)
+        twice = crowd[leader != crowd]
+        copy[copy[twice]] = twice
+        distinct = np.setdiff1d(distinct, twice)
+    return Measured(rows, offset, upwards, distinct, copy)
 
 
-def margins(
-    sets: KeyCoordinates,
-    verdicts: Verdicts,
-    axes: Float64[np.ndarray, "d r"] | None,
-    gap: float = RELATIVE_GAP,
-    only: Int64[np.ndarray, " some"] | None = None,
-) -> Margins:
-    """Bracket the margin of every key.
+def propose(
+    space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
+) -> Proposed:
+    """Queries and weights for the margins of keys `only` among all keys of the set."""
+    if space.offset is None:
+        return _distances(space, verdicts, gap, only, budget)
+    here = np.ascontiguousarray(space.rows[space.distinct])
+    offset = space.offset[space.distinct]
+    point = np.zeros((len(only), here.shape[1]))
+    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    place = np.full(len(space.rows), -1)
+    place[space.distinct] = np.arange(len(space.distinct))
+    copied = space.copy[only] >= 0
+    alone = only[~copied]
+    if len(alone) and len(here) > 1:
+        _, _, found, sizes, values, indices = best_gaps(
+            here, np.ascontiguousarray(here.T), offset, place[alone], gap, ZERO * space.size, budget
+        )
+        point[~copied] = found
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k, i in enumerate(alone):
+            entries = slice(first[k], first[k + 1])
+            rows[int(i)] = space.distinct[indices[entries]], values[entries]
+    if copied.any():  # a copy ties with the key, so its margin is 0, or what is left where both are below others
+        whole = np.ascontiguousarray(space.rows)
+        _, _, found, sizes, values, indices = best_gaps(
+            whole, np.ascontiguousarray(whole.T), space.offset, only[copied], gap, ZERO * space.size, budget
+        )
+        point[copied] = found
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k, i in enumerate(only[copied]):
+            rows[int(i)] = indices[first[k] : first[k + 1]], values[first[k] : first[k + 1]]
+    return Proposed(point, SparseWeights.of_rows(rows, len(space.rows)))
 
-    Args:
-        sets, verdicts: of the same keys.
-        axes: half axes of the ellipsoid of queries, as columns; without them margins are relative to the RMS
-            norm of the centred keys.
-        gap: asked for (upper - lower) / lower.
-        only: of these keys (among all of them); the others' bounds mean nothing.
+
+def _distances(
+    space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
+) -> Proposed:
+    """Without offsets: the nearest point of the hull of the others. The zero query proves that it is not negative."""
+    here = np.ascontiguousarray(space.rows[space.distinct])
+    place = np.full(len(space.rows), -1)
+    place[space.distinct] = np.arange(len(space.distinct))
+    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    point = np.zeros((len(only), here.shape[1]))
+    copied = space.copy[only] >= 0
+    for i in only[copied]:
+        rows[int(i)] = space.copy[i : i + 1], np.ones(1)
+    inside = ~copied & (verdicts.code[only] == UNSELECTABLE)
+    for i in only[inside]:
+        rows[int(i)] = verdicts.row(int(i))
+    left = ~copied & ~inside
+    todo = place[only[left]]
+    if len(todo) and len(here) > 1:
+        _, _, _, queries, sizes, values, indices = nearest_points(
+            here, np.ascontiguousarray(here.T), todo, np.full(len(todo), len(here)), np.full(len(todo), -1),
+            space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True,
+        )  # fmt: skip
+        point[left] = queries / np.maximum(np.linalg.norm(queries, axis=1), 1e-300)[:, None]
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k, i in enumerate(only[left]):
+            index, value = indices[first[k] : first[k + 1]], values[first[k] : first[k + 1]]
+            rows[int(i)] = space.distinct[index[index >= 0]], value[index >= 0]
+    return Proposed(point, SparseWeights.of_rows(rows, len(space.rows)))
+
+
+def again(
+    space: Measured, i: int, gap: float, lower: float, upper: float, point: Float64[np.ndarray, " r"], budget: float
+) -> tuple[Float64[np.ndarray, " r"], Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+    """Another query and other weights for one key, by a method that shares nothing with the first.
+
+    The smallest gap is smoothed, `-T log Σ_j exp(-gap_j / T)`, which is off by at most T·log n, and maximized by Newton's
+    method; T follows the bracket down.
     """
-    number = len(verdicts.code)
-    rows = measured(sets, axes)
-    lower, upper = np.zeros(number), np.zeros(number)
-    query = np.full(rows.shape, np.nan)
-    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    if len(sets.leaders) == 1:
-        if number == 1:
-            lower[:], upper[:] = np.nan, np.nan
-        return Margins(lower, upper, query, SparseWeights.of_rows(found, number))
-    here = np.ascontiguousarray(rows[sets.leaders])
-    wanted = (verdicts.code == SELECTABLE) | (verdicts.code == UNDECIDED)
-    if only is not None:
-        wanted &= np.isin(sets.representative, sets.representative[only])
-    todo = np.flatnonzero(wanted[sets.leaders])
-    size = float(np.sqrt(np.mean(np.sum((here - here.mean(axis=0)) ** 2, axis=1))))
-    _, low, high, queries, sizes, weights, indices = nearest_points(
-        here, np.ascontiguousarray(here.T), todo, np.full(len(todo), len(here)), np.full(len(todo), -1),
-        sets.bias_scale > 0.0, np.ones(here.shape[1]), np.ones(1), _ZERO * size, gap, True,
-    )  # fmt: skip
-    keys = sets.leaders[todo]
-    lower[keys], upper[keys], query[keys] = low, high, queries
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    for k, i in enumerate(keys):
-        index, value = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
-        found[int(i)] = sets.leaders[index[index >= 0]], value[index >= 0]
-    lower, upper, query = lower[sets.representative], upper[sets.representative], query[sets.representative]
-    return Margins(lower, upper, query, SparseWeights.of_rows(found, number))
+    rows = space.rows
+    offset = np.zeros(len(rows)) if space.offset is None else space.offset
+    others = np.flatnonzero(np.arange(len(rows)) != i)
+    steps = np.ascontiguousarray(np.concatenate([rows[others] - rows[i], np.zeros((1, rows.shape[1]))]))
+    lead = np.append(offset[others] - offset[i], 0.0)
+    best = point, np.empty(0, np.int64), np.empty(0)
+    if not np.isfinite(lower):
+        lower = -float(lead[:-1].max()) if space.offset is not None else 0.0
+    if not np.isfinite(upper):
+        apart = np.linalg.norm(steps[:-1], axis=1) - lead[:-1]
+        upper, nearest = float(apart.min()), int(apart.argmin())
+        best = point, others[nearest : nearest + 1], np.ones(1)
+    target, most = np.array([len(others)]), np.log(len(others)) + 1.0
+    floor, spent = ZERO * space.size, 0.0
+    for _ in range(_ROUNDS):
+        width = upper - lower
+        if width <= max(gap * max(abs(lower), abs(upper)), floor) or spent > budget:
+            break
+        heat = width / (4.0 * most)
+        own = lead.copy()
+        own[-1] = -lower
+        scaled = steps / heat
+        weight, _, found, _, taken = largest_weights(
+            scaled, np.ascontiguousarray(scaled.T), own / heat, target, best[0][None, None], 1e-3, _STEPS
+        )
+        spent += float(taken.sum() + 1) * 4.0 * steps.size
+        u = found[0]
+        gaps = -(lead[:-1] + steps[:-1] @ u)
+        share = np.exp(-(gaps - gaps.min()) / heat)
+        share /= share.sum()
+        mean = share @ steps[:-1]
+        if space.upwards:
+            mean[-1] = min(mean[-1], 0.0)
+        top = float(np.linalg.norm(mean) - share @ lead[:-1])
+        kept = share > 0.0
+        better_low, better_up = gaps.min() > lower, top < upper
+        best = (
+            u if better_low else best[0],
+            others[kept] if better_up else best[1],
+            share[kept] if better_up else best[2],
+        )
+        lower, upper = max(lower, float(gaps.min())), min(upper, top)
+        if not (better_low or better_up) or weight[0] == 0.0:
+            break
+    return best
+
+
+def too_wide(
+    lower: Float64[np.ndarray, " key"], upper: Float64[np.ndarray, " key"], gap: float, size: float
+) -> Bool[np.ndarray, " key"]:
+    """Which brackets are wider than was asked for (by more than rounding)."""
+    asked = np.maximum(gap * np.maximum(np.abs(lower), np.abs(upper)) * (1 + 1e-3), 2 * ZERO * size)
+    return np.asarray(~(upper - lower <= asked))

@@ -6,23 +6,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float64
-from numpy.typing import NDArray
+
+from ln_probe.analyses.geometry.key_sets import floats
+
+# Radii and axes beyond this make scores whose squares leave float64's range, whatever the keys.
+_LARGEST = 1e150
 
 
 @dataclass(frozen=True)
 class QuerySet:
-    """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats."""
+    """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
+
+    `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
+    of this (not 0 only where axes were reduced in number).
+    """
 
     center: Float64[np.ndarray, " d"]
     axes: Float64[np.ndarray, "d r"]
+    slack: float = 0.0
 
     def compact(self) -> QuerySet:
-        """The same set with at most d axes (only `axes @ axes.T` matters)."""
-        if self.axes.shape[1] <= self.axes.shape[0]:
+        """The same set with at most d axes (only `axes @ axes.T` matters).
+
+        Orthogonal triangularization by reflections changes each row of the axes by no more than a small multiple of
+        r·d·eps of its length (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 19.4).
+        """
+        d, r = self.axes.shape
+        if r == 0:
+            return QuerySet(self.center, np.zeros((d, 1)), self.slack)
+        if r <= d:
             return self
-        return QuerySet(self.center, np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T))
+        fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
+        return QuerySet(self.center, fewer, self.slack + 4.0 * r * d * float(np.finfo(np.float64).eps))
 
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
@@ -30,16 +46,32 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
 
     Raises:
         TypeError: not a number or a pair of floating-point arrays.
-        ValueError: a radius that is not positive and finite, shapes that do not fit, NaN or infinite values.
+        ValueError: a radius that is not positive and of usable size, shapes that do not fit, NaN, infinite or enormous
+            values.
     """
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
+    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, (bool, np.bool_)):
         radius = float(given)
         if not (radius > 0.0 and np.isfinite(radius)):
-            raise ValueError(f"the radius of a query set must be positive and finite, got {radius}")
+            raise ValueError(
+                f"the radius of a query set must be positive and finite, got {radius}: give the length of the longest query"
+            )
+        if not 1.0 / _LARGEST <= radius <= _LARGEST:
+            raise ValueError(
+                f"the radius of a query set is {radius:g}: scores would leave the range of float64 (between "
+                f"{1.0 / _LARGEST:g} and {_LARGEST:g} can be used); scale keys and radius against each other"
+            )
         return [QuerySet(np.zeros(d), radius * np.eye(d))] * number
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         raise TypeError(f"query_set must be a radius or a pair (center, axes), got {type(given).__name__}")
-    center, axes = _array("center", given[0]), _array("axes", given[1])
+    center, axes = (floats(f"the {name} of the query set", part) for name, part in zip(("center", "axes"), given, strict=True))
+    for name, values in (("center", center), ("axes", axes)):
+        if not np.isfinite(values).all():
+            raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")
+        if np.abs(values).max(initial=0.0) > _LARGEST:
+            raise ValueError(
+                f"the {name} of the query set has an entry of {np.abs(values).max():g}: scores would overflow (up to "
+                f"{_LARGEST:g} can be used); scale keys and queries against each other"
+            )
     if center.shape not in ((d,), (number, d)):
         raise ValueError(
             f"the center of the query set must have the shape ({d},) or ({number}, {d}), got {center.shape}"
@@ -54,15 +86,3 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
         QuerySet(np.ascontiguousarray(c), np.ascontiguousarray(a)).compact()
         for c, a in zip(centers, half_axes, strict=True)
     ]
-
-
-def _array(name: str, values: Any) -> NDArray[np.float64]:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = values.double().numpy() if values.is_floating_point() else values.numpy()
-    values = np.asarray(values)
-    if values.dtype.kind != "f":
-        raise TypeError(f"the {name} of the query set must be of a floating-point type, got {values.dtype}")
-    if not np.isfinite(values).all():
-        raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")
-    return np.asarray(values, dtype=np.float64)

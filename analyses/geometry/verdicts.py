@@ -6,8 +6,8 @@
    then, if rounding or the tolerance stood in the way, in flat ones (exact distances).
 3. *Linear program*.
 
-What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before
-a verdict is given.
+What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before they count,
+and what counts here is proved once more, key by key, before it is given out (`proofs`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ln_probe.analyses.geometry import linear_program
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.min_norm import nearest_points
 from ln_probe.analyses.geometry.pool import Pool, gaps_in_blocks
-from ln_probe.analyses.geometry.scores import Floats, Ints, residuals, score_gaps
+from ln_probe.analyses.geometry.scores import Floats, Ints, residuals
 
 # From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
@@ -61,56 +61,87 @@ class SparseWeights:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Verdicts on one set of keys, with what proves them, in the order of the keys."""
+    """Verdicts on one set of keys, with what is to prove them, in the order of the keys."""
 
     code: Int8[np.ndarray, " key"]  # index into NAMES
     query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
-    weights: SparseWeights  # over other keys, for the representative of an unselectable key
+    weights: SparseWeights  # over other keys
+    source: Int64[np.ndarray, " key"]  # whose row of weights a key has: its own, or its representative's
+
+    def row(self, i: int) -> tuple[Ints, Floats]:
+        """Weights of the others that reproduce key i."""
+        return self.weights.row(int(self.source[i]))
 
 
-def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None) -> Verdicts:
+def decide(
+    sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None, budget: float = np.inf
+) -> Verdicts:
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
-    With `only`, white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
-    that white queries leave stay undecided.
+    Keys within tau of each other are solved for once, as one: what is found counts for all of them if the checker finds
+    that it proves it of each (`proofs`).
+
+    Args:
+        only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others that
+            white queries leave stay undecided.
+        budget: multiplications and additions per key, after which it stays undecided.
     """
-    number, dim = sets.normalized.shape
-    leaders = sets.leaders
-    code = np.zeros(number, np.int8)
-    query = np.full((number, dim), np.nan)
-    rows: dict[int, tuple[Ints, Floats]] = {}
-    columns = np.ascontiguousarray(sets.normalized.T)
-    starts = np.zeros(len(leaders), np.int64)
-    place = np.zeros(number, np.int64)  # of every key's representative among the leaders
-    place[leaders] = np.arange(len(leaders))
-    place = place[sets.representative]
+    work = _Deciding(sets, threads)
+    if len(sets.leaders) == 1:  # nothing to compete with
+        work.code[:] = SELECTABLE
+        work.query[:] = 0.0
+        return work.verdicts()
+    if only is None:
+        if len(sets.leaders) <= LARGE:
+            work.white_queries()
+        if len(sets.leaders) > POOL and len(work.left()):
+            work.pool()
+    else:
+        work.white_queries()
+        work.allowed = np.isin(sets.leaders, sets.representative[only])
+        work.starts[:] = -1
+    for careful in (False, True):
+        work.nearest_points(careful, budget)
+    if len(sets.leaders) <= LARGE:  # a program over a whole pool would take minutes: what is left of one stays undecided
+        work.programs()
+    return work.verdicts()
 
-    def try_queries(todo: Ints, found: Floats) -> None:
-        gaps, rivals = score_gaps(columns, leaders[todo], found, sets.representative)
-        if sets.biased and (found[:, -1] <= 0.0).any():
-            found = _count_bias(found, gaps, columns[-1])
-            gaps, rivals = score_gaps(columns, leaders[todo], found, sets.representative)
-        good = gaps > TAU
-        code[leaders[todo[good]]] = SELECTABLE
-        query[leaders[todo[good]]] = found[good]
-        starts[todo] = place[rivals]
 
-    def try_weights(todo: Ints, sizes: Ints, weights: Floats, indices: Ints, names: Ints = leaders) -> None:
-        keep = indices >= 0  # the ray is not a key
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
-        weights, indices = weights[keep], names[indices[keep]]
-        rest = residuals(sets.normalized, leaders[todo], sizes, weights, indices, sets.biased)
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k in np.flatnonzero(rest <= TAU):
-            i = int(leaders[todo[k]])
-            if code[i] == UNDECIDED:
-                code[i] = UNSELECTABLE
-                rows[i] = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
+class _Deciding:
+    """What is known so far about the representatives of one set; each method is a stage that decides some of them."""
 
-    def try_pool() -> None:
-        pool = Pool(sets, threads)
-        known = np.flatnonzero(code[leaders] == SELECTABLE)
+    def __init__(self, sets: KeyCoordinates, threads: int | None) -> None:
+        self.sets, self.threads = sets, threads
+        number, dim = sets.normalized.shape
+        self.code = np.zeros(number, np.int8)
+        self.query = np.full((number, dim), np.nan)
+        self.rows: dict[int, tuple[Ints, Floats]] = {}
+        self.allowed = np.ones(len(sets.leaders), bool)
+        self.starts = np.full(len(sets.leaders), -1, np.int64)  # a good first point of each active set
+        place = np.zeros(number, np.int64)
+        place[sets.leaders] = np.arange(len(sets.leaders))
+        self.place = place[sets.representative]  # of every key's representative among the leaders
+
+    def left(self) -> Ints:
+        """Places (among the leaders) of what is undecided."""
+        return np.flatnonzero((self.code[self.sets.leaders] == UNDECIDED) & self.allowed)
+
+    def verdicts(self) -> Verdicts:
+        """What has been found, for all keys."""
+        group = self.sets.representative
+        code, query = self.code[group], self.query[group]
+        many = np.bincount(group, minlength=len(group))[group] > 1
+        code[many & (code == SELECTABLE)] = DUPLICATE
+        return Verdicts(code, query, SparseWeights.of_rows(self.rows, len(group)), group)
+
+    def white_queries(self) -> None:
+        """Every key under the query that points at it where keys are white."""
+        self._try_queries(self.left(), self.sets.query(self.sets.white))
+
+    def pool(self) -> None:
+        """Columns that are fetched as they are needed."""
+        pool = Pool(self.sets, self.threads)
+        known = np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE)
         if len(known):
             pool.know(known)
         else:
@@ -119,89 +150,62 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
         sizes = np.array([len(pool.rows[int(k)][0]) for k in keys], np.int64)
         if len(keys):
             index, weight = (np.concatenate([pool.rows[int(k)][part] for k in keys]) for part in (0, 1))
-            try_weights(keys, sizes, weight, index)
-        todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (code[leaders] == UNDECIDED))
-        found = sets.query(pool.query[todo])
-        gaps = gaps_in_blocks(sets.normalized, leaders[todo], found, sets.representative)
-        if sets.biased and (found[:, -1] <= 0.0).any():
-            found = _count_bias(found, gaps, columns[-1])
-            gaps = gaps_in_blocks(sets.normalized, leaders[todo], found, sets.representative)
-        good = gaps > TAU
-        code[leaders[todo[good]]] = SELECTABLE
-        query[leaders[todo[good]]] = found[good]
+            self._try_weights(keys, sizes, weight, index)
+        todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
+        self._try_queries(todo, self.sets.query(pool.query[todo]))
 
-    def try_everyone(k: int) -> None:
-        """Representative k against all keys that differ: they may lie a little further out than theirs do."""
-        i = leaders[k]
-        others = np.flatnonzero(sets.representative != i)
-        points = sets.flat_of(np.append(others, i))
-        ended = nearest_points(
-            points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]),
-            np.array([-1]), sets.lifted, *sets.unstretched, TAU, -1.0, True,
+    def nearest_points(self, careful: bool, budget: float) -> None:
+        """The active-set method, in white coordinates or carefully in flat ones."""
+        sets, todo = self.sets, self.left()
+        if len(todo) == 0:
+            return
+        points, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
+        _, _, _, queries, sizes, weights, indices = nearest_points(
+            points, np.ascontiguousarray(points.T), todo, np.full(len(todo), len(sets.leaders)),
+            self.starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful,
         )  # fmt: skip
-        try_weights(np.array([k]), *ended[4:], others)
-        try_queries(np.array([k]), sets.flat_query(ended[3]))
+        self._try_weights(todo, sizes, weights, indices)
+        self._try_queries(todo, to_query(queries))
 
-    allowed = np.ones(len(leaders), bool)
-    if only is not None:
-        allowed = np.isin(leaders, sets.representative[only])
-        starts[:] = -1
-
-    def left() -> Ints:
-        return np.flatnonzero((code[leaders] == UNDECIDED) & allowed)
-
-    def try_white() -> None:
-        """White queries of a large set, by matrix products."""
-        found = sets.query(sets.white)
-        gaps = gaps_in_blocks(sets.normalized, leaders, found, sets.representative)
-        if sets.biased and (found[:, -1] <= 0.0).any():
-            found = _count_bias(found, gaps, columns[-1])
-            gaps = gaps_in_blocks(sets.normalized, leaders, found, sets.representative)
-        good = gaps > TAU
-        code[leaders[good]] = SELECTABLE
-        query[leaders[good]] = found[good]
-
-    if len(leaders) == 1:  # nothing to compete with
-        code[:] = SELECTABLE
-        query[:] = 0.0
-    else:
-        if only is not None:
-            try_white()
-        elif len(leaders) <= LARGE:
-            try_queries(left(), sets.query(sets.white))
-        if only is None and len(leaders) > POOL and len(left()):
-            try_pool()
-        for careful in (False, True):
-            todo = left()
-            if len(todo) == 0:
-                break
-            rows_of, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
-            stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
-            _, _, _, queries, sizes, weights, indices = nearest_points(
-                rows_of, np.ascontiguousarray(rows_of.T), todo, np.full(len(todo), len(leaders)),
-                starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful,
-            )  # fmt: skip
-            try_weights(todo, sizes, weights, indices)
-            try_queries(todo, to_query(queries))
-        if len(leaders) <= LARGE and (sets.normalized != sets.normalized[sets.representative]).any():
-            for k in left():
-                try_everyone(int(k))
-        # A program over a whole pool would take minutes: what is left of one stays undecided.
-        for k in left() if len(leaders) <= LARGE else ():
-            others = np.delete(np.arange(len(leaders)), k)
+    def programs(self) -> None:
+        """A linear program for each key."""
+        sets = self.sets
+        for k in self.left():
+            others = np.delete(np.arange(len(sets.leaders)), k)
             found, dual = linear_program.separate(sets.white[others], sets.white[k], sets.lifted)
-            one = np.array([k])
             used = np.flatnonzero(dual)
-            try_weights(one, np.array([len(used)]), dual[used], others[used])
-            try_queries(one, sets.query(found[None]))
-    code[:] = code[sets.representative]
-    query[:] = query[sets.representative]
-    many = np.bincount(sets.representative, minlength=number)[sets.representative] > 1
-    code[many & (code == SELECTABLE)] = DUPLICATE
-    return Verdicts(code=code, query=query, weights=SparseWeights.of_rows(rows, number))
+            self._try_weights(np.array([k]), np.array([len(used)]), dual[used], others[used])
+            self._try_queries(np.array([k]), sets.query(found[None]))
+
+    def _try_queries(self, todo: Ints, found: Floats) -> None:
+        sets = self.sets
+        targets = sets.leaders[todo]
+        gaps, rivals = gaps_in_blocks(sets.normalized, targets, found, sets.representative)
+        if sets.biased and (found[:, -1] <= 0.0).any():
+            found = count_bias(found, gaps, sets.normalized[:, -1])
+            gaps, rivals = gaps_in_blocks(sets.normalized, targets, found, sets.representative)
+        good = gaps > TAU
+        self.code[targets[good]] = SELECTABLE
+        self.query[targets[good]] = found[good]
+        self.starts[todo] = np.where(rivals >= 0, self.place[rivals], -1)
+
+    def _try_weights(self, todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
+        leaders = self.sets.leaders
+        keep = indices >= 0  # the ray is not a key
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
+        weights, indices = weights[keep], leaders[indices[keep]]
+        rest = residuals(self.sets.normalized, leaders[todo], sizes, weights, indices, self.sets.biased)
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k in np.flatnonzero(rest <= TAU):
+            i = int(leaders[todo[k]])
+            if self.code[i] == UNDECIDED and sizes[k] > 0:
+                self.code[i] = UNSELECTABLE
+                self.rows[i] = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
 
 
-def _count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
+def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
     """Queries that give the bias a positive weight, as a query that is added to biased scores must.
 
     A query without one (it wins at any bias, if it is long enough) gives up half of its score gap for it.

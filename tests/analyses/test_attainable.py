@@ -5,9 +5,9 @@ import pytest
 from scipy.optimize import minimize
 
 import ln_probe
-from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, attainable, attainable_attention
+from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.certificates import CertificateError
-from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.hull import attainable_attention
 
 
 def log_weights(keys, queries, bias=0.0):
@@ -112,9 +112,14 @@ def test_a_degenerate_ellipsoid_is_a_set_of_fewer_dimensions():
         geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
         geometry.certify()
         assert (np.abs(geometry.attainable - best) <= WEIGHT_GAP + 1e-6).all()
-        # Margins are measured along the one axis: only the two ends have any.
-        assert (geometry.margin_upper > 1e-6).sum() == 2
-        assert (geometry.verdict == ln_probe.key_geometry(keys).verdict).all()
+        # A line of queries sees two coordinates of a key: its score in the middle of the line, and how it grows.
+        seen = ln_probe.key_geometry(keys @ axis, bias=keys @ center)
+        assert (geometry.verdict == seen.verdict).all()
+        scores = keys @ (center + line @ axis.T).T
+        best_gap = [(scores[i] - np.delete(scores, i, axis=0).max(axis=0)).max() for i in range(20)]
+        between = 2 * np.abs(keys @ axis).max() * (line[1, 0] - line[0, 0])  # what may be missed between two queries
+        assert (geometry.margin_lower <= np.array(best_gap) + between).all()
+        assert (geometry.margin_upper >= np.array(best_gap) - 1e-9).all()
     point = ln_probe.key_geometry(keys, query_set=(center, np.zeros((4, 0))))
     np.testing.assert_allclose(point.attainable, weights(keys, center[None])[0], atol=1e-12)
     np.testing.assert_allclose(point.attainable_upper, point.attainable, atol=1e-12)
@@ -134,10 +139,10 @@ def test_nested_sets_give_nested_weights():
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((100, 16)) * rng.lognormal(0, 1, (100, 1))
     center, axes = rng.standard_normal(16), rng.standard_normal((16, 16))
-    small = attainable(keys, QuerySet(center, 0.4 * axes))
-    large = attainable(keys, QuerySet(center, axes))
-    assert (small.weight <= large.upper + 1e-9).all()
-    assert large.weight.mean() > small.weight.mean() + 0.05
+    small, _ = attainable_attention(keys, (center, 0.4 * axes))
+    large, above = attainable_attention(keys, (center, axes))
+    assert (small <= above + 1e-9).all()
+    assert large.mean() > small.mean() + 0.05
 
 
 def test_an_unselectable_key_gets_at_most_half():
@@ -173,8 +178,8 @@ def test_a_wrong_weight_is_found():
 
 def test_scores_that_overflow():
     keys = np.random.default_rng(0).standard_normal((9, 3)) * 1e200
-    with pytest.raises(ValueError, match="scores of the keys over the query set overflow float64: scale keys"):
-        ln_probe.key_geometry(keys, query_set=1e200)
+    with pytest.raises(ValueError, match=r"scores of the keys over the query set overflow float64 \(.*\): scale keys"):
+        ln_probe.key_geometry(keys, query_set=1e140)
 
 
 def test_attention_alone_is_that_of_the_geometry():

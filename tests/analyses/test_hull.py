@@ -51,13 +51,24 @@ def test_margin_of_a_polygon_is_the_height_of_its_ears():
 def test_margins_of_an_ellipsoid_are_in_nats():
     keys = circle(8)
     axes = np.array([[3.0, 0.0], [0.0, 0.5]])
-    geometry = ln_probe.key_geometry(keys, query_set=(np.ones(2), axes), margins="exact")
+    geometry = ln_probe.key_geometry(keys, query_set=(np.zeros(2), axes), margins="exact")
     assert geometry.margin_unit == "nats"
     plain = ln_probe.key_geometry(keys @ axes, margins="exact")
     size = np.sqrt(((keys @ axes) ** 2).sum(1).mean())
     np.testing.assert_allclose(geometry.margin_lower, plain.margin_lower * size, rtol=1e-5)
     radius = ln_probe.key_geometry(keys, query_set=2.0, margins="exact")
     np.testing.assert_allclose(radius.margin_upper, 2 * (1 - np.cos(np.pi / 4)), rtol=1e-5)
+
+
+def test_margins_count_the_center_of_the_queries():
+    # Queries (x, 0) with x from 9 to 11: the best for each key is at one of the ends.
+    keys = circle(8)
+    geometry = ln_probe.key_geometry(keys, query_set=(np.array([10.0, 0.0]), np.array([[1.0], [0.0]])), margins="exact")
+    others = [np.delete(keys[:, 0], i).max() for i in range(8)]
+    expected = [max(x * (own - best) for x in (9, 11)) for own, best in zip(keys[:, 0], others, strict=True)]
+    np.testing.assert_allclose((geometry.margin_lower + geometry.margin_upper) / 2, expected, rtol=1e-5, atol=1e-9)
+    assert geometry.margin_lower[0] > 2 and (geometry.margin_upper[3:6] < -10).all()
+    geometry.certify()
 
 
 def test_margins_do_not_depend_on_the_basis_of_a_head():
@@ -80,7 +91,10 @@ def test_duplicates_of_a_vertex_and_of_an_interior_point():
         "unselectable", "unselectable", "unselectable",
     ]  # fmt: skip
     assert geometry.representative.tolist() == [0, 1, 2, 3, 4, 5, 2, 7, 7, 7]
-    assert (geometry.margin_upper[[2, 6, 7, 8, 9]] == 0).all()
+    # A copy leaves no margin; 1e-9 away it leaves no more than that.
+    assert (geometry.margin_lower[[2, 6, 7, 8, 9]] == 0).all()
+    assert (geometry.margin_upper[[2, 6, 7, 8]] < 1e-14).all()
+    assert geometry.margin_upper[9] == pytest.approx(1e-9 / np.sqrt(((keys - keys.mean(0)) ** 2).sum(1).mean()))
     geometry.certify()
     scores = keys @ geometry.witness(6)
     assert set(np.flatnonzero(scores > scores.max() - 1e-9)) == {2, 6}
@@ -280,11 +294,11 @@ def test_projected_in_float32_an_interior_key_stays_interior():
 def test_a_certificate_that_does_not_hold_is_found():
     keys = np.concatenate([circle(8), [[0.1, -0.2]]])
     geometry = ln_probe.key_geometry(keys)
-    geometry._found[0].verdicts.query[3] *= -1
-    with pytest.raises(CertificateError, match=r"key 3: its witness gives key 7 a score gap of -"):
+    geometry._found[0].proved.verdicts.query[3] *= -1
+    with pytest.raises(CertificateError, match=r"key 3: its witness gives another key a score gap of -"):
         geometry.certify()
     geometry = ln_probe.key_geometry(keys)
-    geometry._found[0].verdicts.weights.value[:] = 1 / len(geometry._found[0].verdicts.weights.value)
+    geometry._found[0].proved.verdicts.weights.value[:] = 1 / len(geometry._found[0].proved.verdicts.weights.value)
     with pytest.raises(CertificateError, match="key 8: its convex weights miss it by"):
         geometry.certify()
     geometry = ln_probe.key_geometry(keys)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import verdicts
+from ln_probe.analyses.geometry import linear_program, proofs, verdicts
 from ln_probe.analyses.geometry.linear_program import separate
 from ln_probe.analyses.geometry.min_norm import nearest_points
 from ln_probe.analyses.geometry.polish import BRACKETED, STALLED
@@ -59,10 +59,12 @@ def test_what_nothing_decides_is_undecided(monkeypatch):
             np.zeros(len(targets), np.int64), np.empty(0), np.empty(0, np.int64),
         )  # fmt: skip
 
-    monkeypatch.setattr(verdicts, "nearest_points", stalled)
-    monkeypatch.setattr(verdicts.linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0]))
+    for module in (verdicts, proofs):
+        monkeypatch.setattr(module, "nearest_points", stalled)
+    monkeypatch.setattr(linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0]))
     geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
     assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
+    assert geometry.undecided == 1
     assert geometry.first_unselectable_at[4] == -1
     geometry.certify()
     with pytest.raises(ValueError, match="key 4 is undecided: it has no witness query"):

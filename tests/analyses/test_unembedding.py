@@ -36,7 +36,7 @@ def test_planted_rows_are_found() -> None:
     table = table.set_index("token_id")
     assert table.loc[7, "verdict"] == "unselectable"
     assert set(table.index[table["verdict"] == "duplicate"]) == {9, 50}
-    assert (table.loc[[7, 9, 50], "margin_upper"] == 0).all()
+    assert (table.loc[[7, 9, 50], "margin_upper"] < 1e-9).all()  # the bias of the final norm may leave less than nothing
     assert table.loc[[7, 9, 50], "attainable"].max() <= 0.5 + 1e-9
     assert list(table["attainable"]) == sorted(table["attainable"])
 
@@ -46,7 +46,7 @@ def test_a_bias_can_save_or_bury_a_token() -> None:
     rows = rng.normal(size=(60, 8))
     rows[7] = rng.dirichlet(np.ones(20)) @ rows[20:40]
     bias = np.zeros(60)
-    bias[7] = 0.5  # above what the mixture has: now it wins somewhere
+    bias[7] = 2.0  # above what the mixture has: now it wins somewhere
     verdicts = [
         unembedding.measure(rows, b, a_final_norm(8), str, hardest=60)[0].set_index("token_id")["verdict"][7]
         for b in (bias, -bias)

@@ -1,0 +1,105 @@
+"""Does everything that was given out about a set of keys hold? It was proved once; here it is looked at again.
+
+Proving gives the doubt of rounding to the other side; this gives it to the claim: it raises only where a claim is false
+whatever the rounding was, so a true one never raises.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int64
+
+from ln_probe.analyses.geometry.attainable import Attainable
+from ln_probe.analyses.geometry.certificates import SLACK, CertificateError, Checker
+from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
+from ln_probe.analyses.geometry.proofs import Margins, Proved, rows_of
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE
+
+Ints = Int64[np.ndarray, " some"]
+
+
+def certify(
+    checker: Checker,
+    proved: Proved,
+    margins: Margins | None,
+    first: FirstUnselectable | None,
+    reach: Attainable | None,
+    representative: Ints,
+) -> None:
+    """Check every claim about a set.
+
+    Raises:
+        CertificateError: one is false; says of which key, and by how much.
+    """
+    _verdicts(checker, proved)
+    apart = checker.equals(np.arange(len(representative)), representative)
+    wrong = np.flatnonzero(apart > checker.tau * (1 + SLACK))
+    if len(wrong):
+        i = int(wrong[0])
+        _fail(checker, i, f"differs from key {representative[i]}, its copy, by {apart[i]:.3g} (tau {checker.tau:.3g})")
+    if first is not None:
+        _positions(checker, proved, first)
+    if margins is not None and len(representative) > 1:
+        _margins(checker, margins)
+    if reach is not None:
+        _attention(checker, reach)
+
+
+def _fail(checker: Checker, i: int, text: str) -> None:
+    raise CertificateError(f"key {i}{checker.name}: {text}")
+
+
+def _verdicts(checker: Checker, proved: Proved) -> None:
+    verdicts, tau = proved.verdicts, checker.tau
+    up = np.flatnonzero(np.isin(verdicts.code, (SELECTABLE, DUPLICATE)) & ~proved.exact)
+    gap, near = checker.selects(up, verdicts.query[up])
+    for k in np.flatnonzero(~(gap.upper > tau * (1 - SLACK)))[:1]:
+        _fail(checker, int(up[k]), f"its witness gives another key a score gap of {gap.upper[k]:.3g} (tau {tau:.3g})")
+    for k in np.flatnonzero(near != (verdicts.code[up] == DUPLICATE))[:1]:
+        have = "a key" if near[k] else "no key"
+        _fail(checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it")
+    down = np.flatnonzero((verdicts.code == UNSELECTABLE) & ~proved.exact)
+    miss = checker.reproduces(down, rows_of(verdicts.weights, verdicts.source[down]))
+    for k in np.flatnonzero(~(miss.lower <= tau * (1 + SLACK)))[:1]:
+        why = (
+            f"its convex weights miss it by {miss.lower[k]:.3g} (tau {tau:.3g})"
+            if np.isfinite(miss.lower[k])
+            else "its weights are not convex weights of other keys"
+        )
+        _fail(checker, int(down[k]), why)
+
+
+def _positions(checker: Checker, proved: Proved, first: FirstUnselectable) -> None:
+    down = np.flatnonzero((first.at >= 0) & ~proved.exact)
+    miss = checker.reproduces(down, rows_of(first.weights, first.source[down]), until=first.at[down])
+    for k in np.flatnonzero(~(miss.lower <= checker.tau * (1 + SLACK)))[:1]:
+        i = int(down[k])
+        _fail(checker, i, f"it is said to be inside at {first.at[i]}, but its weights up to there do not reproduce it")
+    late = down[(first.at[down] > down) & np.isfinite(first.query[down]).all(axis=1)]
+    if len(late):
+        gap, _ = checker.selects(late, first.query[late], until=first.at[late] - 1)
+        for k in np.flatnonzero(~(gap.upper > 0.0))[:1]:
+            i = int(late[k])
+            _fail(checker, i, f"its query does not select it among the keys before {first.at[i]}")
+
+
+def _margins(checker: Checker, margins: Margins) -> None:
+    every = np.arange(len(margins.lower))
+    low = checker.gap_at_least(every, margins.point).upper
+    space = checker.measured
+    if space.offset is None:
+        low = np.maximum(low, 0.0)
+    for i in np.flatnonzero(~(margins.lower <= low))[:1]:
+        _fail(checker, int(i), f"margin_lower is {margins.lower[i]:.6g}, its query proves {low[i]:.6g} only")
+    high = checker.gap_at_most(every, rows_of(margins.weights, every)).lower
+    for i in np.flatnonzero(~(margins.upper >= high))[:1]:
+        _fail(checker, int(i), f"margin_upper is {margins.upper[i]:.6g}, its weights prove {high[i]:.6g} only")
+
+
+def _attention(checker: Checker, reach: Attainable) -> None:
+    every = np.arange(len(reach.weight))
+    found, bound = checker.attention(every, reach.point, reach.proof)
+    for i in np.flatnonzero(~(reach.weight <= found.upper))[:1]:
+        _fail(checker, int(i), f"attainable is {reach.weight[i]:.6g}, but its query gives {found.upper[i]:.6g}")
+    for i in np.flatnonzero(~(reach.upper >= bound.lower))[:1]:
+        _fail(checker, int(i), f"attainable_upper is {reach.upper[i]:.6g}, but its query proves {bound.lower[i]:.6g}")

@@ -1,0 +1,242 @@
+"""Only what is proved is given out: every proposal goes to the checker, and what fails is tried again or given up.
+
+The solvers propose verdicts, queries and weights; `certificates.Checker` computes what these prove of the keys as they
+were given. A verdict that is not proved is sought again for that key alone, against every key that differs from it, by the
+careful active-set method and by a linear program; if that fails too, it is `undecided`. Bounds are never taken from a
+solver: what is given out is what the query and the weights prove, and where that is wider than was asked for, another
+solver has a try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from ln_probe.analyses.geometry import linear_program
+from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable
+from ln_probe.analyses.geometry.certificates import SLACK, Checker, Rows
+from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
+from ln_probe.analyses.geometry.judged import Judged
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
+from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.scores import Floats, Ints
+from ln_probe.analyses.geometry.verdicts import (
+    DUPLICATE,
+    LARGE,
+    SELECTABLE,
+    UNDECIDED,
+    UNSELECTABLE,
+    SparseWeights,
+    Verdicts,
+    count_bias,
+)
+
+
+@dataclass(frozen=True)
+class Proved:
+    """Verdicts that were proved.
+
+    Attributes:
+        verdicts: with what proves them.
+        clear: the relative score gap of selectable keys (and duplicates), minus the residual of unselectable ones; NaN
+            for undecided keys. Near ±tau a verdict is near its tolerance.
+        repaired: whose certificate failed at first, or was replaced.
+        exact: whose verdict comes from exact arithmetic; its own certificate is checked there.
+    """
+
+    verdicts: Verdicts
+    clear: Float64[np.ndarray, " key"]
+    repaired: Bool[np.ndarray, " key"]
+    exact: Bool[np.ndarray, " key"]
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Bounds of every key's margin, and what proves them, in the order of the keys asked for."""
+
+    lower: Float64[np.ndarray, " some"]
+    upper: Float64[np.ndarray, " some"]
+    point: Float64[np.ndarray, "some r"]  # u of the query that proves lower
+    weights: SparseWeights  # prove upper, a row per key of the set
+    repaired: Bool[np.ndarray, " some"]
+
+
+def rows_of(weights: SparseWeights, keys: Ints) -> Rows:
+    """Rows of some keys, one after the other."""
+    sizes = weights.start[keys + 1] - weights.start[keys]
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    entry = np.arange(start[-1]) - np.repeat(start[:-1] - weights.start[keys], sizes)
+    return Rows(start, weights.index[entry], weights.value[entry])
+
+
+def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True) -> Proved:
+    """Check the verdict of every key; repair or drop what fails. With `seek`, the undecided are solved for as well."""
+    number = len(verdicts.code)
+    code, clear = verdicts.code.copy(), np.full(number, np.nan)
+    failed = np.zeros(number, bool)
+    up = np.flatnonzero((code == SELECTABLE) | (code == DUPLICATE))
+    if len(up):
+        gap, near = checker.selects(up, verdicts.query[up])
+        clear[up] = gap.lower
+        code[up] = np.where(near, DUPLICATE, SELECTABLE)
+        failed[up] = ~(gap.lower > TAU * (1 - SLACK))
+    down = np.flatnonzero(code == UNSELECTABLE)
+    if len(down):
+        miss = checker.reproduces(down, rows_of(verdicts.weights, verdicts.source[down]))
+        clear[down] = -miss.upper
+        failed[down] = ~(miss.upper <= TAU * (1 + SLACK))
+    todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
+    if len(todo) == 0:
+        return Proved(replace(verdicts, code=code), clear, failed, np.zeros(number, bool))
+    return _repair(checker, sets, replace(verdicts, code=code), clear, todo)
+
+
+def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints) -> Proved:
+    number = len(verdicts.code)
+    code, query, source = verdicts.code.copy(), verdicts.query.copy(), verdicts.source.copy()
+    kept = np.setdiff1d(np.unique(source[verdicts.code == UNSELECTABLE]), todo)
+    rows = {int(i): verdicts.weights.row(int(i)) for i in kept}
+    repaired = np.zeros(number, bool)
+    known: dict[bytes, int] = {}
+    for i in map(int, todo):
+        like = known.setdefault(sets.normalized[i].tobytes(), i)
+        if like != i:  # an exact copy of one that was done
+            code[i], query[i], source[i], clear[i], repaired[i] = code[like], query[like], like, clear[like], repaired[like]
+            continue
+        if (verdicts.code[i] == UNSELECTABLE or i in rows) and source[i] != i:
+            rows.setdefault(int(source[i]), verdicts.weights.row(int(source[i])))
+        code[i], clear[i], source[i] = UNDECIDED, np.nan, i
+        rows.pop(i, None)
+        for found, index, value in _proposals(sets, i):
+            one = np.array([i])
+            gap, near = checker.selects(one, found[None])
+            if gap.lower[0] > TAU * (1 - SLACK):
+                code[i], query[i], clear[i] = (DUPLICATE if near[0] else SELECTABLE), found, gap.lower[0]
+                break
+            if len(index):
+                miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value))
+                if miss.upper[0] <= TAU * (1 + SLACK):
+                    code[i], clear[i], rows[i] = UNSELECTABLE, -miss.upper[0], (index, value)
+                    break
+        repaired[i] = code[i] != UNDECIDED
+    needed = {int(s) for s in np.unique(source[code == UNSELECTABLE])}
+    for s in needed - rows.keys():
+        rows[s] = verdicts.weights.row(s)
+    weights = SparseWeights.of_rows(rows, number)
+    return Proved(Verdicts(code, query, weights, source), clear, repaired, np.zeros(number, bool))
+
+
+def _proposals(sets: KeyCoordinates, i: int) -> Iterator[tuple[Floats, Ints, Floats]]:
+    """A query and weights for key i against every key that differs from it, from two solvers."""
+    apart = np.linalg.norm(sets.normalized - sets.normalized[i], axis=1)
+    others = np.flatnonzero(apart > TAU * (1 + SLACK))
+    if len(others) == 0:
+        yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
+        return
+    points = sets.flat_of(np.append(others, i))
+    _, _, _, queries, _, weights, indices = nearest_points(
+        points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]), np.array([-1]),
+        sets.lifted, *sets.unstretched, TAU, -1.0, True,
+    )  # fmt: skip
+    keep = indices >= 0
+    yield _counting(sets, i, others, sets.flat_query(queries)), others[indices[keep]], weights[keep]
+    if len(others) <= LARGE:
+        query, dual = linear_program.separate(points[:-1], points[-1], sets.lifted)
+        used = np.flatnonzero(dual)
+        yield _counting(sets, i, others, sets.flat_query(query[None])), others[used], dual[used]
+
+
+def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Floats:
+    """The query, with a positive weight for the bias if there is one."""
+    if sets.biased and queries[0, -1] <= 0.0:
+        scores = sets.normalized @ queries[0]
+        queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
+    return np.asarray(queries[0])
+
+
+def prove_margins(
+    checker: Checker, sets: KeyCoordinates, where: Judged, verdicts: Verdicts, through_queries: bool, gap: float,
+    only: Ints | None = None, budget: float = np.inf,
+) -> Margins:  # fmt: skip
+    """Bracket the margin of every key (or of these only)."""
+    number = len(verdicts.code)
+    asked = np.arange(number) if only is None else only
+    space = measured(sets, where, through_queries)
+    if number == 1:
+        nothing = np.full(1, np.nan)
+        return Margins(nothing, nothing, np.zeros((1, space.rows.shape[1])), SparseWeights.of_rows({}, 1), np.zeros(1, bool))
+    found = propose(space, verdicts, gap, asked, budget)
+    point, weights = found.point, found.weights
+    if point.shape[1] < checker.measured.rows.shape[1]:  # a bias that is the same for all keys is measured nowhere
+        point = np.column_stack([point, np.zeros(len(point))])
+    lower = checker.gap_at_least(asked, point).lower
+    if space.offset is None:  # the zero query gives no key less than 0
+        lower = np.maximum(lower, 0.0)
+    upper = checker.gap_at_most(asked, rows_of(weights, asked)).upper
+    repaired = np.zeros(len(asked), bool)
+    wide = np.flatnonzero(too_wide(lower, upper, gap, space.size))
+    if len(wide):
+        point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
+        for k in wide:
+            u, index, value = again(space, int(asked[k]), gap, lower[k], upper[k], point[k, :dim], budget)
+            u = np.append(u, np.zeros(point.shape[1] - dim))
+            one = asked[k : k + 1]
+            better = checker.gap_at_least(one, u[None]).lower[0]
+            if better > lower[k]:
+                lower[k], point[k], repaired[k] = better, u, True
+            if len(index):
+                tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
+                if tighter < upper[k]:
+                    upper[k], repaired[k] = tighter, True
+                    rows[int(asked[k])] = index, value
+        if rows:
+            rest = {int(i): weights.row(int(i)) for i in asked if int(i) not in rows}
+            weights = SparseWeights.of_rows(rest | rows, number)
+    return Margins(lower, upper, point, weights, repaired)
+
+
+def prove_attention(checker: Checker, found: Attainable, only: Ints | None = None) -> Attainable:
+    """The weights that the queries give, and what they prove that no query exceeds."""
+    asked = np.arange(len(found.weight)) if only is None else only
+    lower, upper = checker.attention(asked, found.point, found.proof)
+    return replace(found, weight=lower.lower, upper=upper.upper)
+
+
+def open_attention(found: Attainable) -> int:
+    """For how many keys the largest weight is known less closely than WEIGHT_GAP."""
+    return int((found.upper - found.weight > WEIGHT_GAP * (1 + 1e-3)).sum())
+
+
+def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectable) -> tuple[FirstUnselectable, int]:
+    """Check from where on keys are unselectable; how many positions could be earlier as far as is proved.
+
+    That a key is inside at its position is proved or it is -1 (as for a key that is not unselectable); that it is not
+    before is proved by a query that selects it among the keys before, or it is counted.
+    """
+    number = len(first.at)
+    at = first.at.copy()
+    at[verdicts.code != UNSELECTABLE] = -1
+    down = np.flatnonzero(verdicts.code == UNSELECTABLE)
+    if len(down) == 0:
+        return replace(first, at=at), 0
+    source = first.source[down]
+    miss = checker.reproduces(down, rows_of(first.weights, source), until=at[down])
+    failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]
+    if len(failed):  # the verdict's own weights prove it where their last key is
+        rows = {int(s): first.weights.row(int(s)) for s in np.unique(source)}
+        origin = first.source.copy()
+        for i in map(int, failed):
+            rows[i] = verdicts.row(i)
+            origin[i] = i
+            at[i] = max(i, int(rows[i][0].max()))
+        first = replace(first, weights=SparseWeights.of_rows(rows, number), source=origin)
+    late = down[at[down] > down]
+    open_ = 0
+    if len(late):
+        gap, _ = checker.selects(late, first.query[late], until=at[late] - 1)
+        open_ = int((~(gap.lower > TAU * (1 - SLACK))).sum())
+    return replace(first, at=at), open_
