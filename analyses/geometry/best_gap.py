@@ -37,9 +37,34 @@ _STEPS_PER_DIMENSION = 40
 
 
 @compiled
+def _refine(
+    points: Floats, e: Floats, inverse: Floats, right: Floats, found: Floats, m: int, bordering: float, x: Floats,
+    rest: Floats,
+) -> None:  # fmt: skip
+    """One step of iterative refinement of `(c·eeᵀ + P Pᵀ) found = right`, with residuals from P itself."""
+    total = 0.0
+    for t in range(points.shape[1]):
+        x[t] = 0.0
+    for a in range(m):
+        total += found[a]
+        for t in range(points.shape[1]):
+            x[t] += found[a] * points[a, t]
+    for a in range(m):
+        left = right[a] - bordering * total
+        for t in range(points.shape[1]):
+            left -= points[a, t] * x[t]
+        rest[a] = left
+    for a in range(m):
+        total = 0.0
+        for b in range(m):
+            total += inverse[a, b] * rest[b]
+        found[a] += total
+
+
+@compiled
 def _affine_minimizer(
-    points: Floats, lead: Floats, inverse: Floats, solution: Floats, m: int, base: Floats, along: Floats, p: Floats,
-    d: Floats,
+    points: Floats, e: Floats, lead: Floats, inverse: Floats, solution: Floats, m: int, base: Floats, along: Floats,
+    p: Floats, d: Floats, bordering: float, careful: bool, rest: Floats,
 ) -> float:  # fmt: skip
     """Weights `base + s·along` of the affine hull's minimizer; returns s, or -1 if there is none (go along `along`)."""
     dim = points.shape[1]
@@ -49,7 +74,11 @@ def _affine_minimizer(
         for b in range(m):
             total += inverse[a, b] * lead[b]
         along[a] = total
-        slope += total
+    if careful:
+        _refine(points, e, inverse, e, solution, m, bordering, p, rest)
+        _refine(points, e, inverse, lead, along, m, bordering, p, rest)
+    for a in range(m):
+        slope += along[a]
         ones += solution[a]
     for a in range(m):
         base[a] = solution[a] / ones
@@ -117,7 +146,7 @@ def best_gaps(
         bordering = max(np.sum(points[0] * points[0]), 1e-24 * largest * largest, 1e-300)
         inverse[0, 0] = 1.0 / (bordering + np.sum(points[0] * points[0]))
         solution[0] = inverse[0, 0]
-        m, fresh = 1, True
+        m, fresh, careful = 1, True, False
         for t in range(dim):
             d[t] = 0.0
         for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
@@ -206,9 +235,11 @@ def best_gaps(
             if known:  # nothing new: rounding, put right once
                 if fresh or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
                     break
-                fresh = True
+                fresh, careful = True, True
             while True:
-                s = _affine_minimizer(points, lead, inverse, solution, m, base, along, p, d)
+                s = _affine_minimizer(
+                    points, e, lead, inverse, solution, m, base, along, p, d, bordering, careful, border
+                )
                 step, blocking = 1.0, -1
                 if s < 0.0:
                     step = np.inf

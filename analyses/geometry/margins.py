@@ -28,7 +28,7 @@ ZERO = 0.01 * TAU
 # What "exact" asks for: float64 leaves about six digits of a distance of TAU.
 EXACT_GAP = 1e-6
 # The last resort halves a bracket about once a round, and Newton's method takes a few dozen steps in each.
-_ROUNDS, _STEPS = 40, 200
+_ROUNDS, _STEPS = 12, 60
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def again(
         weight, _, found, _, taken = largest_weights(
             scaled, np.ascontiguousarray(scaled.T), own / heat, target, best[0][None, None], 1e-3, _STEPS
         )
-        spent += float(taken.sum() + 1) * 4.0 * steps.size
+        spent += float(taken.sum() + 1) * (4.0 + rows.shape[1]) * steps.size  # a step forms and solves a d × d system
         u = found[0]
         gaps = -(lead[:-1] + steps[:-1] @ u)
         share = np.exp(-(gaps - gaps.min()) / heat)
@@ -211,8 +211,13 @@ def again(
 
 
 def too_wide(
-    lower: Float64[np.ndarray, " key"], upper: Float64[np.ndarray, " key"], gap: float, size: float
+    lower: Float64[np.ndarray, " key"],
+    upper: Float64[np.ndarray, " key"],
+    gap: float,
+    size: float,
+    inside: Bool[np.ndarray, " key"],
 ) -> Bool[np.ndarray, " key"]:
-    """Which brackets are wider than was asked for (by more than rounding)."""
+    """Which brackets are wider than was asked for (by more than rounding); TAU is enough for keys that are `inside`."""
     asked = np.maximum(gap * np.maximum(np.abs(lower), np.abs(upper)) * (1 + 1e-3), 2 * ZERO * size)
+    asked = np.where(inside, np.maximum(asked, 1.01 * TAU * size), asked)
     return np.asarray(~(upper - lower <= asked))

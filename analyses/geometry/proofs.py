@@ -178,7 +178,7 @@ def prove_margins(
         lower = np.maximum(lower, 0.0)
     upper = checker.gap_at_most(asked, rows_of(weights, asked)).upper
     repaired = np.zeros(len(asked), bool)
-    wide = np.flatnonzero(too_wide(lower, upper, gap, space.size))
+    wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, verdicts.code[asked] == UNSELECTABLE))
     if len(wide):
         point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
         for k in wide:
