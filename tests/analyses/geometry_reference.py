@@ -219,8 +219,12 @@ def cone_program(steps: np.ndarray, lifts: np.ndarray) -> tuple[np.ndarray, np.n
 
     maximize t subject to lifts_j + u · steps_j - t >= 0 and (1, u) in the second-order cone.
     """
-    size = max(float(np.abs(steps).max(initial=0.0)), float(np.abs(lifts - lifts.mean()).max(initial=0.0)), 1e-300)
-    steps, lifts = steps / size, (lifts - lifts.mean()) / size
+    # What no query of the set brings down to the others is left out: it would set the scale.
+    length = np.linalg.norm(steps, axis=1)
+    low = np.flatnonzero(lifts - length <= (lifts + length).min() + 1e-9 * np.abs(lifts).max())
+    every, steps, lifts = len(lifts), steps[low], lifts[low] - lifts[low].mean()
+    size = max(float(np.abs(steps).max(initial=0.0)), float(np.abs(lifts).max(initial=0.0)), 1e-300)
+    steps, lifts = steps / size, lifts / size
     number, r = steps.shape
     rows = np.zeros((number + 1 + r, r + 1))
     rows[:number, :r], rows[:number, r] = -steps, 1.0
@@ -235,4 +239,6 @@ def cone_program(steps: np.ndarray, lifts: np.ndarray) -> tuple[np.ndarray, np.n
         sparse.csc_matrix((r + 1, r + 1)), objective, sparse.csc_matrix(rows), right, cones, settings
     )
     solved = solver.solve()
-    return np.array(solved.x)[:r], np.array(solved.z)[:number]
+    weights = np.zeros(every)
+    weights[low] = np.array(solved.z)[:number]
+    return np.array(solved.x)[:r], weights
