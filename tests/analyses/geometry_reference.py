@@ -207,7 +207,8 @@ class Truth:
             widest = max(widest, float(upper - lower) / size)
             report.keys += 1
             low, high = float(geometry.margin_lower[i]), float(geometry.margin_upper[i])
-            if not (low <= high and Fraction(low) <= upper and Fraction(high) >= lower):
+            below = low == -math.inf or Fraction(low) <= upper
+            if not (low <= high and below and (high == math.inf or Fraction(high) >= lower)):
                 report.bounds.append(
                     f"key {i}: [{low:.9g}, {high:.9g}], truth [{float(lower):.9g}, {float(upper):.9g}]"
                 )

@@ -48,16 +48,16 @@ def same(here, there, order=None, slack=0.0, weight_slack=1e-9):
         )  # fmt: skip
 
 
-def may_differ(case: Case, *geometries) -> np.ndarray:
-    """Keys whose verdict rounding may decide: with a neighbour or a margin of a few tau, or too close to call."""
+def may_differ(case: Case, close: float, *geometries) -> np.ndarray:
+    """Keys whose verdict rounding may decide: with a neighbour or a margin below `close`, or too close to call."""
     truth = Truth(case)
     found = np.zeros(len(case.keys), bool)
     for i in range(len(found)):
         near = np.delete(truth.distances(i), i)
-        found[i] = ((near > 0) & (near < Fraction(CLOSE) ** 2)).any()
+        found[i] = ((near > 0) & (near < Fraction(close) ** 2)).any()
     for geometry in geometries:
         vertex = np.isin(geometry.verdict, ("selectable", "duplicate"))
-        found |= (geometry.verdict == "undecided") | vertex & (geometry.margin_lower < CLOSE)
+        found |= (geometry.verdict == "undecided") | vertex & (geometry.margin_lower < close)
     return found
 
 
@@ -122,12 +122,12 @@ def test_moving_the_keys_rigidly_does_not_matter(name, change):
         case = case_of(name, seed)
         moved = Case(change(np.random.default_rng(seed), case.keys))
         here, there = geometry_of(case), geometry_of(moved)
-        differ = here.verdict != there.verdict
-        assert not (differ & ~may_differ(case, here, there)).any()
         truth = Truth(case)
         size = float(truth.z2) ** 0.5 * float(truth.scale)
         # A coordinate is rounded some d times to half an ulp of the largest entry; the margin moves by twice that.
         rounding = 4 * case.keys.shape[1] ** 1.5 * 2.0**-52 * float(np.abs(moved.keys).max()) / size
+        differ = here.verdict != there.verdict
+        assert not (differ & ~may_differ(case, max(CLOSE, 2 * rounding), here, there)).any()
         same(here, there, slack=max(rounding, 1e-14))
 
 
