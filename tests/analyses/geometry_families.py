@@ -155,6 +155,13 @@ def through_queries(rng: Rng, n: int, d: int) -> Case:
     )
 
 
+def through_fewer_axes(rng: Rng, n: int, d: int) -> Case:
+    """The queries differ in all dimensions but the last, along which the center reaches: a bias per key."""
+    d = max(d, 2)
+    axes = np.eye(d)[:, :-1] * 10.0 ** rng.uniform(-2, 2)
+    return Case(rng.standard_normal((n, d)), None, (3 * np.eye(d)[-1], axes))
+
+
 def basis_changed(rng: Rng, n: int, d: int) -> Case:
     """A head in another basis, of a condition number of 10⁶ to 10⁹."""
     keys, center, axes = rng.standard_normal((n, d)), rng.standard_normal(d), rng.standard_normal((d, d))
@@ -188,5 +195,6 @@ FAMILIES: dict[str, Family] = {
     "bias with a large linear part": linear_bias,
     "lattice, with a bias": lambda rng, n, d: Case(lattice(rng, n, d), rng.integers(-1, 2, n).astype(float)),
     "through an off-centre query set": through_queries,
+    "through queries along fewer axes": through_fewer_axes,
     "through queries, basis changed by 1e6 to 1e9": basis_changed,
 }

@@ -94,9 +94,9 @@ def test_twenty_thousand_keys(d):
 @pytest.mark.slow
 def test_strict_verdicts_of_two_thousand_keys():
     asked = 0
-    for seed in range(5):
+    for d in (2, 3, 4, 6, 20):
         for name, family in FAMILIES.items():
-            case = family(generator(name, 50 + seed), 20, 2 + seed)
+            case = family(generator(name, 50 + d), 30 if d == 20 else 20, d)
             geometry = ln_probe.key_geometry(**case.arguments(), margins=False, strict=True)
             truth = Truth(case)
             expected = [truth.verdicts.decide(i).code for i in range(len(case.keys))]

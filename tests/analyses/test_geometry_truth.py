@@ -54,7 +54,7 @@ def test_a01_a_vertex_of_five_thousand_keys_is_not_reproduced_by_itself():
     assert not report.wrong + report.unproved, str(report)
 
 
-@pytest.mark.parametrize("d", [5, 16])
+@pytest.mark.parametrize("d", [pytest.param(5, marks=pytest.mark.slow), 16])
 def test_a01_weights_on_the_own_group_are_no_proof(d):
     keys = layernormed32(np.random.default_rng(d), 4600, d)
     geometry = ln_probe.key_geometry(keys, margins=False)
