@@ -1,0 +1,200 @@
+"""Sets of keys to try the geometry on: those of `bench/families.py`, and others made to mislead float64.
+
+A family takes a generator, a number of keys and a dimension, and gives a `Case`. Distances are relative to the RMS norm
+of the centred keys, as the tolerance tau is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_BENCH = Path(__file__).parents[2] / "bench" / "families.py"
+_spec = importlib.util.spec_from_file_location("bench_families", _BENCH)
+assert _spec is not None
+assert _spec.loader is not None
+bench = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bench)
+
+TAU = 1e-7
+
+Keys = np.ndarray
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `key_geometry`."""
+
+    keys: Keys
+    bias: np.ndarray | None = None
+    query_set: tuple[np.ndarray, np.ndarray] | None = None
+
+    def arguments(self) -> dict[str, object]:
+        return {"keys": self.keys, "bias": self.bias, "query_set": self.query_set}
+
+
+Family = Callable[[Rng, int, int], Case]
+
+
+def rms(keys: Keys) -> float:
+    return float(np.sqrt(((keys - keys.mean(0)) ** 2).sum(1).mean()))
+
+
+def unit(rng: Rng, n: int, d: int) -> Keys:
+    x = rng.standard_normal((n, d))
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def layernormed32(rng: Rng, n: int, d: int) -> Keys:
+    """As a float32 model computes it: on a sphere and in a plane, both up to rounding."""
+    x = rng.standard_normal((n, max(d, 2))).astype(np.float32)
+    x -= x.mean(1, keepdims=True)
+    return x / np.sqrt((x * x).mean(1, keepdims=True))
+
+
+def log_uniform(rng: Rng, n: int, d: int) -> Keys:
+    return unit(rng, n, d) * 10.0 ** rng.uniform(-4, 4, (n, 1))
+
+
+def lognormal_4(rng: Rng, n: int, d: int) -> Keys:
+    return rng.standard_normal((n, d)) * rng.lognormal(0, 4, (n, 1))
+
+
+def far_clusters(rng: Rng, n: int, d: int) -> Keys:
+    """Two clusters so far apart that each is about as wide as tau."""
+    keys = rng.standard_normal((n, d))
+    keys[n // 2 :] += 10.0 ** rng.uniform(6, 8) * unit(rng, 1, d)
+    return rng.permutation(keys)
+
+
+def attention_like(rng: Rng, n: int, d: int) -> Keys:
+    """A sink of a norm hundreds of times the rest, a few clusters, heavy tails."""
+    centres = 3 * rng.standard_normal((4, d))
+    keys = centres[rng.integers(0, 4, n)] + rng.standard_t(3, (n, d)) * rng.lognormal(0, 0.5, (n, 1))
+    keys[0] = 300 * unit(rng, 1, d)
+    return keys
+
+
+def near_copies(rng: Rng, n: int, d: int) -> Keys:
+    """Keys and copies 0.3 to 3 tau away."""
+    keys = rng.standard_normal((n // 2, d))
+    away = TAU * rms(keys) * rng.uniform(0.3, 3, (n // 2, 1)) * unit(rng, n // 2, d)
+    return rng.permutation(np.concatenate([keys, keys + away]))
+
+
+def chains(rng: Rng, n: int, d: int) -> Keys:
+    """Chains of keys, each within tau of the next, none of them of the one after that."""
+    keys = rng.standard_normal((max(n // 5, 1), d))
+    along = TAU * rms(np.vstack([keys, -keys])) * unit(rng, len(keys), d)
+    links = [keys + t * along + 0.05 * t * t * TAU * unit(rng, len(keys), d) for t in np.arange(5) * 0.7]
+    return rng.permutation(np.concatenate(links))
+
+
+def lattice(rng: Rng, n: int, d: int) -> Keys:
+    """Many exact copies, lines and planes."""
+    return rng.integers(-2, 3, (n, d)).astype(float)
+
+
+def rank_deficient(rng: Rng, n: int, d: int) -> Keys:
+    """In a subspace up to rounding."""
+    rank = max(d // 2, 1)
+    return rng.standard_normal((n, rank)) @ rng.standard_normal((rank, d))
+
+
+def huge_offset(rng: Rng, n: int, d: int) -> Keys:
+    return rng.standard_normal((n, d)) + 10.0 ** rng.uniform(8, 10) * unit(rng, 1, d)
+
+
+def facet_points(rng: Rng, n: int, d: int) -> Keys:
+    """Half the keys in the plane of d of the others up to rounding, some a few tau beside it."""
+    corners = rng.standard_normal((n - n // 2, d))
+    inside = rng.dirichlet(np.ones(min(d, len(corners))), n // 2) @ corners[:d]
+    shift = rng.choice([0.0, 0.3, 1.5, 5.0], (n // 2, 1)) * TAU * rms(corners)
+    return np.concatenate([corners, inside + shift * unit(rng, n // 2, d)])
+
+
+def twice(rng: Rng, n: int, d: int) -> Keys:
+    half = rng.standard_normal((n // 2, d))
+    return np.concatenate([half, half])
+
+
+def conditioned(rng: Rng, d: int, condition: float) -> np.ndarray:
+    """A square matrix of that condition number."""
+    left, right = (np.linalg.qr(rng.standard_normal((d, d)))[0] for _ in range(2))
+    return left * np.geomspace(1.0, condition, d) @ right
+
+
+def plain(family: Callable[[Rng, int, int], Keys]) -> Family:
+    return lambda rng, n, d: Case(np.asarray(family(rng, n, d), np.float64))
+
+
+def with_bias(family: Callable[[Rng, int, int], Keys], size: float = 1.0) -> Family:
+    def make(rng: Rng, n: int, d: int) -> Case:
+        return Case(family(rng, n, d), size * rng.standard_normal(n))
+
+    return make
+
+
+def linear_bias(rng: Rng, n: int, d: int) -> Case:
+    """A bias whose linear part, which changes nothing, is up to 10⁶ times the rest."""
+    keys = rng.standard_normal((n, d))
+    return Case(keys, keys @ rng.standard_normal(d) * 10.0 ** rng.uniform(1, 6) + rng.standard_normal(n))
+
+
+def through_queries(rng: Rng, n: int, d: int) -> Case:
+    """Measured through an ellipsoid that is off its centre."""
+    return Case(
+        rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1)),
+        None,
+        (3 * rng.standard_normal(d), rng.standard_normal((d, d)) * 10.0 ** rng.uniform(-3, 3)),
+    )
+
+
+def through_fewer_axes(rng: Rng, n: int, d: int) -> Case:
+    """The queries differ in all dimensions but the last, along which the center reaches: a bias per key."""
+    d = max(d, 2)
+    axes = np.eye(d)[:, :-1] * 10.0 ** rng.uniform(-2, 2)
+    return Case(rng.standard_normal((n, d)), None, (3 * np.eye(d)[-1], axes))
+
+
+def basis_changed(rng: Rng, n: int, d: int) -> Case:
+    """A head in another basis, of a condition number of 10⁶ to 10⁹."""
+    keys, center, axes = rng.standard_normal((n, d)), rng.standard_normal(d), rng.standard_normal((d, d))
+    change = conditioned(rng, d, 10.0 ** rng.uniform(6, 9))
+    back = np.linalg.inv(change).T
+    return Case(keys @ change.T, None, (back @ center, back @ axes))
+
+
+FAMILIES: dict[str, Family] = {
+    **{name: plain(family) for name, family in bench.RANDOM.items() if name != "LayerNorm'd normal"},
+    "LayerNorm'd normal": plain(lambda rng, n, d: bench.layernormed(rng, n, max(d, 2))),  # in one dimension all are 0
+    **{
+        f"pairs about 1e-{k} apart": plain(lambda rng, n, d, k=k: bench.pairs(rng, n // 2, d, 10.0**-k))
+        for k in (3, 6, 7, 8)
+    },
+    "everything twice": plain(twice),
+    "low rank, t(2)": plain(lambda rng, n, d: rng.standard_t(2, (n, d)) * np.exp(-np.arange(d) / 3)),
+    "normal, with a bias": with_bias(bench.normal),
+    # The new ones.
+    "float32 LayerNorm'd": plain(layernormed32),
+    "norms log-uniform over 8 decades": plain(log_uniform),
+    "norms × lognormal(4)": plain(lognormal_4),
+    "clusters up to 1e8 apart": plain(far_clusters),
+    "sink, clusters, heavy tails": plain(attention_like),
+    "copies 0.3 to 3 tau apart": plain(near_copies),
+    "chains of near-equal keys": plain(chains),
+    "lattice": plain(lattice),
+    "rank-deficient": plain(rank_deficient),
+    "offset 1e8 to 1e10": plain(huge_offset),
+    "on a facet, and a few tau beside it": plain(facet_points),
+    "bias with a large linear part": linear_bias,
+    "lattice, with a bias": lambda rng, n, d: Case(lattice(rng, n, d), rng.integers(-1, 2, n).astype(float)),
+    "through an off-centre query set": through_queries,
+    "through queries along fewer axes": through_fewer_axes,
+    "through queries, basis changed by 1e6 to 1e9": basis_changed,
+}

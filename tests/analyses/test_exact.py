@@ -1,0 +1,233 @@
+"""Exact verdicts: known answers, proofs that hold as fractions, and the same answer whatever the hints."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from ln_probe.analyses.geometry import rational
+from ln_probe.analyses.geometry.exact import ExactSet, decide_exactly, proves
+from ln_probe.analyses.geometry.rational import eliminate, independent, solve
+
+ULP = 2.0**-52
+
+
+def codes(points, bias=None, **measured):
+    """Verdicts on all keys of a set, each with a proof that holds."""
+    found = [decide_exactly(points, bias, i, **measured) for i in range(len(points))]
+    assert all(proves(verdict, points, bias, i, **measured) for i, verdict in enumerate(found))
+    return [verdict.code for verdict in found]
+
+
+def test_on_a_line_the_ends_are_vertices():
+    assert codes(np.array([[0.25], [-3.0], [1e300], [1e-300], [0.0]])) == [
+        "unselectable", "selectable", "selectable", "unselectable", "unselectable",
+    ]  # fmt: skip
+
+
+def test_one_key_has_nothing_to_compete_with():
+    assert codes(np.array([[2.0, 3.0]])) == ["selectable"]
+    assert codes(np.array([[2.0, 3.0]] * 3)) == ["duplicate"] * 3
+
+
+def test_collinear_keys_in_the_plane():
+    # On the line y = 3x whole numbers stay exact; the third of a double does not.
+    keys = np.array([[0.0, 0.0], [1.0, 3.0], [2.0, 6.0], [5.0, 15.0]])
+    assert codes(keys) == ["selectable", "unselectable", "unselectable", "selectable"]
+    keys[1, 0] = 1 + ULP
+    assert codes(keys) == ["selectable", "selectable", "unselectable", "selectable"]
+
+
+@pytest.mark.parametrize(("step", "code"), [(0.0, "unselectable"), (ULP, "selectable"), (-ULP / 2, "unselectable")])
+def test_an_ulp_beside_the_edge_of_a_square(step, code):
+    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    assert codes(np.concatenate([square, [[1.0 + step, 0.3]]]))[4] == code
+
+
+@pytest.mark.parametrize(("step", "code"), [(0.0, "unselectable"), (ULP, "selectable"), (-ULP / 2, "unselectable")])
+def test_an_ulp_beside_a_facet_in_space(step, code):
+    corners = 4.0 * np.concatenate([np.eye(3), -np.eye(3)])
+    facet = np.array([[2.0, 1.0, 1.0 + step]])
+    assert codes(np.concatenate([corners, facet])) == ["selectable"] * 6 + [code]
+
+
+def test_a_grid_has_eight_corners():
+    grid = np.stack(np.meshgrid(*[np.arange(-1.0, 2.0)] * 3), axis=-1).reshape(-1, 3)
+    corner = (np.abs(grid) == 1).all(axis=1)
+    assert codes(grid) == ["selectable" if c else "unselectable" for c in corner]
+
+
+def test_exact_copies_of_a_vertex_and_of_an_interior_key():
+    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    keys = np.concatenate([square, square[:1], [[0.0, -0.0], [0.0, 0.0]], square[1:2] + np.array([ULP, 0.0])])
+    assert codes(keys) == [
+        "duplicate", "unselectable", "selectable", "selectable", "duplicate", "unselectable", "unselectable",
+        "selectable",
+    ]  # fmt: skip
+
+
+def test_weights_are_exact():
+    verdict = decide_exactly(np.array([[0.0], [3.0], [1.0]]), None, 2)
+    assert verdict.weights == (Fraction(2, 3), Fraction(1, 3))
+    assert verdict.index == (0, 1)
+    assert verdict.query is None
+
+
+def test_a_bias_hides_and_reveals():
+    keys = np.array([[-1.0], [1.0], [0.0]])
+    for own, code in ((0.5 + ULP, "selectable"), (0.5, "unselectable"), (0.5 - ULP, "unselectable")):
+        assert codes(keys, np.array([0.0, 1.0, own]))[2] == code
+    assert codes(keys, np.array([-1e9, 1.0, 0.0])) == ["selectable"] * 3  # with a long query
+
+
+def test_equal_keys_compete_by_their_bias():
+    keys = np.zeros((3, 2))
+    assert codes(keys, np.array([0.0, ULP, -1.0])) == ["unselectable", "selectable", "unselectable"]
+    assert codes(keys, np.array([1.0, 1.0, 0.0])) == ["duplicate", "duplicate", "unselectable"]
+
+
+def test_a_bias_linear_in_the_keys_changes_nothing():
+    rng = np.random.default_rng(0)
+    keys = rng.integers(-4, 5, (12, 2)).astype(float)
+    assert codes(keys, keys @ [3.0, -8.0] + 5.0) == codes(keys)
+
+
+def test_keys_are_measured_through_axes():
+    keys = np.array([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0]])
+    flat = np.array([[1.0], [0.0]])
+    assert codes(keys, axes=flat) == ["unselectable", "unselectable", "selectable", "selectable"]
+    # Where the axes see nothing, the center decides.
+    assert codes(keys, axes=flat, center=np.array([0.0, 1.0])) == [
+        "selectable",
+        "unselectable",
+        "selectable",
+        "selectable",
+    ]
+    assert codes(keys, axes=np.eye(2), center=np.array([0.0, 9.0])) == ["selectable"] * 4
+    # In float64 the first two products are equal.
+    close = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    assert codes(close, axes=np.array([[1.0], [ULP / 4]])) == ["unselectable", "selectable", "selectable"]
+
+
+def test_axes_that_see_nothing():
+    keys = np.random.default_rng(0).standard_normal((4, 3))
+    assert codes(keys, axes=np.zeros((3, 2))) == ["duplicate"] * 4
+    assert codes(keys, axes=np.zeros((3, 0))) == ["duplicate"] * 4
+    best = int((keys @ [1.0, 2.0, 3.0]).argmax())
+    found = codes(keys, axes=np.zeros((3, 2)), center=np.array([1.0, 2.0, 3.0]))
+    assert found == ["selectable" if i == best else "unselectable" for i in range(4)]
+
+
+def test_only_some_compete():
+    keys = np.array([[0.0], [1.0], [2.0], [2.0]])
+    assert decide_exactly(keys, None, 1, among=[2, 3]).code == "selectable"
+    assert decide_exactly(keys, None, 2, among=[0, 1]).code == "selectable"
+    assert decide_exactly(keys, None, 2, among=[0, 3]).code == "duplicate"
+    assert decide_exactly(keys, None, 2, among=[]).code == "selectable"
+
+
+def sets(rng):
+    for trial in range(60):
+        n, d = int(rng.integers(2, 14)), int(rng.integers(1, 4))
+        keys = rng.integers(-2, 3, (n, d)).astype(float)
+        if trial % 2:
+            keys = rng.standard_normal((n, d)) * 10.0 ** rng.integers(-8, 9, (n, 1))
+        bias = (None, rng.integers(-1, 2, n).astype(float), rng.standard_normal(n))[trial % 3]
+        measured = {}
+        if trial % 4 > 1:
+            measured["axes"] = rng.standard_normal((d, int(rng.integers(1, d + 2))))
+        if trial % 8 > 5:
+            measured["center"] = rng.standard_normal(d)
+        yield keys, bias, measured
+
+
+@pytest.mark.parametrize("library", ["flint", "gmpy2", "none"])
+def test_hints_and_libraries_change_no_verdict(library, monkeypatch):
+    if library != "none":
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install ln-probe[exact]")
+    if library != "flint":
+        monkeypatch.setattr(rational, "flint", None)
+    if library == "none":
+        monkeypatch.setattr(rational, "gmpy2", None)
+    rng = np.random.default_rng(1)
+    asked = 0
+    for keys, bias, measured in sets(rng):
+        exact = ExactSet(keys, bias, **measured)
+        blind = ExactSet(keys, bias, **measured)
+        blind._guess = lambda key: ([], [], None)  # from nothing at all
+        for i in range(len(keys)):
+            verdict = exact.decide(i)
+            assert proves(verdict, keys, bias, i, **measured)
+            other = blind.decide(i)
+            assert proves(other, keys, bias, i, **measured)
+            hinted = exact.decide(
+                i, support=rng.integers(0, len(keys), 4), query=rng.standard_normal(len(verdict.query or keys[0]))
+            )
+            assert proves(hinted, keys, bias, i, **measured)
+            assert verdict.code == other.code == hinted.code
+            asked += 1
+    assert asked > 300
+
+
+def test_a_hint_that_is_right_saves_the_search(monkeypatch):
+    rng = np.random.default_rng(2)
+    keys = np.concatenate([rng.standard_normal((60, 5)), np.zeros((1, 5))])
+    exact = ExactSet(keys)
+    inside, outside = exact.decide(60), exact.decide(int(np.linalg.norm(keys, axis=1).argmax()))
+    monkeypatch.setattr(exact, "_guess", None)
+    assert exact.decide(60, support=inside.index).weights == inside.weights
+    far = int(np.linalg.norm(keys, axis=1).argmax())
+    assert exact.decide(far, query=keys[far]).code == outside.code == "selectable"
+
+
+def test_keys_on_a_facet_up_to_rounding_are_decided():
+    rng = np.random.default_rng(3)
+    corners = rng.standard_normal((40, 8))
+    keys = np.concatenate([corners, rng.dirichlet(np.ones(3), 40) @ corners[:3]])
+    exact = ExactSet(keys)
+    for i in range(40, 80, 3):
+        assert proves(exact.decide(i), keys, None, i)
+
+
+def test_proofs_that_do_not_hold():
+    keys = np.array([[0.0], [1.0], [2.0]])
+    inside, outside = decide_exactly(keys, None, 1), decide_exactly(keys, None, 2)
+    assert not proves(inside, keys, None, 0)
+    assert not proves(outside, keys, None, 0)
+    assert not proves(outside, np.array([[0.0], [2.0], [2.0]]), None, 2)  # a copy: a duplicate
+    assert not proves(inside, keys, np.array([0.0, 1.0, 0.0]), 1)
+
+
+def test_bad_input():
+    with pytest.raises(IndexError, match=r"key 3 is out of range: there are 3"):
+        decide_exactly(np.zeros((3, 1)), None, 3)
+    with pytest.raises(ValueError, match=r"points must have 2 axes and not be empty, got the shape \(3, 0\)"):
+        ExactSet(np.zeros((3, 0)))
+    with pytest.raises(ValueError, match=r"bias contains NaN or infinite values"):
+        ExactSet(np.zeros((2, 1)), [0.0, np.nan])
+    with pytest.raises(ValueError, match=r"axes must have the length 1, got the shape \(2, 2\)"):
+        ExactSet(np.zeros((2, 1)), axes=np.eye(2))
+    with pytest.raises(TimeoutError, match="key 2 was not decided in the time it was given, after 0 supports"):
+        ExactSet(np.array([[0.0], [1.0], [0.5]])).decide(2, seconds=-1.0)
+
+
+def test_equations_in_whole_numbers():
+    assert solve([], []) == ([], 1)
+    assert solve([[0, 2], [-3, 0]], [4, 9]) in (([-3, 2], 1), ([-18, 12], 6))
+    with pytest.raises(ZeroDivisionError):
+        eliminate([[1, 2], [2, 4]], [1, 1])
+    with pytest.raises(ZeroDivisionError):
+        solve([[k * r for k in range(8)] for r in range(8)], [1] * 8)
+    rng = np.random.default_rng(0)
+    for size in (1, 3, 9):
+        rows = [[int(v) for v in row] for row in rng.integers(-(2**60), 2**60, (size, size))]
+        right = [int(v) for v in rng.integers(-(2**60), 2**60, size)]
+        for value, below in (solve(rows, right), eliminate(rows, right)):
+            assert [sum(a * b for a, b in zip(row, value, strict=True)) for row in rows] == [r * below for r in right]
+
+
+def test_independent_columns():
+    kept, rows = independent([[1, 2, 3], [2, 4, 6], [0, 0, 2**80], [0, 1, 0]])
+    assert kept == [0, 2, 3]
+    assert sorted(rows) == [0, 1, 2]
+    assert independent([]) == ([], [])

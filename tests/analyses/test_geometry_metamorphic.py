@@ -1,0 +1,216 @@
+"""What must not change a result: order, scale, rotation, translation, padding, copies, the basis of a head.
+
+Permutations, powers of two and padding are exact in float64: verdicts are the same, and brackets (of the same truth)
+overlap. What rounds changes the truth itself a little: there a verdict may differ only where the side that says
+"selectable" has a margin below CLOSE, or where keys lie within CLOSE of each other.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from geometry_families import FAMILIES, TAU, Case, conditioned, layernormed32
+from geometry_reference import Truth
+
+import ln_probe
+
+# Relative to the RMS norm: a few tau, which rounding decides.
+CLOSE = 20 * TAU
+PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
+SEEDS = (0, 1)
+
+
+def case_of(name: str, seed: int, n: int = 24) -> Case:
+    return FAMILIES[name](np.random.default_rng(seed), n, 2 + 2 * seed)
+
+
+def geometry_of(case: Case):
+    geometry = ln_probe.key_geometry(**case.arguments())
+    geometry.certify()
+    return geometry
+
+
+def overlap(low, high, other_low, other_high, slack=0.0):
+    return ((low <= other_high + slack) & (other_low <= high + slack)).all()
+
+
+def same(here, there, order=None, slack=0.0, weight_slack=1e-9):
+    """Bounds of two geometries of the same keys; `order[i]` is the place of key i in the second."""
+    order = np.arange(len(here.verdict)) if order is None else order
+    assert overlap(
+        here.margin_lower, here.margin_upper, there.margin_lower[order], there.margin_upper[order], slack
+    )  # fmt: skip
+    if np.isfinite(here.attainable).any():
+        assert overlap(
+            here.attainable, here.attainable_upper, there.attainable[order], there.attainable_upper[order], weight_slack
+        )  # fmt: skip
+
+
+def may_differ(case: Case, close: float, *geometries) -> np.ndarray:
+    """Keys whose verdict rounding may decide: with a neighbour or a margin below `close`, or too close to call."""
+    truth = Truth(case)
+    found = np.zeros(len(case.keys), bool)
+    for i in range(len(found)):
+        near = np.delete(truth.distances(i), i)
+        found[i] = ((near > 0) & (near < Fraction(close) ** 2)).any()
+    for geometry in geometries:
+        vertex = np.isin(geometry.verdict, ("selectable", "duplicate"))
+        found |= (geometry.verdict == "undecided") | vertex & (geometry.margin_lower < close)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_order_does_not_matter(name):
+    for seed in SEEDS:
+        case = case_of(name, seed)
+        here = geometry_of(case)
+        for trial in range(3):
+            order = np.random.default_rng(trial).permutation(len(case.keys))
+            place = np.argsort(order)
+            bias = None if case.bias is None else case.bias[order]
+            there = geometry_of(Case(case.keys[order], bias, case.query_set))
+            assert (here.verdict == there.verdict[place]).all()
+            same(here, there, place)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("exponent", [-300, -20, 40, 300])
+def test_powers_of_two_do_not_matter(name, exponent):
+    case = case_of(name, 1)
+    here, there = geometry_of(case), geometry_of(Case(np.ldexp(case.keys, exponent)))
+    assert (here.verdict == there.verdict).all()
+    same(here, there)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_zero_dimensions_do_not_matter(name):
+    case = case_of(name, 1)
+    here, there = geometry_of(case), geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
+    assert (here.verdict == there.verdict).all()
+    same(here, there)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_copy_of_every_key_makes_duplicates(name):
+    case = case_of(name, 1, 16)
+    here = geometry_of(case)
+    bias = None if case.bias is None else np.concatenate([case.bias, case.bias])
+    twice = Case(np.concatenate([case.keys, case.keys]), bias, case.query_set)
+    there = geometry_of(twice)
+    number = len(case.keys)
+    expected = np.where(here.verdict == "selectable", "duplicate", here.verdict)
+    assert (there.verdict[:number] == expected).all()
+    assert (there.verdict[number:] == expected).all()
+    assert (there.representative == np.concatenate([here.representative, here.representative])).all()
+    assert not (there.margin_lower > 0).any()
+
+
+def rotation(rng, keys):
+    return keys @ np.linalg.qr(rng.standard_normal((keys.shape[1],) * 2))[0]
+
+
+def translation(rng, keys):
+    return keys + rng.standard_normal(keys.shape[1]) * np.abs(keys).max()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("change", [rotation, translation, lambda rng, keys: 3 * keys], ids=["rotated", "moved", "×3"])
+def test_moving_the_keys_rigidly_does_not_matter(name, change):
+    for seed in SEEDS:
+        case = case_of(name, seed)
+        moved = Case(change(np.random.default_rng(seed), case.keys))
+        here, there = geometry_of(case), geometry_of(moved)
+        truth = Truth(case)
+        size = float(truth.z2) ** 0.5 * float(truth.scale)
+        # A coordinate is rounded some d times to half an ulp of the largest entry; the margin moves by twice that.
+        rounding = 4 * case.keys.shape[1] ** 1.5 * 2.0**-52 * float(np.abs(moved.keys).max()) / size
+        differ = here.verdict != there.verdict
+        assert not (differ & ~may_differ(case, max(CLOSE, 2 * rounding), here, there)).any()
+        same(here, there, slack=max(rounding, 1e-14))
+
+
+def whole_change(rng: np.random.Generator, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix of whole numbers, of condition number 10⁶ and more, and its inverse, which is whole too."""
+    change, inverse = np.eye(d), np.eye(d)
+    while np.linalg.cond(change) < 1e6:
+        a, b = rng.permutation(d)[:2]
+        step = float(rng.integers(2, 9)) * rng.choice([-1, 1])
+        shear, back = np.eye(d), np.eye(d)
+        shear[a, b], back[a, b] = step, -step
+        change, inverse = shear @ change, inverse @ back
+    assert (change @ inverse == np.eye(d)).all()
+    return change, inverse
+
+
+@pytest.mark.parametrize("d", [2, 3, 5])
+def test_a_basis_of_whole_numbers_does_not_matter(d):
+    # Nothing rounds: the same head, the same scores to the last bit.
+    for seed in range(10):
+        rng = np.random.default_rng([d, seed])
+        keys = rng.integers(-50, 51, (30, d)).astype(float)
+        center, axes = rng.integers(-2, 3, d).astype(float), rng.integers(-4, 5, (d, d)) / 64
+        change, inverse = whole_change(rng, d)
+        here = geometry_of(Case(keys, None, (center, axes)))
+        there = geometry_of(Case(keys @ change.T, None, (inverse.T @ center, inverse.T @ axes)))
+        assert (here.verdict == there.verdict).all()
+        assert (here.representative == there.representative).all()
+        same(here, there)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("d", [3, 8])
+def test_any_basis_of_a_head_does_not_matter(condition, d):
+    # Products with the two matrices lose condition * eps of the measured keys.
+    close = max(CLOSE, 1e3 * condition * 2.0**-52)
+    for seed in range(4):
+        rng = np.random.default_rng([d, seed])
+        keys, center, axes = rng.standard_normal((40, d)), rng.standard_normal(d), rng.standard_normal((d, d))
+        change = conditioned(rng, d, condition)
+        back = np.linalg.inv(change).T
+        case = Case(keys @ change.T, None, (back @ center, back @ axes))
+        here, there = geometry_of(Case(keys, None, (center, axes))), geometry_of(case)
+        centred = Truth(Case(keys, None, (np.zeros(d), axes)))
+        size = float(centred.z2) ** 0.5 * float(centred.scale)
+        for i in np.flatnonzero(here.verdict != there.verdict):
+            assert "undecided" not in (here.verdict[i], there.verdict[i])
+            assert float(centred.margin(int(i))[1]) < close * size
+        scores = np.abs(keys @ axes).max() + np.abs(keys @ center).max()
+        same(here, there, slack=close * scores, weight_slack=1e-9 + close * scores)
+        truth = Truth(case).judge(there)
+        assert not truth.wrong
+        assert not truth.unproved
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("n", "d"), [(4097, 16), (5000, 16), pytest.param(4097, 5, marks=SLOW), pytest.param(4600, 8, marks=SLOW)]
+)
+def test_every_key_of_a_large_set_may_come_first(n, d):
+    keys = layernormed32(np.random.default_rng(n), n, d).astype(np.float64)
+    for first in (0, 1, n // 2):
+        here = np.concatenate([keys[first:], keys[:first]])
+        geometry = ln_probe.key_geometry(here, margins=False)
+        report = Truth(Case(here)).judge(geometry, only=[0, 1, n - 1])
+        assert not report.wrong, str(report)
+        assert not report.unproved, str(report)
+        geometry.certify()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [5, 8, 16])
+@pytest.mark.parametrize("n", [4097, 10_000, 20_000])
+def test_every_key_of_a_very_large_set_may_come_first(n, d):
+    keys = layernormed32(np.random.default_rng(n + d), n, d).astype(np.float64)
+    seen = []
+    for first in (0, 1, n // 3, n - 1):
+        order = np.concatenate([[first], np.delete(np.arange(n), first)])
+        geometry = ln_probe.key_geometry(keys[order], margins=False)
+        verdict = geometry.verdict[np.argsort(order)]
+        seen.append(verdict)
+        report = Truth(Case(keys[order])).judge(geometry, only=[0])
+        assert not report.wrong + report.unproved, str(report)
+    assert all((verdict == seen[0]).all() for verdict in seen)
