@@ -32,6 +32,8 @@ _POINT = 1e-11
 _BLOCKED = -1e-13
 # Points of the active set with less than this share in a dependent one cannot be exchanged for it.
 _DEPENDS = 1e-9
+# Differences shorter than the unit by more than this keep some of their shortness.
+_LONGER = 1e3
 _NOISE = 1e-13
 _STEPS_PER_DIMENSION = 40
 
@@ -46,11 +48,11 @@ def _refine(
     for t in range(points.shape[1]):
         x[t] = 0.0
     for a in range(m):
-        total += found[a]
+        total += e[a] * found[a]
         for t in range(points.shape[1]):
             x[t] += found[a] * points[a, t]
     for a in range(m):
-        left = right[a] - bordering * total
+        left = right[a] - bordering * e[a] * total
         for t in range(points.shape[1]):
             left -= points[a, t] * x[t]
         rest[a] = left
@@ -78,8 +80,8 @@ def _affine_minimizer(
         _refine(points, e, inverse, e, solution, m, bordering, p, rest)
         _refine(points, e, inverse, lead, along, m, bordering, p, rest)
     for a in range(m):
-        slope += along[a]
-        ones += solution[a]
+        slope += e[a] * along[a]
+        ones += e[a] * solution[a]
     for a in range(m):
         base[a] = solution[a] / ones
         along[a] -= slope * base[a]
@@ -96,6 +98,19 @@ def _affine_minimizer(
     if steep >= _STEEP:
         return -1.0
     return float(np.sqrt(square / (1.0 - steep)))
+
+
+@compiled
+def _put(point: Floats, key: Floats, target: Floats, lead: float, unit: float) -> tuple[float, float]:
+    """The difference of two keys brought to length `unit` (far keys would drown near ones), its factor, and its lead."""
+    square = 0.0
+    for t in range(point.shape[0]):
+        point[t] = key[t] - target[t]
+        square += point[t] * point[t]
+    factor = min(unit / np.sqrt(square), _LONGER) if square > 0.0 else 1.0
+    for t in range(point.shape[0]):
+        point[t] *= factor
+    return factor, lead * factor
 
 
 @compiled
@@ -143,8 +158,10 @@ def best_gaps(
             queries[k, t] = 0.0
             points[0, t] = rows[start, t] - rows[i, t]
         e[0], weight[0], index[0], lead[0] = 1.0, 1.0, start, offset[start] - offset[i]
-        bordering = max(np.sum(points[0] * points[0]), 1e-24 * largest * largest, 1e-300)
-        inverse[0, 0] = 1.0 / (bordering + np.sum(points[0] * points[0]))
+        square = np.sum(points[0] * points[0])
+        bordering = max(square, 1e-24 * largest * largest, 1e-300)
+        unit = np.sqrt(bordering)
+        inverse[0, 0] = 1.0 / (bordering + square)
         solution[0] = inverse[0, 0]
         m, fresh, careful = 1, True, False
         for t in range(dim):
@@ -152,7 +169,7 @@ def best_gaps(
         for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
             total, square = 0.0, 0.0
             for a in range(m):
-                total += weight[a]
+                total += e[a] * weight[a]
             for t in range(dim):
                 x[t] = 0.0
             ahead = 0.0
@@ -169,7 +186,7 @@ def best_gaps(
                 upper[k] = level
                 sizes[k] = m
                 for a in range(m):
-                    values[used + a], indices[used + a] = weight[a], index[a]
+                    values[used + a], indices[used + a] = e[a] * weight[a], index[a]
             short = 0.0
             if length > _POINT * largest:
                 for t in range(dim):
@@ -201,9 +218,8 @@ def best_gaps(
             for a in range(m):
                 known = known or index[a] == new
             if not known:
-                for t in range(dim):
-                    points[m, t] = rows[new, t] - rows[i, t]
-                e[m], weight[m], index[m], lead[m] = 1.0, 0.0, new, offset[new] - offset[i]
+                e[m], lead[m] = _put(points[m], rows[new], rows[i], offset[new] - offset[i], unit)
+                weight[m], index[m] = 0.0, new
                 _gram_column(points, e, border, bordering, m)
                 if _append(inverse, solution, border, work, e, m, _PIVOT * border[m]):
                     m += 1
@@ -219,9 +235,8 @@ def best_gaps(
                         lead[leaving] = lead[m - 1]
                         _remove(inverse, solution, points, weight, e, index, leaving, m)
                         m -= 1
-                        for t in range(dim):
-                            points[m, t] = rows[new, t] - rows[i, t]
-                        e[m], weight[m], index[m], lead[m] = 1.0, share, new, offset[new] - offset[i]
+                        e[m], lead[m] = _put(points[m], rows[new], rows[i], offset[new] - offset[i], unit)
+                        weight[m], index[m] = share, new
                         _gram_column(points, e, border, bordering, m)
                         if _append(inverse, solution, border, work, e, m, _PIVOT * border[m]):
                             m += 1

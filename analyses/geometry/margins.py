@@ -27,6 +27,10 @@ RELATIVE_GAP = 0.01
 ZERO = 0.01 * TAU
 # What "exact" asks for: float64 leaves about six digits of a distance of TAU.
 EXACT_GAP = 1e-6
+# An offset is that of a center among the axes if no key is further off than this, relative to the RMS norm.
+_AFFINE = 1e-12
+# What one key may cost here at most, of its budget: it is one of many, and its bracket holds as it is.
+_SHARE = 0.05
 # The last resort halves a bracket about once a round, and Newton's method takes a few dozen steps in each.
 _ROUNDS, _STEPS = 12, 60
 
@@ -53,6 +57,9 @@ class Measured:
         upwards: the last coordinate is a bias: weights may exceed the target there.
         distinct: a key for each different row.
         copy: another key with the same row; -1 if there is none.
+        size: RMS norm of the centred rows.
+        level: a u under which all keys score alike, if the set has one (the center lies among the axes, no further out
+            than they reach): it proves that no margin is below 0. The zero query without offsets; None if there is none.
     """
 
     rows: Float64[np.ndarray, "key r"]
@@ -60,12 +67,8 @@ class Measured:
     upwards: bool
     distinct: Int64[np.ndarray, " row"]
     copy: Int64[np.ndarray, " key"]
-
-    @property
-    def size(self) -> float:
-        """RMS norm of the centred rows."""
-        centred = self.rows - self.rows.mean(axis=0)
-        return float(np.sqrt(np.einsum("ij,ij->", centred, centred) / len(centred)))
+    size: float
+    level: Float64[np.ndarray, " r"] | None
 
 
 def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Measured:
@@ -87,7 +90,9 @@ def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Meas
         twice = crowd[leader != crowd]
         copy[copy[twice]] = twice
         distinct = np.setdiff1d(distinct, twice)
-    return Measured(rows, offset, upwards, distinct, copy)
+    centred = rows - rows.mean(axis=0)
+    size = float(np.sqrt(np.einsum("ij,ij->", centred, centred) / len(centred)))
+    return Measured(rows, offset, upwards, distinct, copy, size, _level(centred, offset, size))
 
 
 def propose(
@@ -102,26 +107,25 @@ def propose(
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     place = np.full(len(space.rows), -1)
     place[space.distinct] = np.arange(len(space.distinct))
-    copied = space.copy[only] >= 0
-    alone = only[~copied]
-    if len(alone) and len(here) > 1:
-        _, _, found, sizes, values, indices = best_gaps(
-            here, np.ascontiguousarray(here.T), offset, place[alone], gap, ZERO * space.size, budget
+    inside = np.zeros(len(only), bool)
+    if space.level is not None:  # what cannot be selected has a margin of 0
+        inside = verdicts.code[only] == UNSELECTABLE
+        point[inside] = space.level
+        rows = {int(i): verdicts.row(int(i)) for i in only[inside]}
+    copied = (space.copy[only] >= 0) & ~inside
+    for some, names in ((~copied & ~inside, space.distinct), (copied, np.arange(len(space.rows)))):
+        keys = only[some]  # a copy is solved for among all keys: it ties with the key at best
+        if len(keys) == 0 or len(names) < 2:
+            continue
+        among, lead = (here, offset) if len(names) == len(here) else (np.ascontiguousarray(space.rows), space.offset)
+        targets = place[keys] if len(names) == len(here) else keys
+        _, _, point[some], sizes, values, indices = best_gaps(
+            among, np.ascontiguousarray(among.T), lead, targets, gap, ZERO * space.size, budget
         )
-        point[~copied] = found
         first = np.concatenate([[0], np.cumsum(sizes)])
-        for k, i in enumerate(alone):
+        for k, i in enumerate(keys):
             entries = slice(first[k], first[k + 1])
-            rows[int(i)] = space.distinct[indices[entries]], values[entries]
-    if copied.any():  # a copy ties with the key, so its margin is 0, or what is left where both are below others
-        whole = np.ascontiguousarray(space.rows)
-        _, _, found, sizes, values, indices = best_gaps(
-            whole, np.ascontiguousarray(whole.T), space.offset, only[copied], gap, ZERO * space.size, budget
-        )
-        point[copied] = found
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k, i in enumerate(only[copied]):
-            rows[int(i)] = indices[first[k] : first[k + 1]], values[first[k] : first[k + 1]]
+            rows[int(i)] = names[indices[entries]], values[entries]
     return Proposed(point, SparseWeights.of_rows(rows, len(space.rows)))
 
 
@@ -179,7 +183,7 @@ def again(
     floor, spent = ZERO * space.size, 0.0
     for _ in range(_ROUNDS):
         width = upper - lower
-        if width <= max(gap * max(abs(lower), abs(upper)), floor) or spent > budget:
+        if width <= max(gap * max(abs(lower), abs(upper)), floor) or spent > _SHARE * budget:
             break
         heat = width / (4.0 * most)
         own = lead.copy()
@@ -208,6 +212,16 @@ def again(
         if not (better_low or better_up) or weight[0] == 0.0:
             break
     return best
+
+
+def _level(
+    centred: Float64[np.ndarray, "key r"], offset: Float64[np.ndarray, " key"] | None, size: float
+) -> Float64[np.ndarray, " r"] | None:
+    if offset is None:
+        return np.zeros(centred.shape[1])
+    high = offset - offset.mean()
+    u = -np.linalg.lstsq(centred, high, rcond=None)[0]
+    return u if np.linalg.norm(u) <= 1.0 and np.abs(high + centred @ u).max() <= _AFFINE * size else None
 
 
 def too_wide(

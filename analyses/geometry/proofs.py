@@ -178,25 +178,37 @@ def prove_margins(
         lower = np.maximum(lower, 0.0)
     upper = checker.gap_at_most(asked, rows_of(weights, asked)).upper
     repaired = np.zeros(len(asked), bool)
-    wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, verdicts.code[asked] == UNSELECTABLE))
+    inside = verdicts.code[asked] == UNSELECTABLE
+    wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, inside))
     if len(wide):
         point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
         for k in wide:
-            u, index, value = again(space, int(asked[k]), gap, lower[k], upper[k], point[k, :dim], budget)
-            u = np.append(u, np.zeros(point.shape[1] - dim))
-            one = asked[k : k + 1]
-            better = checker.gap_at_least(one, u[None]).lower[0]
-            if better > lower[k]:
-                lower[k], point[k], repaired[k] = better, u, True
-            if len(index):
-                tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
-                if tighter < upper[k]:
-                    upper[k], repaired[k] = tighter, True
-                    rows[int(asked[k])] = index, value
+            for u, index, value in _other_proposals(space, verdicts, int(asked[k]), gap, lower, upper, point, k, budget):
+                one = asked[k : k + 1]
+                better = checker.gap_at_least(one, np.append(u, np.zeros(point.shape[1] - dim))[None]).lower[0]
+                if better > lower[k]:
+                    lower[k], point[k, :dim], repaired[k] = better, u, True
+                if len(index):
+                    tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
+                    if tighter < upper[k]:
+                        upper[k], repaired[k] = tighter, True
+                        rows[int(asked[k])] = index, value
+                if not too_wide(lower[k], upper[k], gap, space.size, inside[k]):
+                    break
         if rows:
             rest = {int(i): weights.row(int(i)) for i in asked if int(i) not in rows}
             weights = SparseWeights.of_rows(rest | rows, number)
     return Margins(lower, upper, point, weights, repaired)
+
+
+def _other_proposals(
+    space: Measured, verdicts: Verdicts, i: int, gap: float, lower: Floats, upper: Floats,
+    point: Float64[np.ndarray, "some r"], k: int, budget: float,
+) -> Iterator[tuple[Floats, Ints, Floats]]:  # fmt: skip
+    """Another query and other weights for one margin: what proved the verdict, then another solver."""
+    if verdicts.code[i] == UNSELECTABLE:
+        yield (np.zeros(space.rows.shape[1]) if space.level is None else space.level), *verdicts.row(i)
+    yield again(space, i, gap, float(lower[k]), float(upper[k]), point[k, : space.rows.shape[1]], budget)
 
 
 def prove_attention(checker: Checker, found: Attainable, only: Ints | None = None) -> Attainable:
