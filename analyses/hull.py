@@ -30,9 +30,10 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64, Shaped
 
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable, attainable
-from ln_probe.analyses.geometry.certificates import SLACK, Checker
+from ln_probe.analyses.geometry.certificates import SLACK, CertificateError, Checker
 from ln_probe.analyses.geometry.certify import certify
 from ln_probe.analyses.geometry.conditioning import Conditioning, conditioning
+from ln_probe.analyses.geometry.exact import proves
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable, first_unselectable
 from ln_probe.analyses.geometry.judged import Judged, judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, first_within
@@ -48,11 +49,15 @@ from ln_probe.analyses.geometry.proofs import (
     prove_verdicts,
 )
 from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
+from ln_probe.analyses.geometry.strict import decide_strictly
 from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED, decide
 
 # Seconds that a key may take before it is given up, and what a second is: so many multiplications and additions. Counted
 # in these, not by a clock, so that no result depends on how busy the machine is.
 BUDGET, PER_SECOND = 1.0, 1e9
+# What exact arithmetic may take for one key, by the clock: it can't be counted in float64 operations, and where hundreds of
+# keys of 64 dimensions lie within an ulp of a common plane it needs half a minute.
+STRICT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,11 @@ class KeyGeometry:
                 Checker(self._keys[b], bias, queries, self.tau, name),
                 found.proved, found.margins, found.first, found.attainable, found.representative,
             )  # fmt: skip
+            for i, verdict in found.proved.exact.items():
+                axes, center = (None, None) if queries is None else (queries.axes, queries.center)
+                axes = axes if queries is None or queries.given is None else queries.given
+                if not proves(verdict, self._keys[b], bias, i, axes=axes, center=center):
+                    raise CertificateError(f"key {i}{name}: its exact proof does not prove that it is {verdict.code}")
 
     def _place(self, index: tuple[Any, ...]) -> tuple[int, int]:
         if len(index) == 1 and isinstance(index[0], tuple):
@@ -352,6 +362,8 @@ def set_geometry(
     sets = coordinates(where.rows, where.lift)
     checker = Checker(keys, bias, queries, TAU)
     proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget))
+    if strict:
+        proved = decide_strictly(keys, bias, queries, sets, proved, STRICT_SECONDS)
     through = queries is not None
     bracket = None if gap is None else prove_margins(checker, sets, where, proved.verdicts, through, gap, budget=budget)
     reach = None

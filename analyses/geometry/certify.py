@@ -51,14 +51,14 @@ def _fail(checker: Checker, i: int, text: str) -> None:
 
 def _verdicts(checker: Checker, proved: Proved) -> None:
     verdicts, tau = proved.verdicts, checker.tau
-    up = np.flatnonzero(np.isin(verdicts.code, (SELECTABLE, DUPLICATE)) & ~proved.exact)
+    up = np.flatnonzero(np.isin(verdicts.code, (SELECTABLE, DUPLICATE)) & proved.by_tolerance)
     gap, near = checker.selects(up, verdicts.query[up])
     for k in np.flatnonzero(~(gap.upper > tau * (1 - SLACK)))[:1]:
         _fail(checker, int(up[k]), f"its witness gives another key a score gap of {gap.upper[k]:.3g} (tau {tau:.3g})")
     for k in np.flatnonzero(near != (verdicts.code[up] == DUPLICATE))[:1]:
         have = "a key" if near[k] else "no key"
         _fail(checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it")
-    down = np.flatnonzero((verdicts.code == UNSELECTABLE) & ~proved.exact)
+    down = np.flatnonzero((verdicts.code == UNSELECTABLE) & proved.by_tolerance)
     miss = checker.reproduces(down, rows_of(verdicts.weights, verdicts.source[down]))
     for k in np.flatnonzero(~(miss.lower <= tau * (1 + SLACK)))[:1]:
         why = (
@@ -70,7 +70,7 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
 
 
 def _positions(checker: Checker, proved: Proved, first: FirstUnselectable) -> None:
-    down = np.flatnonzero((first.at >= 0) & ~proved.exact)
+    down = np.flatnonzero((first.at >= 0) & proved.by_tolerance)
     miss = checker.reproduces(down, rows_of(first.weights, first.source[down]), until=first.at[down])
     for k in np.flatnonzero(~(miss.lower <= checker.tau * (1 + SLACK)))[:1]:
         i = int(down[k])

@@ -9,8 +9,8 @@ solver has a try.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float64, Int64
 from ln_probe.analyses.geometry import linear_program
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable
 from ln_probe.analyses.geometry.certificates import SLACK, Checker, Rows
+from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
 from ln_probe.analyses.geometry.judged import Judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
@@ -45,13 +46,20 @@ class Proved:
         clear: the relative score gap of selectable keys (and duplicates), minus the residual of unselectable ones; NaN
             for undecided keys. Near ±tau a verdict is near its tolerance.
         repaired: whose certificate failed at first, or was replaced.
-        exact: whose verdict comes from exact arithmetic; its own certificate is checked there.
+        exact: verdicts of exact arithmetic, by key, with their proofs (`strict`).
     """
 
     verdicts: Verdicts
     clear: Float64[np.ndarray, " key"]
     repaired: Bool[np.ndarray, " key"]
-    exact: Bool[np.ndarray, " key"]
+    exact: Mapping[int, ExactVerdict] = field(default_factory=dict)
+
+    @property
+    def by_tolerance(self) -> Bool[np.ndarray, " key"]:
+        """Whose verdict was not decided exactly."""
+        found = np.ones(len(self.clear), bool)
+        found[list(self.exact)] = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, s
         failed[down] = ~(miss.upper <= TAU * (1 + SLACK))
     todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
     if len(todo) == 0:
-        return Proved(replace(verdicts, code=code), clear, failed, np.zeros(number, bool))
+        return Proved(replace(verdicts, code=code), clear, failed)
     return _repair(checker, sets, replace(verdicts, code=code), clear, todo)
 
 
@@ -127,7 +135,7 @@ def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: F
     for s in needed - rows.keys():
         rows[s] = verdicts.weights.row(s)
     weights = SparseWeights.of_rows(rows, number)
-    return Proved(Verdicts(code, query, weights, source), clear, repaired, np.zeros(number, bool))
+    return Proved(Verdicts(code, query, weights, source), clear, repaired)
 
 
 def _proposals(sets: KeyCoordinates, i: int) -> Iterator[tuple[Floats, Ints, Floats]]:
@@ -237,7 +245,7 @@ def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectab
         return replace(first, at=at), 0
     source = first.source[down]
     miss = checker.reproduces(down, rows_of(first.weights, source), until=at[down])
-    failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]
+    failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]  # (strictly, weights may be on near-copies)
     if len(failed):  # the verdict's own weights prove it where their last key is
         rows = {int(s): first.weights.row(int(s)) for s in np.unique(source)}
         origin = first.source.copy()

@@ -19,12 +19,13 @@ class QuerySet:
     """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
 
     `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
-    of this (not 0 only where axes were reduced in number).
+    of this (not 0 only where axes were reduced in number, from those `given`).
     """
 
     center: Float64[np.ndarray, " d"]
     axes: Float64[np.ndarray, "d r"]
     slack: float = 0.0
+    given: Float64[np.ndarray, "d more"] | None = None
 
     def compact(self) -> QuerySet:
         """The same set with at most d axes (only `axes @ axes.T` matters).
@@ -34,11 +35,11 @@ class QuerySet:
         """
         d, r = self.axes.shape
         if r == 0:
-            return QuerySet(self.center, np.zeros((d, 1)), self.slack)
+            return QuerySet(self.center, np.zeros((d, 1)))
         if r <= d:
             return self
         fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
-        return QuerySet(self.center, fewer, self.slack + 4.0 * r * d * float(np.finfo(np.float64).eps))
+        return QuerySet(self.center, fewer, 4.0 * r * d * float(np.finfo(np.float64).eps), self.axes)
 
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
