@@ -298,6 +298,8 @@ def key_geometry(
     """
     if margins not in (True, False, "exact"):
         raise ValueError(f'margins must be True, False or "exact", got {margins!r}')
+    if not isinstance(budget, (int, float, np.integer, np.floating)) or isinstance(budget, bool):
+        raise TypeError(f"budget must be a positive number of seconds per key, got {budget!r}")
     if not budget > 0.0:
         raise ValueError(f"budget must be a positive number of seconds per key, got {budget!r}")
     values, lift, batched = key_sets(keys, bias)

@@ -118,6 +118,7 @@ class Checker:
         exponent = np.frexp(np.abs(keys).max(axis=together, initial=0.0))[1]
         scaled = np.ldexp(keys, -exponent)
         mean = scaled.mean(axis=0)
+        mean += (scaled - mean).mean(axis=0)  # far from zero the first is off by its own rounding
         centred = scaled - mean
         lift = bias
         measured: Space | None = None
@@ -141,6 +142,8 @@ class Checker:
                 lift = centred @ outside + (0.0 if bias is None else bias)
         size = float(np.linalg.norm(points)) / len(keys) ** 0.5  # R; points are of ordinary size
         self.size = size if size > 0.0 else 1.0
+        # Without a query set margins are relative to the size, which is itself rounded.
+        self.doubt = 0.0 if queries is not None else _AMPLE * (sum(keys.shape) + 8) * _EPS
         self.judged = self._judged(points, noise, lift)
         self.measured = self.judged if measured is None else measured
 
@@ -242,7 +245,8 @@ class Checker:
             scores[here, some] = -np.inf
             lower[block] = own - error[some] - scores.max(axis=1)
         lower[~np.isfinite(points).all(axis=1)] = -np.inf
-        return Between(lower, lower + 2 * (error[targets] + error.max()))
+        upper = lower + 2 * (error[targets] + error.max())
+        return Between(lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper))
 
     def gap_at_most(self, targets: Ints, weights: Rows) -> Between:
         """What the mean over convex weights of other keys allows the best gap to be; infinite without weights."""
@@ -258,6 +262,7 @@ class Checker:
             lower, upper = lower + mean - rounding, upper + mean + rounding
         own = np.repeat(targets, np.diff(weights.start)) == weights.index
         allowed[np.repeat(np.arange(len(targets)), np.diff(weights.start))[own & (weights.value > 0)]] = False
+        lower, upper = lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper)
         return Between(np.where(allowed, lower, -np.inf), np.where(allowed, upper, np.inf))
 
     # Attention

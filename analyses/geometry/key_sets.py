@@ -26,9 +26,9 @@ def key_sets(
         raise ValueError(f'keys must have the shape "keys d" or "batch keys d", got {values.shape}')
     for size, what in zip(values.shape[-2:], ("keys", "dimensions"), strict=True):
         if size == 0:
-            raise ValueError(f"there are no {what}: keys have the shape {values.shape}")
+            raise ValueError(f"there are no {what}: keys have the shape {values.shape}; give at least one")
     if len(values) == 0:
-        raise ValueError(f"there are no sets of keys: keys have the shape {values.shape}")
+        raise ValueError(f"there are no sets of keys: keys have the shape {values.shape}; give at least one")
     _finite("key", values)
     lift = None
     if bias is not None:
@@ -59,7 +59,10 @@ def floats(name: str, values: Any) -> NDArray[np.float64]:
     else:
         if hasattr(values, "toarray"):  # scipy's sparse matrices
             raise TypeError(f"{name} must be dense, got {type(values).__name__}: call .toarray() first")
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} must be a rectangular array, one row per key: {error}") from error
         kind, floating = str(values.dtype), values.dtype.kind == "f"
         if floating:
             return np.array(values, dtype=np.float64, order="C")

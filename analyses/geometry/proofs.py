@@ -21,7 +21,7 @@ from ln_probe.analyses.geometry.certificates import SLACK, Checker, Rows
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
 from ln_probe.analyses.geometry.judged import Judged
-from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
 from ln_probe.analyses.geometry.min_norm import nearest_points
 from ln_probe.analyses.geometry.scores import Floats, Ints
@@ -145,17 +145,21 @@ def _proposals(sets: KeyCoordinates, i: int) -> Iterator[tuple[Floats, Ints, Flo
     if len(others) == 0:
         yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
         return
-    points = sets.flat_of(np.append(others, i))
+    # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
+    points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
+    dim = points.shape[1]
+    slope = np.zeros(dim - sets.biased + 1)
+    slope[-1] = 1.0
     _, _, _, queries, _, weights, indices = nearest_points(
         points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]), np.array([-1]),
-        sets.lifted, *sets.unstretched, TAU, -1.0, True,
+        sets.biased, np.ones(dim - sets.biased), slope, TAU, -1.0, True,
     )  # fmt: skip
     keep = indices >= 0
-    yield _counting(sets, i, others, sets.flat_query(queries)), others[indices[keep]], weights[keep]
+    yield _counting(sets, i, others, unit_rows(queries)), others[indices[keep]], weights[keep]
     if len(others) <= LARGE:
-        query, dual = linear_program.separate(points[:-1], points[-1], sets.lifted)
+        query, dual = linear_program.separate(points[:-1], points[-1], sets.biased)
         used = np.flatnonzero(dual)
-        yield _counting(sets, i, others, sets.flat_query(query[None])), others[used], dual[used]
+        yield _counting(sets, i, others, unit_rows(query[None])), others[used], dual[used]
 
 
 def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Floats:

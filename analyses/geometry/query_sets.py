@@ -63,7 +63,8 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
             )
         return [QuerySet(np.zeros(d), radius * np.eye(d))] * number
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
-        raise TypeError(f"query_set must be a radius or a pair (center, axes), got {type(given).__name__}")
+        what = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
+        raise TypeError(f"query_set must be a radius or a pair (center, axes), got {what}")
     center, axes = (floats(f"the {name} of the query set", part) for name, part in zip(("center", "axes"), given, strict=True))
     for name, values in (("center", center), ("axes", axes)):
         if not np.isfinite(values).all():

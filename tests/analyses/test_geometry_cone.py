@@ -82,6 +82,8 @@ def test_brackets_are_narrow(name):
     geometry = ln_probe.key_geometry(**case.arguments())
     width = geometry.margin_upper - geometry.margin_lower
     size = np.maximum(np.abs(geometry.margin_upper), np.abs(geometry.margin_lower))
-    clear = size > 1e-5 * np.abs(size).max()
-    assert clear.any()
+    clear = (size > 1e-5 * np.abs(size).max()) & (geometry.verdict != "unselectable")
+    assert clear.any() or name.startswith("copies")
+    if geometry.margin_unit == "rms":  # what tau decides is not measured more closely than tau
+        assert (geometry.margin_upper[geometry.verdict == "unselectable"] <= 1.01 * geometry.tau).all()
     assert (width[clear] <= 0.0102 * size[clear]).all()
