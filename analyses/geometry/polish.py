@@ -178,12 +178,12 @@ def polish(
                     share += basis[b, t] * x[t]
                 for t in range(dim):
                     x[t] -= share * basis[b, t]
+            if ray and x[dim - 1] > 0.0:  # before the key's own score is summed: a bias can be 1e8 times the rest
+                x[dim - 1] = 0.0
             square, own = 0.0, 0.0
             for t in range(dim):
                 square += x[t] * x[t]
                 own += x[t] * rows[target, t]
-            if ray and x[dim - 1] > 0.0:
-                x[dim - 1] = 0.0
             scores_of(columns, x, count, scores)
             if target < count:
                 scores[target] = np.inf
