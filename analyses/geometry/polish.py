@@ -18,6 +18,7 @@ INSIDE = 2  # the weights reproduce the key within tau
 BRACKETED = 3  # lower and upper bound of the distance agree within the asked gap
 CONVERGED = 4  # nearest point found to rounding, and neither of the above
 STALLED = 5  # rounding or the step limit stopped it: no verdict
+EXHAUSTED = 6  # the budget ran out: bounds, query and weights hold as far as they go
 
 # A column whose part orthogonal to the others is below this share of its length depends on them.
 _DEPENDENT = 1e-14
@@ -104,9 +105,9 @@ def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats
 def polish(
     rows: Floats, columns: Floats, target: int, count: int, ray: bool, stretch: Floats, slope: Floats,
     tau: float, gap: float, points: Floats, weight: Floats, e: Floats, index: Ints, m: int, x: Floats,
-    best: Floats, scores: Floats,
+    best: Floats, scores: Floats, budget: float,
 ) -> tuple[int, int, float, float]:  # fmt: skip
-    """Go on from the active set of `nearest_point`; arguments and results are the same."""
+    """Go on from the active set of `nearest_point`; arguments and results are the same, but for what was spent."""
     dim = rows.shape[1]
     capacity = index.shape[0]
     step = room(capacity)
@@ -120,15 +121,19 @@ def polish(
             square += (rows[j, t] - rows[target, t]) ** 2
         largest = max(largest, np.sqrt(square))
     moved = True
+    spent = float(count * dim)
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         while True:
             exact, used = _affine_step(points, weight, e, m, step, basis)
+            spent += 2 * m * m * dim
             length, blocking = 1.0 if exact else np.inf, -1
             for a in range(m):
                 if step[a] < 0.0 and weight[a] + length * step[a] <= 0.0:
                     length, blocking = -weight[a] / step[a], a
             if length == np.inf:
                 return STALLED, m, lower, upper
+            if spent > budget:
+                return EXHAUSTED, m, lower, upper
             for a in range(m):
                 weight[a] = max(weight[a] + length * step[a], 0.0)
             if blocking < 0:
@@ -185,6 +190,7 @@ def polish(
                 square += x[t] * x[t]
                 own += x[t] * rows[target, t]
             scores_of(columns, x, count, scores)
+            spent += count * dim
             if target < count:
                 scores[target] = np.inf
             value = np.inf
