@@ -38,6 +38,10 @@ _NOISE = 1e-12
 _STEPS_PER_DIMENSION = 60
 # After so many steps that did not shorten x, the inverse has drifted: every exact step shortens it.
 _IDLE = 3
+# Where asking all keys costs more than _MANY multiply-adds, the _FEW that scored lowest are asked alone until what is
+# left of the violation that all of them showed is down to a share of _WORN. 512 keys of 64 dimensions: a verdict takes
+# 0.6 of the time, 4096 of 128: 0.3. (At 512 × 32 it changes nothing, below that finding the lowest costs more.)
+_MANY, _FEW, _WORN = 30_000, 32, 0.25
 # Squared distances are read off products of keys and are noise below this share of the keys' own squares; as a scale
 # any positive number is right, if only it is the same wherever it is used.
 _SCALE_NOISE = 1e-13
@@ -225,6 +229,7 @@ def nearest_point(
     lower, upper = 0.0, largest
     fresh, careful, rebuilt = True, False, 0
     shortest, idle, spent, shown = np.inf, 0, 0.0, 0.0
+    few, kept, violation = np.empty(_FEW, np.int64), 0, np.inf
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         lift = ray and x[dim - 1] > _NOISE * largest  # some of the ray would shorten x: let it in first
         if ray and not lift and x[dim - 1] > 0.0:
@@ -250,16 +255,30 @@ def nearest_point(
             return BRACKETED, m, lower, upper, spent
         if spent > budget:
             return EXHAUSTED, m, lower, upper, spent
-        if not lift:
+        new, value = -1, np.inf
+        if not lift and kept > 0:  # among the keys that scored lowest when all were asked
+            for c in range(kept):
+                j = few[c]
+                product = -own
+                for t in range(dim):
+                    product += rows[j, t] * x[t]
+                product *= scale[j]
+                if product < value:
+                    value, new = product, j
+            spent += kept * dim
+            if square - value <= _WORN * violation or (gap < 0.0 and value > 0.0):
+                new = -1
+        if not lift and new < 0:
             scores_of(columns, x, count, scores)
             spent += count * dim
             if target < count:
                 scores[target] = np.inf
-            least, value, new = np.inf, np.inf, -1
+            least, value = np.inf, np.inf
             for j in range(count):
                 product = scores[j] - own
                 least = min(least, product)
                 product *= scale[j]
+                scores[j] = product
                 if product < value:
                     value, new = product, j
             if value > shown * length:
@@ -275,8 +294,8 @@ def nearest_point(
                 return BRACKETED, m, lower, upper, spent
             if value >= square * (1.0 - 1e-10) - _NOISE * length * largest:
                 return CONVERGED, m, lower, upper, spent
-        else:
-            new = -1
+            if count * dim > _MANY:
+                kept, violation = lowest(scores, count, few), square - value
         drifted = idle >= _IDLE
         for a in range(m):
             drifted = drifted or index[a] == new
@@ -346,6 +365,23 @@ def nearest_point(
             for t in range(dim):
                 x[t] += weight[a] * points[a, t]
     return STALLED, m, lower, upper, spent
+
+
+@compiled
+def lowest(scores: Floats, count: int, found: Ints) -> int:
+    """Places of the lowest of the first `count` scores, lowest first, as many as there is room for; how many."""
+    many = 0
+    for j in range(count):
+        if many == len(found) and scores[j] >= scores[found[many - 1]]:
+            continue
+        if many < len(found):
+            many += 1
+        a = many - 1
+        while a > 0 and scores[found[a - 1]] > scores[j]:
+            found[a] = found[a - 1]
+            a -= 1
+        found[a] = j
+    return many
 
 
 @compiled

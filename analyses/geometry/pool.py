@@ -261,7 +261,7 @@ class Pool:
             targets = len(points) + np.arange(len(some))
             _, _, upper, _, sizes, weights, indices = nearest_points(
                 rows, columns, targets, np.full(len(some), len(points)), np.full(len(some), -1),
-                self.sets.lifted, self.sets.stretch, self.sets.slope, self.near, 1.0, False,
+                self.sets.lifted, self.sets.stretch, self.sets.slope, self.near, 1.0, False, True,
             )  # fmt: skip
             hit = upper <= self.near
             entries = np.repeat(hit, sizes)
