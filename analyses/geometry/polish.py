@@ -106,8 +106,8 @@ def polish(
     rows: Floats, columns: Floats, target: int, count: int, ray: bool, stretch: Floats, slope: Floats,
     tau: float, gap: float, points: Floats, weight: Floats, e: Floats, index: Ints, m: int, x: Floats,
     best: Floats, scores: Floats, budget: float,
-) -> tuple[int, int, float, float]:  # fmt: skip
-    """Go on from the active set of `nearest_point`; arguments and results are the same, but for what was spent."""
+) -> tuple[int, int, float, float, float]:  # fmt: skip
+    """Go on from the active set of `nearest_point`; arguments and results are the same."""
     dim = rows.shape[1]
     capacity = index.shape[0]
     step = room(capacity)
@@ -131,9 +131,9 @@ def polish(
                 if step[a] < 0.0 and weight[a] + length * step[a] <= 0.0:
                     length, blocking = -weight[a] / step[a], a
             if length == np.inf:
-                return STALLED, m, lower, upper
+                return STALLED, m, lower, upper, spent
             if spent > budget:
-                return EXHAUSTED, m, lower, upper
+                return EXHAUSTED, m, lower, upper, spent
             for a in range(m):
                 weight[a] = max(weight[a] + length * step[a], 0.0)
             if blocking < 0:
@@ -165,14 +165,14 @@ def polish(
             own += x[t] * rows[target, t]
         shorter = np.sqrt(square)
         if not shorter < upper and not moved:
-            return STALLED, m, lower, shorter
+            return STALLED, m, lower, shorter, spent
         moved = shorter < upper * (1.0 - 1e-9)
         upper = shorter
         if gap < 0.0:
             if residual_norm(x, stretch, slope) <= tau * (1.0 - CLEAR):
-                return INSIDE, m, lower, upper
+                return INSIDE, m, lower, upper, spent
         elif upper <= tau:
-            return BRACKETED, m, lower, upper
+            return BRACKETED, m, lower, upper, spent
         new = -1
         if not lift:
             # The exact x is orthogonal to the differences of the active points; what rounding left along them
@@ -207,16 +207,16 @@ def polish(
                 if value > tau * (1.0 + CLEAR) * query_norm(x, stretch, slope):
                     for t in range(dim):
                         best[t] = x[t]
-                    return SEPARATED, m, lower, upper
+                    return SEPARATED, m, lower, upper, spent
             elif upper - lower <= gap * lower:
-                return BRACKETED, m, lower, upper
+                return BRACKETED, m, lower, upper, spent
             if value >= square * (1.0 - 1e-6):
-                return CONVERGED, m, lower, upper
+                return CONVERGED, m, lower, upper, spent
         if m == capacity:
-            return STALLED, m, lower, upper
+            return STALLED, m, lower, upper, spent
         for a in range(m):
             if index[a] == new:
-                return STALLED, m, lower, upper
+                return STALLED, m, lower, upper, spent
         for t in range(dim):
             points[m, t] = rows[new, t] - rows[target, t] if new >= 0 else 0.0
         if new < 0:
@@ -224,4 +224,4 @@ def polish(
         e[m] = 1.0 if new >= 0 else 0.0
         weight[m], index[m] = 0.0, new
         m += 1
-    return STALLED, m, lower, upper
+    return STALLED, m, lower, upper, spent
