@@ -204,10 +204,11 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
 def _count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
     """Queries that give the bias a positive weight, as a query that is added to biased scores must.
 
-    A query without one (it wins at any bias, if it is long enough) gives up half of its score gap for it.
+    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap for it: the
+    solvers stay further from tau than that.
     """
     without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
     found = queries.copy()
-    found[without, -1] = np.maximum(gaps[without], TAU) / (2.0 * max(float(np.ptp(bias)), 1.0))
+    found[without, -1] = np.maximum(gaps[without], TAU) / (1e4 * max(float(np.ptp(bias)), 1.0))
     found[without] = unit_rows(found[without])
     return found
