@@ -29,8 +29,8 @@ POOL = 768
 # From so many on, scores of all keys under all white queries cost more than what they decide.
 LARGE = 4096
 
-# Of the budget of a key: for the search in white coordinates and the careful one. (Where both run out, norms over 8 decades
-# with a bias, the careful one took 130 ms per key in vain and the linear program then 75 ms.)
+# Of the budget of a key: for the search in white coordinates and the careful one. (Where both run out, norms over 8
+# decades with a bias, the careful one took 130 ms per key in vain and the linear program then 75 ms.)
 _FAST_SHARE, _CAREFUL_SHARE = 0.4, 0.2
 
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
@@ -209,8 +209,8 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
 def _count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
     """Queries that give the bias a positive weight, as a query that is added to biased scores must.
 
-    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap for it: the
-    solvers stay further from tau than that.
+    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap
+    for it: the solvers stay further from tau than that.
     """
     without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
     found = queries.copy()
