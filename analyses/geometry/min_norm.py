@@ -40,7 +40,7 @@ _STEPS_PER_DIMENSION = 60
 _IDLE = 3
 # Where asking all keys costs more than _MANY multiply-adds, the _FEW that scored lowest are asked alone until what is
 # left of the violation that all of them showed is down to a share of _WORN. 512 keys of 64 dimensions: a verdict takes
-# 0.6 of the time, margins of 4096 × 128 0.3. (At 512 × 32 it changes nothing, below that finding the lowest costs more.)
+# 0.6 of the time, margins of 4096 × 128 0.3. (At 512 × 32 nothing changes, below that finding the lowest costs more.)
 _MANY, _FEW, _WORN = 30_000, 32, 0.15
 # How often a verdict is sought carefully: as asked, then from the closest key, without and with differences scaled. Of
 # 3600 keys in clusters 1e7 apart with a bias 3 end without one the first time and with one the second.
@@ -441,8 +441,8 @@ def nearest_points(
 
     Args:
         careful: polish runs that end without an answer.
-        scaled: seek verdicts among differences of length one; by default where it is allowed, that is without `gap`
-            and `careful`, which ask for distances.
+        scaled: seek among differences of length one; by default where verdicts are asked for and not distances, that is
+            without `gap`.
         budget: multiply-adds per target after which it ends EXHAUSTED with what was found so far.
 
     Returns:
@@ -455,7 +455,7 @@ def nearest_points(
     if not budget > 0.0:
         raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
     if scaled is None:
-        scaled = gap < 0.0 and not careful
+        scaled = gap < 0.0
     return _nearest_points(
         rows, columns, targets, counts, starts, ray, stretch, slope, tau, gap, careful, scaled, float(budget)
     )
