@@ -29,9 +29,12 @@ POOL = 768
 # From so many on, scores of all keys under all white queries cost more than what they decide.
 LARGE = 4096
 
-# Of the budget of a key: for the search in white coordinates and the careful one. (Where both run out, norms over 8
-# decades with a bias, the careful one took 130 ms per key in vain and the linear program then 75 ms.)
-_FAST_SHARE, _CAREFUL_SHARE = 0.4, 0.2
+# Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
+# because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
+_STEPS = 6
+# Share of a key's budget for the careful search. (Where it runs out, norms over 8 decades with a bias, it took 130 ms
+# per key in vain and the linear program then 75 ms.)
+_CAREFUL_SHARE = 0.2
 
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
@@ -175,6 +178,8 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
             try_queries(left(), sets.query(sets.white))
         if only is None and len(leaders) > POOL and len(left()):
             try_pool()
+        size, dim = sets.white.shape
+        quick = float(_STEPS * dim * dim * (size + 6 * dim))
         for careful in (False, True):
             todo = left()
             if len(todo) == 0:
@@ -184,7 +189,7 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
             _, _, _, queries, sizes, weights, indices = nearest_points(
                 rows_of, np.ascontiguousarray(rows_of.T), todo, np.full(len(todo), len(leaders)),
                 starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful, None,
-                (_CAREFUL_SHARE if careful else _FAST_SHARE) * BUDGET,
+                _CAREFUL_SHARE * BUDGET if careful else min(_CAREFUL_SHARE * BUDGET, quick),
             )  # fmt: skip
             try_weights(todo, sizes, weights, indices)
             try_queries(todo, to_query(queries))
