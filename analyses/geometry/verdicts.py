@@ -32,10 +32,6 @@ LARGE = 4096
 # Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
 # because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
 _STEPS = 6
-# Share of a key's budget for the careful search. (Where it runs out, norms over 8 decades with a bias, it took 130 ms
-# per key in vain and the linear program then 75 ms.)
-_CAREFUL_SHARE = 0.2
-
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 
@@ -189,7 +185,7 @@ def decide(sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = No
             _, _, _, queries, sizes, weights, indices = nearest_points(
                 rows_of, np.ascontiguousarray(rows_of.T), todo, np.full(len(todo), len(leaders)),
                 starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful, None,
-                _CAREFUL_SHARE * BUDGET if careful else min(_CAREFUL_SHARE * BUDGET, quick),
+                BUDGET if careful else min(BUDGET, quick),
             )  # fmt: skip
             try_weights(todo, sizes, weights, indices)
             try_queries(todo, to_query(queries))
