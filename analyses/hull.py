@@ -39,6 +39,7 @@ from ln_probe.analyses.geometry.judged import Judged, judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, first_within
 from ln_probe.analyses.geometry.key_sets import Array, key_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
+from ln_probe.analyses.geometry.min_norm import BUDGET as PER_SECOND
 from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.geometry.proofs import (
     Margins,
@@ -52,9 +53,9 @@ from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
 from ln_probe.analyses.geometry.strict import decide_strictly
 from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED, decide
 
-# Seconds that a key may take before it is given up, and what a second is: so many multiplications and additions. Counted
-# in these, not by a clock, so that no result depends on how busy the machine is.
-BUDGET, PER_SECOND = 1.0, 1e9
+# Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
+# counted in these and not by a clock, so that no result depends on how busy the machine is.
+SECONDS = 1.0
 # What exact arithmetic may take for one key, by the clock: it can't be counted in float64 operations, and where hundreds of
 # keys of 64 dimensions lie within an ulp of a common plane it needs half a minute.
 STRICT_SECONDS = 120.0
@@ -266,7 +267,7 @@ def key_geometry(
     margins: bool | Literal["exact"] = True,
     *,
     strict: bool = False,
-    budget: float = BUDGET,
+    budget: float = SECONDS,
     threads: int | None = None,
 ) -> KeyGeometry:
     """Decide for every key whether some query can select it, by how much, and how much attention it can get.
@@ -353,7 +354,7 @@ def set_geometry(
     causal: bool = False,
     gap: float | None = RELATIVE_GAP,
     threads: int | None = 1,
-    budget: float = BUDGET * PER_SECOND,
+    budget: float = SECONDS * PER_SECOND,
     strict: bool = False,
 ) -> SetGeometry:
     """The geometry of one set of valid float64 keys; `gap` None leaves margins out.
@@ -363,7 +364,7 @@ def set_geometry(
     where = judged(keys, bias, queries)
     sets = coordinates(where.rows, where.lift)
     checker = Checker(keys, bias, queries, TAU)
-    proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget))
+    proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget), budget=budget)
     if strict:
         proved = decide_strictly(keys, bias, queries, sets, proved, STRICT_SECONDS)
     through = queries is not None
@@ -371,7 +372,7 @@ def set_geometry(
     reach = None
     if through:  # the query of the best margin is a good one to start from
         starts = None if bracket is None else bracket.point
-        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP))
+        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, budget=budget))
     first, open_positions = None, 0
     if causal:
         first, open_positions = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))

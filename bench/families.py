@@ -45,12 +45,45 @@ def pairs(rng: Rng, n: int, d: int, apart: float) -> Keys:
     return np.concatenate([keys, keys + apart * rms / np.sqrt(d) * rng.standard_normal((n, d))])
 
 
+def eight_decades(rng: Rng, n: int, d: int) -> Keys:
+    """Directions at random, norms log-uniform between 1e-4 and 1e4."""
+    return rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-4.0, 4.0, (n, 1))
+
+
+def very_heavy_norms(rng: Rng, n: int, d: int) -> Keys:
+    return rng.standard_normal((n, d)) * rng.lognormal(0, 4, (n, 1))
+
+
+def attention_like(rng: Rng, n: int, d: int) -> Keys:
+    """32 clusters with heavy tails and a falling spectrum, and a first key (a sink) 300 times as long as the rest."""
+    centres = 2.0 * rng.standard_normal((32, d))
+    keys = centres[rng.integers(0, 32, n)] + rng.standard_normal((n, d)) * rng.lognormal(0, 0.5, (n, 1))
+    keys = keys * np.exp(-4.0 * np.arange(d) / d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
+    keys[0] *= 300.0 * np.sqrt((keys**2).sum(1).mean()) / np.linalg.norm(keys[0])
+    return keys
+
+
+def far_clusters(rng: Rng, n: int, d: int, apart: float = 1e7) -> Keys:
+    """Two clusters, so far apart along one axis that the extent of each is a few tau."""
+    keys = rng.standard_normal((n, d))
+    keys[n // 2 :, 0] += apart
+    return keys
+
+
 RANDOM: dict[str, Callable[[Rng, int, int], Keys]] = {
     "normal": normal,
     "LayerNorm'd normal": layernormed,
     "norms × lognormal(1)": lognormal_norms,
     "half planted interior": planted,
     "low-rank heavy-tailed": low_rank,
+}
+
+# Families that took 10 to 150 ms per key, or were left undecided, before lengths were taken out of the hull test.
+HARD: dict[str, Callable[[Rng, int, int], Keys]] = {
+    "norms over 8 decades": eight_decades,
+    "norms × lognormal(4)": very_heavy_norms,
+    "attention-like": attention_like,
+    "clusters 1e7 apart": far_clusters,
 }
 
 

@@ -1,8 +1,9 @@
 """How fast and how right the geometry of keys is. Prints tables; `python bench/geometry.py [section …]`.
 
 Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds
-of thousands of keys against construction, certificates and linear programs), heads (the shape of GPT-2
-small), pool (10⁴ to 10⁵ keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
+of thousands of keys against construction, certificates and linear programs), hard (families that are slow to
+decide, one thread), worst (the slowest single key of every family), heads (the shape of GPT-2 small), pool (10⁴ to 10⁵
+keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
 are set to 1 and the script starts itself again.
 """
 
@@ -20,6 +21,9 @@ import families
 import numpy as np
 
 import ln_probe
+from ln_probe.analyses.geometry.key_coordinates import coordinates
+from ln_probe.analyses.geometry.margins import RELATIVE_GAP, margins
+from ln_probe.analyses.geometry.verdicts import UNDECIDED, decide
 
 REPEATS = 5
 SAMPLE = 12  # keys of a set that the slow competitors are timed on, per repeat
@@ -33,6 +37,14 @@ SPEED = [  # family, keys, dimensions, heads, target ratio against (a)
     ("normal", 128, 2, 12, 200),
     ("normal", 128, 4, 12, 200),
 ]
+HARD = [  # family, keys, dimensions, with margins over a radius, target in ms per key
+    ("norms over 8 decades", 512, 128, False, 5.0),
+    ("norms × lognormal(4)", 512, 64, False, 2.0),
+    ("attention-like", 4096, 128, True, 1.0),
+    ("clusters 1e7 apart", 400, 6, False, 0.1),
+]
+WORST = [(128, 2), (400, 6), (512, 64), (512, 128)]  # keys, dimensions
+WORST_SAMPLE = 40  # keys per set, of those that are left when white queries have been tried
 MGM_LAYER = 4
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -128,6 +140,63 @@ def verdicts(wanted: int = 200_000, by_program: int = 3000) -> None:
     print(f"HiGHS feasibility: {differ} of {asked} differ, {close} within its tolerance, {gave_up} given up")
 
 
+def processor_seconds(work: Callable[..., object], *arguments: object, **named: object) -> float:
+    """Of this process: other work on the machine does not count."""
+    start = time.process_time()
+    work(*arguments, **named)
+    return time.process_time() - start
+
+
+def hard(repeats: int = REPEATS) -> None:
+    """Verdicts, and margins where they are asked for, of families whose norms or places range over many decades."""
+    print(f"\nhard: one thread, medians of {repeats} repeats, processor time in ms per key")
+    row("keys", "n", "d", "bias", "hidden", "undecided", "verdict", "+ margin", "goal")
+    row(*["---"] * 9)
+    for name, n, d, measured, goal in HARD:
+        for biased in (False, True):
+            rng = np.random.default_rng(0)
+            keys = families.HARD[name](rng, n, d)
+            bias = rng.standard_normal(n) if biased else None
+            geometry = ln_probe.key_geometry(keys, bias=bias, margins=False, threads=1)  # compiles on the first call
+            verdict, margin = (
+                1e3 / n * np.median([processor_seconds(_decide, keys, bias, with_margins) for _ in range(repeats)])
+                for with_margins in (False, True)
+            )
+            hidden, open_ = (geometry.verdict == "unselectable").mean(), int((geometry.verdict == "undecided").sum())
+            limit = "" if biased else f"{goal:g} {'with margins' if measured else 'verdict'}"
+            row(name, n, d, "yes" if biased else "no", f"{hidden:.2f}", open_, f"{verdict:.3f}", f"{margin:.3f}", limit)
+
+
+def _decide(keys: np.ndarray, bias: np.ndarray | None, with_margins: bool) -> None:
+    ln_probe.key_geometry(keys, bias=bias, margins=with_margins, threads=1)
+
+
+def worst() -> None:
+    """The slowest key of every family: alone, what white queries leave of a set is decided and its margin bracketed."""
+    print(f"\nworst: one thread, processor time in ms of the slowest of {WORST_SAMPLE} keys that white queries leave")
+    row("keys", "n", "d", "bias", "verdict", "margin")
+    row(*["---"] * 6)
+    every = {**families.RANDOM, **families.HARD}
+    slowest = 0.0
+    for name, family in every.items():
+        for n, d in WORST:
+            for biased in (False, True):
+                rng = np.random.default_rng(0)
+                keys = family(rng, n, d)
+                sets = coordinates(keys, rng.standard_normal(n) if biased else None)
+                everything = decide(sets, 1)
+                none = processor_seconds(decide, sets, 1, np.empty(0, np.int64))  # white queries alone
+                left = np.flatnonzero(decide(sets, 1, np.empty(0, np.int64)).code == UNDECIDED)
+                some = rng.permutation(left if len(left) else np.arange(n))[:WORST_SAMPLE]
+                verdict = max(processor_seconds(decide, sets, 1, np.array([i])) for i in some) - none
+                margin = max(
+                    processor_seconds(margins, sets, everything, None, RELATIVE_GAP, np.array([i])) for i in some
+                )
+                slowest = max(slowest, verdict, margin)
+                row(name, n, d, "yes" if biased else "no", f"{1e3 * verdict:.1f}", f"{1e3 * margin:.1f}")
+    print(f"slowest: {1e3 * slowest:.0f} ms")
+
+
 def heads(layers: int = 12) -> None:
     """12 heads per layer of d_head 64, 512 keys each, in two threads."""
     print("\nheads: 12 × 12 heads of d_head 64, 512 keys, 2 threads; seconds, from one layer of them")
@@ -199,7 +268,7 @@ def mgm_keys(number: int) -> np.ndarray:
     return np.concatenate(found)[:number]
 
 
-SECTIONS = {"speed": speed, "verdicts": verdicts, "heads": heads, "pool": pool}
+SECTIONS = {"speed": speed, "verdicts": verdicts, "hard": hard, "worst": worst, "heads": heads, "pool": pool}
 
 
 def main() -> None:

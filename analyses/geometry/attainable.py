@@ -14,6 +14,7 @@ from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.geometry.ball_newton import largest_weights
 from ln_probe.analyses.geometry.judged import Judged
+from ln_probe.analyses.geometry.min_norm import BUDGET
 
 # The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
@@ -41,6 +42,7 @@ def attainable(
     starts: Float64[np.ndarray, "key r"] | None = None,
     gap: float = WEIGHT_GAP,
     only: Int64[np.ndarray, " some"] | None = None,
+    budget: float = BUDGET,
 ) -> Attainable:
     """The largest softmax weight of every key over a set of queries, as the solver finds it: `proofs` checks it.
 
@@ -50,6 +52,7 @@ def attainable(
             none.
         gap: how far apart weight and upper bound may be.
         only: of these keys (among all of them): the result and `starts` have a row for each.
+        budget: multiply-adds per key, after which its bracket stays as wide as it is.
     """
     rows, gap = where.rows, gap * _PROOF
     offset = np.zeros(len(rows)) if where.offset is None else where.offset
@@ -57,11 +60,11 @@ def attainable(
     first = into_ball(rows[targets])
     both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
     columns = np.ascontiguousarray(rows.T)
-    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, _STEPS)
+    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, _STEPS, budget)
     left = np.flatnonzero(upper - weight > gap)
     if len(left):  # once more, from the middle
         middle = np.zeros((1, len(left), rows.shape[1]))
-        again = largest_weights(rows, columns, offset, targets[left], middle, gap, _STEPS)
+        again = largest_weights(rows, columns, offset, targets[left], middle, gap, _STEPS, budget)
         better, tighter = again[0] > weight[left], again[1] < upper[left]
         weight[left[better]], point[left[better]] = again[0][better], again[2][better]
         upper[left[tighter]], proof[left[tighter]] = again[1][tighter], again[3][tighter]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.min_norm import BUDGET
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
@@ -31,6 +32,8 @@ _SECULAR = 1e-2
 _SECULAR_STEPS = 30
 # A line search ends where the slope is down to this share of what it was.
 _FLAT, _SEARCH_STEPS = 0.3, 40
+# An exponential takes as long as so many multiply-adds of a product of keys.
+_EXP = 16
 # A model step that gains less than this share of what the linear model promises has met rounding.
 _TRUST = 0.01
 
@@ -128,8 +131,8 @@ def _gram(spread: Floats, many: int, small: bool, gram: Floats) -> None:
 def _model_minimum(
     spread: Floats, many: int, gram: Floats, factor: Floats, short: Floats, u: Floats, gradient: Floats,
     v: Floats, work: Floats,
-) -> None:  # fmt: skip
-    """Minimize `g·(v-u) + |spread (v-u)|²/2` over the unit ball."""
+) -> int:  # fmt: skip
+    """Minimize `g·(v-u) + |spread (v-u)|²/2` over the unit ball; returns multiply-adds, but for those of the Gram."""
     dim = u.shape[0]
     small = many < dim
     size = many if small else dim
@@ -151,8 +154,9 @@ def _model_minimum(
         length += right[t] * right[t]
     length = np.sqrt(length)
     least = 1e-10 * (trace + length) + 1e-300
-    shift = max(length - trace, least)
+    shift, spent = max(length - trace, least), 0
     for _ in range(_SECULAR_STEPS):
+        spent += size * size * size // 6 + 4 * many * dim
         square, slope = 0.0, 0.0
         for t in range(dim):
             v[t] = right[t]
@@ -174,6 +178,7 @@ def _model_minimum(
     if square > 1.0 or square > (1.0 - 2.0 * _SECULAR):
         for t in range(dim):
             v[t] /= np.sqrt(square)
+    return spent
 
 
 @compiled
@@ -236,11 +241,13 @@ def _spread(rows: Floats, i: int, weight: Floats, mean: Floats, model: float, sp
 @compiled
 def _line_search(
     scores: Floats, change: Floats, i: int, value: float, slope: float, trial: Floats
-) -> tuple[float, float]:
-    """Share of a step (at most 1) at which f has nearly stopped falling, and f and the weights there."""
+) -> tuple[float, float, int]:
+    """Share of a step (at most 1) at which f has nearly stopped falling, f there (weights in `trial`), trials made."""
     count = scores.shape[0]
     low, high, share, lower = 0.0, 1.0, 1.0, value
+    searched = 0
     for _ in range(_SEARCH_STEPS):
+        searched += 1
         lower = _log_sum(scores, change, share, trial) - scores[i] - share * change[i]
         first, second = 0.0, 0.0
         for j in range(count):
@@ -257,13 +264,12 @@ def _line_search(
         share = share - first / second if second > 0.0 else 0.5 * (low + high)
         if not low < share < high:
             share = 0.5 * (low + high)
-    return share, lower
+    return share, lower, searched
 
 
-@compiled
 def largest_weights(
     rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float,
-    most: int,
+    most: int, budget: float = BUDGET,
 ) -> tuple[Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
     """Largest softmax weight of each target over the unit ball of `u`, for scores `offset + rows @ u`.
 
@@ -271,10 +277,25 @@ def largest_weights(
         rows, columns: "key dim" and "dim key", in nats.
         starts: points of the ball, "start target dim"; each target goes on from the best of its own.
         tolerance: stop when the weight is known to this, or after `most` steps.
+        budget: multiply-adds per target after which it stops with the bounds found so far.
 
     Returns:
-        weights found, upper bounds, the points "target dim" that prove the one and the other, steps taken.
+        weights found, upper bounds, the points "target dim" that prove the one and the other, steps taken. Bounds
+        further apart than the tolerance say that steps or budget ran out.
+
+    Raises:
+        ValueError: a budget that is not positive.
     """
+    if not budget > 0.0:
+        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
+    return _largest_weights(rows, columns, offset, targets, starts, tolerance, most, float(budget))
+
+
+@compiled
+def _largest_weights(
+    rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float,
+    most: int, budget: float,
+) -> tuple[Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
     count, dim = rows.shape
     number = targets.shape[0]
     found, bound = room(number), room(number)
@@ -302,6 +323,7 @@ def largest_weights(
                 for j in range(count):
                     scores[j], weight[j] = change[j], trial[j]
         found[k], bound[k], model = 0.0, 1.0, _MODEL_SHARE
+        spent = float(starts.shape[0] * count * (dim + _EXP))
         for step in range(most):
             steps[k] = step
             gap, length = _gradient(rows, i, weight, u, gradient, mean)
@@ -311,10 +333,12 @@ def largest_weights(
                 bound[k] = reach
                 for t in range(dim):
                     proofs[k, t] = u[t]
-            if bound[k] - found[k] <= tolerance or dim == 0:
+            spent += count * dim
+            if bound[k] - found[k] <= tolerance or dim == 0 or spent > budget:
                 break
             many = _spread(rows, i, weight, mean, model, spread)
-            _model_minimum(spread, many, gram, factor, short, u, gradient, v, work)
+            spent += many * dim * min(many, dim) // 2
+            spent += _model_minimum(spread, many, gram, factor, short, u, gradient, v, work)
             slope = 0.0
             for t in range(dim):
                 work[t] = v[t] - u[t]
@@ -324,7 +348,8 @@ def largest_weights(
                 for t in range(dim):
                     work[t] = -gradient[t] / length - u[t]
             scores_of(columns, work, count, change)
-            share, lower = _line_search(scores, change, i, value, slope, trial)
+            share, lower, searched = _line_search(scores, change, i, value, slope, trial)
+            spent += count * (dim + searched * _EXP)
             if not lower < value:
                 if model < _FINEST:
                     break

@@ -6,12 +6,18 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
-# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms.
+from ln_probe.analyses.geometry.min_norm import BUDGET
+
+# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
+# first on any machine that is not stuck, so that what is decided does not depend on how busy it is.
 TIME_LIMIT = 20.0
+# What one iteration costs, in passes over all numbers of the program: pricing, two triangular solves, and a share of a
+# factorization.
+_PASSES = 4
 
 
 def separate(
-    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool
+    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float = BUDGET
 ) -> tuple[Float64[np.ndarray, " dim"], Float64[np.ndarray, " other"]]:
     """The query in the unit box with the largest score gap, and convex weights from its dual.
 
@@ -20,7 +26,13 @@ def separate(
     Args:
         others, key: in well-scaled coordinates.
         ray: whether the query's last coordinate must not be negative (keys with a bias).
+        budget: multiply-adds, which limit the iterations.
+
+    Raises:
+        ValueError: a budget that is not positive.
     """
+    if not budget > 0.0:
+        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
     number, dim = others.shape
     difference = others - key
     size = max(float(np.abs(difference).max()), 1e-300)
@@ -37,6 +49,7 @@ def separate(
             "primal_feasibility_tolerance": 1e-10,
             "dual_feasibility_tolerance": 1e-10,
             "time_limit": TIME_LIMIT,
+            "maxiter": int(min(max(budget / (_PASSES * number * dim), 1.0), 1e9)),
         },
     )
     if solved.x is None:

@@ -149,7 +149,7 @@ def _distances(
     if len(todo) and len(here) > 1:
         _, _, _, queries, sizes, values, indices = nearest_points(
             here, np.ascontiguousarray(here.T), todo, np.full(len(todo), len(here)), np.full(len(todo), -1),
-            space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True,
+            space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True, None, budget,
         )  # fmt: skip
         point[left] = queries / np.maximum(np.linalg.norm(queries, axis=1), 1e-300)[:, None]
         first = np.concatenate([[0], np.cumsum(sizes)])
@@ -190,7 +190,7 @@ def again(
         own[-1] = -lower
         scaled = steps / heat
         weight, _, found, _, taken = largest_weights(
-            scaled, np.ascontiguousarray(scaled.T), own / heat, target, best[0][None, None], 1e-3, _STEPS
+            scaled, np.ascontiguousarray(scaled.T), own / heat, target, best[0][None, None], 1e-3, _STEPS, _SHARE * budget
         )
         spent += float(taken.sum() + 1) * (4.0 + rows.shape[1]) * steps.size  # a step forms and solves a d × d system
         u = found[0]

@@ -18,6 +18,7 @@ INSIDE = 2  # the weights reproduce the key within tau
 BRACKETED = 3  # lower and upper bound of the distance agree within the asked gap
 CONVERGED = 4  # nearest point found to rounding, and neither of the above
 STALLED = 5  # rounding or the step limit stopped it: no verdict
+EXHAUSTED = 6  # the budget ran out: bounds, query and weights hold as far as they go
 
 # A column whose part orthogonal to the others is below this share of its length depends on them.
 _DEPENDENT = 1e-14
@@ -104,8 +105,8 @@ def _affine_step(points: Floats, weight: Floats, e: Floats, m: int, step: Floats
 def polish(
     rows: Floats, columns: Floats, target: int, count: int, ray: bool, stretch: Floats, slope: Floats,
     tau: float, gap: float, points: Floats, weight: Floats, e: Floats, index: Ints, m: int, x: Floats,
-    best: Floats, scores: Floats,
-) -> tuple[int, int, float, float]:  # fmt: skip
+    best: Floats, scores: Floats, budget: float,
+) -> tuple[int, int, float, float, float]:  # fmt: skip
     """Go on from the active set of `nearest_point`; arguments and results are the same."""
     dim = rows.shape[1]
     capacity = index.shape[0]
@@ -120,15 +121,19 @@ def polish(
             square += (rows[j, t] - rows[target, t]) ** 2
         largest = max(largest, np.sqrt(square))
     moved = True
+    spent = float(count * dim)
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         while True:
             exact, used = _affine_step(points, weight, e, m, step, basis)
+            spent += 2 * m * m * dim
             length, blocking = 1.0 if exact else np.inf, -1
             for a in range(m):
                 if step[a] < 0.0 and weight[a] + length * step[a] <= 0.0:
                     length, blocking = -weight[a] / step[a], a
             if length == np.inf:
-                return STALLED, m, lower, upper
+                return STALLED, m, lower, upper, spent
+            if spent > budget:
+                return EXHAUSTED, m, lower, upper, spent
             for a in range(m):
                 weight[a] = max(weight[a] + length * step[a], 0.0)
             if blocking < 0:
@@ -160,14 +165,14 @@ def polish(
             own += x[t] * rows[target, t]
         shorter = np.sqrt(square)
         if not shorter < upper and not moved:
-            return STALLED, m, lower, shorter
+            return STALLED, m, lower, shorter, spent
         moved = shorter < upper * (1.0 - 1e-9)
         upper = shorter
         if gap < 0.0:
             if residual_norm(x, stretch, slope) <= tau * (1.0 - CLEAR):
-                return INSIDE, m, lower, upper
+                return INSIDE, m, lower, upper, spent
         elif upper <= tau:
-            return BRACKETED, m, lower, upper
+            return BRACKETED, m, lower, upper, spent
         new = -1
         if not lift:
             # The exact x is orthogonal to the differences of the active points; what rounding left along them
@@ -178,13 +183,14 @@ def polish(
                     share += basis[b, t] * x[t]
                 for t in range(dim):
                     x[t] -= share * basis[b, t]
+            if ray and x[dim - 1] > 0.0:  # before the key's own score is summed: a bias can be 1e8 times the rest
+                x[dim - 1] = 0.0
             square, own = 0.0, 0.0
             for t in range(dim):
                 square += x[t] * x[t]
                 own += x[t] * rows[target, t]
-            if ray and x[dim - 1] > 0.0:
-                x[dim - 1] = 0.0
             scores_of(columns, x, count, scores)
+            spent += count * dim
             if target < count:
                 scores[target] = np.inf
             value = np.inf
@@ -201,16 +207,16 @@ def polish(
                 if value > tau * (1.0 + CLEAR) * query_norm(x, stretch, slope):
                     for t in range(dim):
                         best[t] = x[t]
-                    return SEPARATED, m, lower, upper
+                    return SEPARATED, m, lower, upper, spent
             elif upper - lower <= gap * lower:
-                return BRACKETED, m, lower, upper
+                return BRACKETED, m, lower, upper, spent
             if value >= square * (1.0 - 1e-6):
-                return CONVERGED, m, lower, upper
+                return CONVERGED, m, lower, upper, spent
         if m == capacity:
-            return STALLED, m, lower, upper
+            return STALLED, m, lower, upper, spent
         for a in range(m):
             if index[a] == new:
-                return STALLED, m, lower, upper
+                return STALLED, m, lower, upper, spent
         for t in range(dim):
             points[m, t] = rows[new, t] - rows[target, t] if new >= 0 else 0.0
         if new < 0:
@@ -218,4 +224,4 @@ def polish(
         e[m] = 1.0 if new >= 0 else 0.0
         weight[m], index[m] = 0.0, new
         m += 1
-    return STALLED, m, lower, upper
+    return STALLED, m, lower, upper, spent

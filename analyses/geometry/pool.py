@@ -18,7 +18,7 @@ import numpy as np
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
-from ln_probe.analyses.geometry.min_norm import nearest_point, nearest_points
+from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_point, nearest_points, scale_of, unscale
 from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 
@@ -54,7 +54,7 @@ def _lowest(scores: Floats, number: int) -> Ints:
 @compiled
 def _by_columns(
     rows: Floats, columns: Floats, keys: Floats, own: Ints, ray: bool, stretch: Floats, slope: Floats,
-    near: float, tau: float, most: int,
+    near: float, tau: float, most: int, budget: float,
 ) -> tuple[Ints, Floats, Ints, Floats, Ints]:  # fmt: skip
     """`nearest_point` of each key among many generators, by fetching columns as they are needed.
 
@@ -63,6 +63,7 @@ def _by_columns(
         keys: the targets, "key dim"; `own` is the place of each among the generators, or -1.
         near: distance at which a key counts as inside; `tau`: relative score gap at which it is separated.
         most: columns to fetch, beyond what an active set can hold.
+        budget: multiply-adds per key.
 
     Returns:
         1 if inside (weights given) or 0 if separated from all generators (query given) or -1 if neither,
@@ -82,14 +83,23 @@ def _by_columns(
     scores, few, work = room(generators), room(places + 1), room(3 * capacity)
     chosen = np.empty(places + 1, np.int64)
     here, there = table(places + 1, dim), table(dim, places + 1)
+    squares, scale, chosen_scale = room(generators), room(generators), room(places + 1)
+    for j in range(generators):
+        squares[j] = np.sum(rows[j] * rows[j])
     used = 0
     for k in range(number):
         many = 0
+        square = 0.0
         for t in range(dim):
             x[t] = -keys[k, t]
-        m = 0
+            square += x[t] * x[t]
+        m, spent = 0, 0.0
         for _ in range(_ROUNDS):
             scores_of(columns, x, generators, scores)
+            spent += generators * dim
+            if m == 0:
+                for j in range(generators):
+                    scale[j] = scale_of(squares[j] + 2.0 * scores[j] + square, squares[j] + square)
             if own[k] >= 0:
                 scores[own[k]] = np.inf
             level = 0.0
@@ -101,13 +111,17 @@ def _by_columns(
                 for t in range(dim):
                     queries[k, t] = -x[t]
                 break
+            if spent > budget:
+                break
             fresh = 0
+            for j in range(generators):
+                scores[j] = (scores[j] - level) * scale[j]
             for a in range(many):
                 scores[chosen[a]] = np.inf
             for new in _lowest(scores, _COLUMNS):
                 if many >= places or scores[new] == np.inf:
                     break
-                chosen[many] = new
+                chosen[many], chosen_scale[many] = new, scale[new]
                 for t in range(dim):
                     here[many, t] = rows[new, t]
                     there[t, many] = rows[new, t]
@@ -119,19 +133,18 @@ def _by_columns(
                 here[many, t] = keys[k, t]
             start, closest = 0, np.inf
             for a in range(many):
-                square = 0.0
-                for t in range(dim):
-                    square += (here[a, t] - keys[k, t]) ** 2
-                if square < closest:
-                    closest, start = square, a
+                if 1.0 / chosen_scale[a] < closest:
+                    closest, start = 1.0 / chosen_scale[a], a
             best[:] = 0.0
-            _, m, lower, upper = nearest_point(
+            _, m, lower, upper, used_up = nearest_point(
                 here, there, many, many, start, ray, stretch, slope, near, _COLUMN_GAP,
-                -1, points, inverse, weight, e, index, x, best, few, work,
+                -1, points, inverse, weight, e, index, x, best, few, work, chosen_scale, budget - spent,
             )  # fmt: skip
+            spent += used_up
             if upper <= near:
                 state[k] = 1
                 sizes[k] = m
+                unscale(points, weight, index, chosen_scale, m)
                 for a in range(m):
                     weights[used + a] = weight[a]
                     indices[used + a] = chosen[index[a]] if index[a] >= 0 else -1
@@ -158,8 +171,8 @@ def _length(x: Floats, stretch: Floats, slope: Floats) -> float:
 class Pool:
     """Candidates for verdicts on a large set; `decide` in verdicts.py checks them."""
 
-    def __init__(self, sets: KeyCoordinates, threads: int | None = None) -> None:
-        self.sets = sets
+    def __init__(self, sets: KeyCoordinates, threads: int | None = None, budget: float = BUDGET) -> None:
+        self.sets, self.budget = sets, budget
         self.threads = threads
         self.white = sets.white
         number = len(self.white)
@@ -248,7 +261,7 @@ class Pool:
             targets = len(points) + np.arange(len(some))
             _, _, upper, _, sizes, weights, indices = nearest_points(
                 rows, columns, targets, np.full(len(some), len(points)), np.full(len(some), -1),
-                self.sets.lifted, self.sets.stretch, self.sets.slope, self.near, 1.0, False,
+                self.sets.lifted, self.sets.stretch, self.sets.slope, self.near, 1.0, False, True,
             )  # fmt: skip
             hit = upper <= self.near
             entries = np.repeat(hit, sizes)
@@ -271,7 +284,7 @@ class Pool:
         def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints, Floats, Ints]:
             state, queries, sizes, weights, indices = _by_columns(
                 points, columns, self.white[some], place[some], self.sets.lifted, self.sets.stretch,
-                self.sets.slope, self.near, TAU, 1024,
+                self.sets.slope, self.near, TAU, 1024, self.budget,
             )  # fmt: skip
             return some, state, queries, sizes, weights, indices
 

@@ -23,7 +23,7 @@ from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
 from ln_probe.analyses.geometry.judged import Judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
-from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_points
 from ln_probe.analyses.geometry.scores import Floats, Ints
 from ln_probe.analyses.geometry.verdicts import (
     DUPLICATE,
@@ -81,7 +81,7 @@ def rows_of(weights: SparseWeights, keys: Ints) -> Rows:
     return Rows(start, weights.index[entry], weights.value[entry])
 
 
-def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True) -> Proved:
+def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True, budget: float = BUDGET) -> Proved:
     """Check the verdict of every key; repair or drop what fails. With `seek`, the undecided are solved for as well."""
     number = len(verdicts.code)
     code, clear = verdicts.code.copy(), np.full(number, np.nan)
@@ -100,10 +100,10 @@ def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, s
     todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
     if len(todo) == 0:
         return Proved(replace(verdicts, code=code), clear, failed)
-    return _repair(checker, sets, replace(verdicts, code=code), clear, todo)
+    return _repair(checker, sets, replace(verdicts, code=code), clear, todo, budget)
 
 
-def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints) -> Proved:
+def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints, budget: float) -> Proved:
     number = len(verdicts.code)
     code, query, source = verdicts.code.copy(), verdicts.query.copy(), verdicts.source.copy()
     kept = np.setdiff1d(np.unique(source[verdicts.code == UNSELECTABLE]), todo)
@@ -119,7 +119,7 @@ def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: F
             rows.setdefault(int(source[i]), verdicts.weights.row(int(source[i])))
         code[i], clear[i], source[i] = UNDECIDED, np.nan, i
         rows.pop(i, None)
-        for found, index, value in _proposals(sets, i):
+        for found, index, value in _proposals(sets, i, budget):
             one = np.array([i])
             gap, near = checker.selects(one, found[None])
             if gap.lower[0] > TAU * (1 - SLACK):
@@ -138,7 +138,7 @@ def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: F
     return Proved(Verdicts(code, query, weights, source), clear, repaired)
 
 
-def _proposals(sets: KeyCoordinates, i: int) -> Iterator[tuple[Floats, Ints, Floats]]:
+def _proposals(sets: KeyCoordinates, i: int, budget: float) -> Iterator[tuple[Floats, Ints, Floats]]:
     """A query and weights for key i against every key that differs from it, from two solvers."""
     apart = np.linalg.norm(sets.normalized - sets.normalized[i], axis=1)
     others = np.flatnonzero(apart > TAU * (1 + SLACK))
@@ -152,12 +152,12 @@ def _proposals(sets: KeyCoordinates, i: int) -> Iterator[tuple[Floats, Ints, Flo
     slope[-1] = 1.0
     _, _, _, queries, _, weights, indices = nearest_points(
         points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]), np.array([-1]),
-        sets.biased, np.ones(dim - sets.biased), slope, TAU, -1.0, True,
+        sets.biased, np.ones(dim - sets.biased), slope, TAU, -1.0, True, None, budget,
     )  # fmt: skip
     keep = indices >= 0
     yield _counting(sets, i, others, unit_rows(queries)), others[indices[keep]], weights[keep]
     if len(others) <= LARGE:
-        query, dual = linear_program.separate(points[:-1], points[-1], sets.biased)
+        query, dual = linear_program.separate(points[:-1], points[-1], sets.biased, budget)
         used = np.flatnonzero(dual)
         yield _counting(sets, i, others, unit_rows(query[None])), others[used], dual[used]
 
@@ -172,7 +172,7 @@ def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Fl
 
 def prove_margins(
     checker: Checker, sets: KeyCoordinates, where: Judged, verdicts: Verdicts, through_queries: bool, gap: float,
-    only: Ints | None = None, budget: float = np.inf,
+    only: Ints | None = None, budget: float = BUDGET,
 ) -> Margins:  # fmt: skip
     """Bracket the margin of every key (or of these only)."""
     number = len(verdicts.code)

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float64, Int8, Int64
 
 from ln_probe.analyses.geometry import linear_program
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
-from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_points
 from ln_probe.analyses.geometry.pool import Pool, gaps_in_blocks
 from ln_probe.analyses.geometry.scores import Floats, Ints, residuals
 
@@ -29,6 +29,9 @@ POOL = 768
 # From so many on, scores of all keys under all white queries cost more than what they decide.
 LARGE = 4096
 
+# Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
+# because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
+_STEPS = 6
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 
@@ -74,7 +77,7 @@ class Verdicts:
 
 
 def decide(
-    sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None, budget: float = np.inf
+    sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None, budget: float = BUDGET
 ) -> Verdicts:
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
@@ -86,7 +89,7 @@ def decide(
             white queries leave stay undecided.
         budget: multiplications and additions per key, after which it stays undecided.
     """
-    work = _Deciding(sets, threads)
+    work = _Deciding(sets, threads, budget)
     if len(sets.leaders) == 1:  # nothing to compete with
         work.code[:] = SELECTABLE
         work.query[:] = 0.0
@@ -101,7 +104,7 @@ def decide(
         work.allowed = np.isin(sets.leaders, sets.representative[only])
         work.starts[:] = -1
     for careful in (False, True):
-        work.nearest_points(careful, budget)
+        work.nearest_points(careful)
     if len(sets.leaders) <= LARGE:  # a program over a whole pool would take minutes: what is left of one stays undecided
         work.programs()
     return work.verdicts()
@@ -110,8 +113,8 @@ def decide(
 class _Deciding:
     """What is known so far about the representatives of one set; each method is a stage that decides some of them."""
 
-    def __init__(self, sets: KeyCoordinates, threads: int | None) -> None:
-        self.sets, self.threads = sets, threads
+    def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float) -> None:
+        self.sets, self.threads, self.budget = sets, threads, budget
         number, dim = sets.normalized.shape
         self.code = np.zeros(number, np.int8)
         self.query = np.full((number, dim), np.nan)
@@ -140,7 +143,7 @@ class _Deciding:
 
     def pool(self) -> None:
         """Columns that are fetched as they are needed."""
-        pool = Pool(self.sets, self.threads)
+        pool = Pool(self.sets, self.threads, self.budget)
         known = np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE)
         if len(known):
             pool.know(known)
@@ -154,16 +157,18 @@ class _Deciding:
         todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
         self._try_queries(todo, self.sets.query(pool.query[todo]))
 
-    def nearest_points(self, careful: bool, budget: float) -> None:
+    def nearest_points(self, careful: bool) -> None:
         """The active-set method, in white coordinates or carefully in flat ones."""
         sets, todo = self.sets, self.left()
         if len(todo) == 0:
             return
         points, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
         stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
+        size, dim = sets.white.shape
         _, _, _, queries, sizes, weights, indices = nearest_points(
             points, np.ascontiguousarray(points.T), todo, np.full(len(todo), len(sets.leaders)),
-            self.starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful,
+            self.starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful, None,
+            self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim))),
         )  # fmt: skip
         self._try_weights(todo, sizes, weights, indices)
         self._try_queries(todo, to_query(queries))
@@ -173,7 +178,7 @@ class _Deciding:
         sets = self.sets
         for k in self.left():
             others = np.delete(np.arange(len(sets.leaders)), k)
-            found, dual = linear_program.separate(sets.white[others], sets.white[k], sets.lifted)
+            found, dual = linear_program.separate(sets.white[others], sets.white[k], sets.lifted, self.budget)
             used = np.flatnonzero(dual)
             self._try_weights(np.array([k]), np.array([len(used)]), dual[used], others[used])
             self._try_queries(np.array([k]), sets.query(found[None]))
@@ -208,10 +213,11 @@ class _Deciding:
 def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
     """Queries that give the bias a positive weight, as a query that is added to biased scores must.
 
-    A query without one (it wins at any bias, if it is long enough) gives up half of its score gap for it.
+    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap
+    for it: the solvers stay further from tau than that.
     """
     without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
     found = queries.copy()
-    found[without, -1] = np.maximum(gaps[without], TAU) / (2.0 * max(float(np.ptp(bias)), 1.0))
+    found[without, -1] = np.maximum(gaps[without], TAU) / (1e4 * max(float(np.ptp(bias)), 1.0))
     found[without] = unit_rows(found[without])
     return found
