@@ -67,6 +67,19 @@ class Rows:
     index: Ints
     value: Floats
 
+    @classmethod
+    def gathered(cls, count: int, pieces: list[tuple[Ints, Ints, Ints, Floats]]) -> Rows:
+        """From pieces (which rows, their sizes, all their indices, all their values), each row in one piece or empty."""
+        sizes = np.zeros(count, np.int64)
+        for rows, some, _, _ in pieces:
+            sizes[rows] = some
+        start = np.concatenate([[0], np.cumsum(sizes)])
+        index, value = np.empty(start[-1], np.int64), np.empty(start[-1])
+        for rows, some, indices, values in pieces:
+            place = np.arange(len(indices)) + np.repeat(start[rows] - (np.cumsum(some) - some), some)
+            index[place], value[place] = indices, values
+        return cls(start, index, value)
+
 
 @dataclass(frozen=True)
 class Space:

@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from ln_probe.analyses.geometry.attainable import Attainable
 from ln_probe.analyses.geometry.certificates import SLACK, CertificateError, Checker
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
-from ln_probe.analyses.geometry.proofs import Margins, Proved, rows_of
+from ln_probe.analyses.geometry.proofs import Margins, Proved
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE
 
 Ints = Int64[np.ndarray, " some"]
@@ -59,7 +59,7 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
         have = "a key" if near[k] else "no key"
         _fail(checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it")
     down = np.flatnonzero((verdicts.code == UNSELECTABLE) & proved.by_tolerance)
-    miss = checker.reproduces(down, rows_of(verdicts.weights, verdicts.source[down]))
+    miss = checker.reproduces(down, verdicts.weights.rows(verdicts.source[down]))
     for k in np.flatnonzero(~(miss.lower <= tau * (1 + SLACK)))[:1]:
         why = (
             f"its convex weights miss it by {miss.lower[k]:.3g} (tau {tau:.3g})"
@@ -71,7 +71,7 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
 
 def _positions(checker: Checker, proved: Proved, first: FirstUnselectable) -> None:
     down = np.flatnonzero((first.at >= 0) & proved.by_tolerance)
-    miss = checker.reproduces(down, rows_of(first.weights, first.source[down]), until=first.at[down])
+    miss = checker.reproduces(down, first.weights.rows(first.source[down]), until=first.at[down])
     for k in np.flatnonzero(~(miss.lower <= checker.tau * (1 + SLACK)))[:1]:
         i = int(down[k])
         _fail(checker, i, f"it is said to be inside at {first.at[i]}, but its weights up to there do not reproduce it")
@@ -91,7 +91,7 @@ def _margins(checker: Checker, margins: Margins) -> None:
         low = np.maximum(low, 0.0)
     for i in np.flatnonzero(~(margins.lower <= low))[:1]:
         _fail(checker, int(i), f"margin_lower is {margins.lower[i]:.6g}, its query proves {low[i]:.6g} only")
-    high = checker.gap_at_most(every, rows_of(margins.weights, every)).lower
+    high = checker.gap_at_most(every, margins.weights).lower
     for i in np.flatnonzero(~(margins.upper >= high))[:1]:
         _fail(checker, int(i), f"margin_upper is {margins.upper[i]:.6g}, its weights prove {high[i]:.6g} only")
 

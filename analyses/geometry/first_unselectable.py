@@ -59,9 +59,9 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
             few[k] = counts[a]
             unit = units[a]
             scores_of(ordered, unit, len(leaders), scores)
-            if sets.biased and unit[-1] <= 0.0:  # give up half of the gap to count the bias, see verdicts.py
+            if sets.biased and unit[-1] <= 0.0:  # give up a little of the gap to count the bias, see verdicts.py
                 rest = np.delete(scores[: counts[a]], todo[k]) if todo[k] < counts[a] else scores[: counts[a]]
-                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (2.0 * max(float(np.ptp(ordered[-1])), 1.0))
+                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (1e4 * max(float(np.ptp(ordered[-1])), 1.0))
                 unit /= np.linalg.norm(unit)
                 scores_of(ordered, unit, len(leaders), scores)
             gaps = scores[todo[k]] - scores

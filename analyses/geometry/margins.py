@@ -15,10 +15,12 @@ from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.ball_newton import largest_weights
 from ln_probe.analyses.geometry.best_gap import best_gaps
+from ln_probe.analyses.geometry.certificates import Rows
 from ln_probe.analyses.geometry.judged import Judged
-from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
+from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.verdicts import UNSELECTABLE, SparseWeights, Verdicts
+from ln_probe.analyses.geometry.scores import Floats, Ints
+from ln_probe.analyses.geometry.verdicts import UNSELECTABLE, Verdicts
 
 # Default width of a margin's bracket, as a share of the margin: it is read to two digits.
 RELATIVE_GAP = 0.01
@@ -41,11 +43,11 @@ class Proposed:
 
     Attributes:
         point: a query u, |u| ≤ 1; without a set of queries a unit query over normalized keys.
-        weights: convex weights of other keys, a row per key of the set (empty for those not asked for).
+        weights: convex weights of other keys, a row per key asked for.
     """
 
     point: Float64[np.ndarray, "some r"]
-    weights: SparseWeights
+    weights: Rows
 
 
 @dataclass(frozen=True)
@@ -99,64 +101,59 @@ def propose(
     space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
 ) -> Proposed:
     """Queries and weights for the margins of keys `only` among all keys of the set."""
-    if space.offset is None:
-        return _distances(space, verdicts, gap, only, budget)
-    here = np.ascontiguousarray(space.rows[space.distinct])
-    offset = space.offset[space.distinct]
-    point = np.zeros((len(only), here.shape[1]))
-    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    place = np.full(len(space.rows), -1)
-    place[space.distinct] = np.arange(len(space.distinct))
+    point = np.zeros((len(only), space.rows.shape[1]))
+    pieces = []
     inside = np.zeros(len(only), bool)
-    if space.level is not None:  # what cannot be selected has a margin of 0
+    if space.level is not None:  # what cannot be selected has a margin of 0: the level query and its weights prove it
         inside = verdicts.code[only] == UNSELECTABLE
-        point[inside] = space.level
-        rows = {int(i): verdicts.row(int(i)) for i in only[inside]}
+        if inside.any():
+            rows = verdicts.weights.rows(verdicts.source[only[inside]])
+            pieces.append((np.flatnonzero(inside), np.diff(rows.start), rows.index, rows.value))
+            point[inside] = space.level
     copied = (space.copy[only] >= 0) & ~inside
+    solve = _distances if space.offset is None else _gaps
+    if space.offset is None and copied.any():  # its copy is as near as can be, and the zero query proves 0
+        which = np.flatnonzero(copied)
+        pieces.append((which, np.ones(len(which), np.int64), space.copy[only[which]], np.ones(len(which))))
+        copied = np.zeros(len(only), bool)
+        inside[which] = True
     for some, names in ((~copied & ~inside, space.distinct), (copied, np.arange(len(space.rows)))):
-        keys = only[some]  # a copy is solved for among all keys: it ties with the key at best
-        if len(keys) == 0 or len(names) < 2:
+        which = np.flatnonzero(some)  # a copy is solved for among all keys: it ties with the key at best
+        if len(which) == 0 or len(names) < 2:
             continue
-        among, lead = (here, offset) if len(names) == len(here) else (np.ascontiguousarray(space.rows), space.offset)
-        targets = place[keys] if len(names) == len(here) else keys
-        _, _, point[some], sizes, values, indices = best_gaps(
-            among, np.ascontiguousarray(among.T), lead, targets, gap, ZERO * space.size, budget
-        )
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k, i in enumerate(keys):
-            entries = slice(first[k], first[k + 1])
-            rows[int(i)] = names[indices[entries]], values[entries]
-    return Proposed(point, SparseWeights.of_rows(rows, len(space.rows)))
+        found, sizes, indices, values = solve(space, names, only[which], gap, budget)
+        point[which] = found
+        pieces.append((which, sizes, names[indices], values))
+    return Proposed(point, Rows.gathered(len(only), pieces))
+
+
+def _gaps(
+    space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
+) -> tuple[Floats, Ints, Ints, Floats]:
+    """Queries, and sizes, places and values of the weights, for keys with offsets."""
+    assert space.offset is not None
+    here = np.ascontiguousarray(space.rows[names])
+    _, _, found, sizes, values, indices = best_gaps(
+        here, np.ascontiguousarray(here.T), space.offset[names], np.searchsorted(names, keys), gap, ZERO * space.size, budget
+    )
+    return found, sizes, indices, values
 
 
 def _distances(
-    space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
-) -> Proposed:
-    """Without offsets: the nearest point of the hull of the others. The zero query proves that it is not negative."""
-    here = np.ascontiguousarray(space.rows[space.distinct])
-    place = np.full(len(space.rows), -1)
-    place[space.distinct] = np.arange(len(space.distinct))
-    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    point = np.zeros((len(only), here.shape[1]))
-    copied = space.copy[only] >= 0
-    for i in only[copied]:
-        rows[int(i)] = space.copy[i : i + 1], np.ones(1)
-    inside = ~copied & (verdicts.code[only] == UNSELECTABLE)
-    for i in only[inside]:
-        rows[int(i)] = verdicts.row(int(i))
-    left = ~copied & ~inside
-    todo = place[only[left]]
-    if len(todo) and len(here) > 1:
-        _, _, _, queries, sizes, values, indices = nearest_points(
-            here, np.ascontiguousarray(here.T), todo, np.full(len(todo), len(here)), np.full(len(todo), -1),
-            space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True, None, budget,
-        )  # fmt: skip
-        point[left] = queries / np.maximum(np.linalg.norm(queries, axis=1), 1e-300)[:, None]
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k, i in enumerate(only[left]):
-            index, value = indices[first[k] : first[k + 1]], values[first[k] : first[k + 1]]
-            rows[int(i)] = space.distinct[index[index >= 0]], value[index >= 0]
-    return Proposed(point, SparseWeights.of_rows(rows, len(space.rows)))
+    space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
+) -> tuple[Floats, Ints, Ints, Floats]:
+    """The same without offsets: the nearest point of the hull of the others."""
+    here = np.ascontiguousarray(space.rows[names])
+    targets = np.searchsorted(names, keys)
+    _, _, _, queries, sizes, values, indices = nearest_points(
+        here, np.ascontiguousarray(here.T), targets, np.full(len(targets), len(here)), np.full(len(targets), -1),
+        space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True, None, budget,
+    )  # fmt: skip
+    keep = indices >= 0  # the ray is not a key
+    if not keep.all():
+        sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))
+        indices, values = indices[keep], values[keep]
+    return unit_rows(queries), sizes, indices, values
 
 
 def again(

@@ -69,16 +69,8 @@ class Margins:
     lower: Float64[np.ndarray, " some"]
     upper: Float64[np.ndarray, " some"]
     point: Float64[np.ndarray, "some r"]  # u of the query that proves lower
-    weights: SparseWeights  # prove upper, a row per key of the set
+    weights: Rows  # prove upper, a row per key asked for
     repaired: Bool[np.ndarray, " some"]
-
-
-def rows_of(weights: SparseWeights, keys: Ints) -> Rows:
-    """Rows of some keys, one after the other."""
-    sizes = weights.start[keys + 1] - weights.start[keys]
-    start = np.concatenate([[0], np.cumsum(sizes)])
-    entry = np.arange(start[-1]) - np.repeat(start[:-1] - weights.start[keys], sizes)
-    return Rows(start, weights.index[entry], weights.value[entry])
 
 
 def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True, budget: float = BUDGET) -> Proved:
@@ -94,7 +86,7 @@ def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, s
         failed[up] = ~(gap.lower > TAU * (1 - SLACK))
     down = np.flatnonzero(code == UNSELECTABLE)
     if len(down):
-        miss = checker.reproduces(down, rows_of(verdicts.weights, verdicts.source[down]))
+        miss = checker.reproduces(down, verdicts.weights.rows(verdicts.source[down]))
         clear[down] = -miss.upper
         failed[down] = ~(miss.upper <= TAU * (1 + SLACK))
     todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
@@ -180,7 +172,7 @@ def prove_margins(
     space = measured(sets, where, through_queries)
     if number == 1:
         nothing = np.full(1, np.nan)
-        return Margins(nothing, nothing, np.zeros((1, space.rows.shape[1])), SparseWeights.of_rows({}, 1), np.zeros(1, bool))
+        return Margins(nothing, nothing, np.zeros((1, space.rows.shape[1])), Rows.gathered(1, []), np.zeros(1, bool))
     found = propose(space, verdicts, gap, asked, budget)
     point, weights = found.point, found.weights
     if point.shape[1] < checker.measured.rows.shape[1]:  # a bias that is the same for all keys is measured nowhere
@@ -188,7 +180,7 @@ def prove_margins(
     lower = checker.gap_at_least(asked, point).lower
     if space.offset is None:  # the zero query gives no key less than 0
         lower = np.maximum(lower, 0.0)
-    upper = checker.gap_at_most(asked, rows_of(weights, asked)).upper
+    upper = checker.gap_at_most(asked, weights).upper
     repaired = np.zeros(len(asked), bool)
     inside = verdicts.code[asked] == UNSELECTABLE
     wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, inside))
@@ -204,12 +196,16 @@ def prove_margins(
                     tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
                     if tighter < upper[k]:
                         upper[k], repaired[k] = tighter, True
-                        rows[int(asked[k])] = index, value
+                        rows[int(k)] = index, value
                 if not too_wide(lower[k], upper[k], gap, space.size, inside[k]):
                     break
         if rows:
-            rest = {int(i): weights.row(int(i)) for i in asked if int(i) not in rows}
-            weights = SparseWeights.of_rows(rest | rows, number)
+            kept = np.setdiff1d(np.arange(len(asked)), list(rows))
+            size = np.diff(weights.start)
+            entries = np.repeat(np.isin(np.arange(len(asked)), kept), size)
+            pieces = [(kept, size[kept], weights.index[entries], weights.value[entries])]
+            pieces += [(np.array([k]), np.array([len(index)]), index, value) for k, (index, value) in rows.items()]
+            weights = Rows.gathered(len(asked), pieces)
     return Margins(lower, upper, point, weights, repaired)
 
 
@@ -220,6 +216,8 @@ def _other_proposals(
     """Another query and other weights for one margin: what proved the verdict, then another solver."""
     if verdicts.code[i] == UNSELECTABLE:
         yield (np.zeros(space.rows.shape[1]) if space.level is None else space.level), *verdicts.row(i)
+    elif verdicts.code[i] == SELECTABLE:
+        yield verdicts.query[i, : space.rows.shape[1]], np.empty(0, np.int64), np.empty(0)
     yield again(space, i, gap, float(lower[k]), float(upper[k]), point[k, : space.rows.shape[1]], budget)
 
 
@@ -248,7 +246,7 @@ def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectab
     if len(down) == 0:
         return replace(first, at=at), 0
     source = first.source[down]
-    miss = checker.reproduces(down, rows_of(first.weights, source), until=at[down])
+    miss = checker.reproduces(down, first.weights.rows(source), until=at[down])
     failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]  # (strictly, weights may be on near-copies)
     if len(failed):  # the verdict's own weights prove it where their last key is
         rows = {int(s): first.weights.row(int(s)) for s in np.unique(source)}

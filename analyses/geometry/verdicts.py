@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int8, Int64
 
 from ln_probe.analyses.geometry import linear_program
+from ln_probe.analyses.geometry.certificates import Rows
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_points
 from ln_probe.analyses.geometry.pool import Pool, gaps_in_blocks
@@ -47,6 +48,13 @@ class SparseWeights:
     def row(self, i: int) -> tuple[Int64[np.ndarray, " entry"], Float64[np.ndarray, " entry"]]:
         here = slice(int(self.start[i]), int(self.start[i + 1]))
         return self.index[here], self.value[here]
+
+    def rows(self, keys: Ints) -> Rows:
+        """Rows of some keys, one after the other."""
+        sizes = self.start[keys + 1] - self.start[keys]
+        start = np.concatenate([[0], np.cumsum(sizes)])
+        entry = np.arange(start[-1]) + np.repeat(self.start[keys] - start[:-1], sizes)
+        return Rows(start, self.index[entry], self.value[entry])
 
     @classmethod
     def of_rows(cls, rows: dict[int, tuple[Ints, Floats]], number: int) -> SparseWeights:
