@@ -364,7 +364,7 @@ def set_geometry(
     where = judged(keys, bias, queries)
     sets = coordinates(where.rows, where.lift)
     checker = Checker(keys, bias, queries, TAU)
-    proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget), budget=budget)
+    proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget, prove=checker.leads), budget=budget)
     if strict:
         proved = decide_strictly(keys, bias, queries, sets, proved, STRICT_SECONDS)
     through = queries is not None

@@ -1,7 +1,7 @@
 """What does a certificate prove? Nothing leaves the geometry that this did not prove first.
 
 Plain array arithmetic on the keys as the user gave them. Nothing is shared with what found the certificates but
-`seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in, no
+the compiler and `seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in, no
 representatives in place of keys.
 
 What is proved is proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.geometry.products import LEFT_OUT, seen_from
 from ln_probe.analyses.geometry.query_sets import QuerySet
 
@@ -38,6 +39,8 @@ from ln_probe.analyses.geometry.query_sets import QuerySet
 SLACK = 1e-6
 _EPS = float(np.finfo(np.float64).eps)
 _AMPLE = 2.0
+# What is made to have length 1 may be longer by its rounding.
+_LONGEST_UNIT = 1.0 + 1e-12
 # Entries of one block of scores: 8 MB.
 _BLOCK = 1_000_000
 # Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
@@ -222,20 +225,30 @@ class Checker:
                 lower[k], near[k] = np.inf, len(apart) > 1
         return Between(lower, lower + 2 * (error[targets] + error.max())), near
 
+    def leads(self, targets: Ints, queries: Float64[np.ndarray, "target dim"]) -> tuple[Floats, Ints]:
+        """The proven gap of each unit query over *all* other keys, and the key that comes nearest."""
+        space, gaps, rivals = self.judged, np.empty(len(targets)), np.empty(len(targets), np.int64)
+        for block in _blocks(len(targets), self.number):
+            some, here = targets[block], np.arange(len(targets[block]))
+            scores = space.scores(queries[block])
+            own = scores[here, some] - space.error[some]
+            scores += space.error
+            scores[here, some] = -np.inf
+            rivals[block] = scores.argmax(axis=1)
+            gaps[block] = own - scores[here, rivals[block]]
+        return gaps / _LONGEST_UNIT, rivals
+
     def reproduces(self, targets: Ints, weights: Rows, until: Ints | None = None) -> Between:
         """How far the mean of each row of weights is from its target; infinite if the weights are not allowed.
 
         They must be convex, and on keys further than tau from the target (and not after position `until`).
         """
-        miss, allowed = self._miss(self.judged, targets, weights)
-        target = np.repeat(np.arange(len(targets)), np.diff(weights.start))
-        rows = self.judged.rows
-        apart = np.linalg.norm(rows[weights.index] - rows[targets[target]], axis=1)
-        wrong = (apart <= self.tau * (1 - SLACK)) & (weights.value > 0)
+        miss, found = self._miss(self.judged, targets, weights)
+        wrong = ~(found.nearest > self.tau * (1 - SLACK))
         if until is not None:
-            wrong |= weights.index > until[target]
-        allowed[target[wrong]] = False
-        return Between(np.where(allowed, miss.lower, np.inf), np.where(allowed, miss.upper, np.inf))
+            wrong |= found.last > until
+        miss.lower[wrong], miss.upper[wrong] = np.inf, np.inf
+        return miss
 
     def equals(self, i: Ints, j: Ints) -> Floats:
         """Distance of key i to key j, relative."""
@@ -264,19 +277,20 @@ class Checker:
     def gap_at_most(self, targets: Ints, weights: Rows) -> Between:
         """What the mean over convex weights of other keys allows the best gap to be; infinite without weights."""
         space = self.measured
-        miss, allowed = self._miss(space, targets, weights)
+        miss, found = self._miss(space, targets, weights)
         lower, upper = miss.lower, miss.upper
         if space.offset is not None:
-            start, shares = weights.start, _shares(weights)
-            target = np.repeat(targets, np.diff(start))
-            lead = space.offset[target] - space.offset[weights.index]
-            mean = _sums(shares * lead, start)
-            rounding = _sums(shares * (np.abs(lead) * (np.diff(start).max(initial=0) + 4) * _AMPLE * _EPS), start)
+            sizes = np.diff(weights.start)
+            total = _sums(weights.value, weights.start)
+            share = weights.value / np.repeat(np.where(total > 0.0, total, 1.0), sizes)
+            lead = space.offset[np.repeat(targets, sizes)] - space.offset[weights.index]
+            mean = _sums(share * lead, weights.start)
+            rounding = _sums(np.abs(share * lead), weights.start) * ((sizes + 8) * _AMPLE * _EPS)
             lower, upper = lower + mean - rounding, upper + mean + rounding
-        own = np.repeat(targets, np.diff(weights.start)) == weights.index
-        allowed[np.repeat(np.arange(len(targets)), np.diff(weights.start))[own & (weights.value > 0)]] = False
+        wrong = ~found.convex | found.own
         lower, upper = lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper)
-        return Between(np.where(allowed, lower, -np.inf), np.where(allowed, upper, np.inf))
+        lower[wrong], upper[wrong] = -np.inf, np.inf
+        return Between(lower, upper)
 
     # Attention
 
@@ -337,30 +351,85 @@ class Checker:
 
     # Parts
 
-    def _miss(self, space: Space, targets: Ints, weights: Rows) -> tuple[Between, Bool[np.ndarray, " target"]]:
-        """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; and whether the weights are convex."""
-        start, sizes = weights.start, np.diff(weights.start)
-        allowed = (sizes > 0) & np.isfinite(_sums(weights.value, start)) & (_sums(weights.value, start) > 0.0)
-        negative = np.repeat(np.arange(len(targets)), sizes)[~(weights.value >= 0.0)]
-        allowed[negative] = False
-        shares = np.where(weights.value >= 0.0, _shares(weights), 0.0)
-        target = np.repeat(targets, sizes)
-        lower, upper = np.empty(len(targets)), np.empty(len(targets))
-        dim = space.rows.shape[1]
-        for first, last in _stretches(start, max(_BLOCK // dim, 1)):
-            entries = slice(int(start[first]), int(start[last]))
-            steps = space.rows[weights.index[entries]] - space.rows[target[entries]]
-            local = start[first : last + 1] - start[first]
-            mean = _row_sums(steps * shares[entries, None], local)
-            size = np.sqrt(np.einsum("ij,ij->i", steps, steps))
-            terms = (np.diff(local) + dim + 4) * _AMPLE * _EPS
-            error = _sums(shares[entries] * (space.noise[weights.index[entries]] + space.noise[target[entries]]), local)
-            error += terms * _sums(shares[entries] * size, local)
-            if space.upwards:
-                mean[:, -1] = np.minimum(mean[:, -1], 0.0)
-            length = np.sqrt(np.einsum("ij,ij->i", mean, mean))
-            lower[first:last], upper[first:last] = np.maximum(length - error, 0.0), length + error
-        return Between(lower, upper), allowed
+    def _miss(self, space: Space, targets: Ints, weights: Rows) -> tuple[Between, Means]:
+        """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; infinite for weights that are not convex."""
+        found = Means(*_means(
+            space.rows, space.noise, targets, weights.start, weights.index, weights.value, space.upwards
+        ))  # fmt: skip
+        terms = (np.diff(weights.start) + space.rows.shape[1] + 8) * _AMPLE * _EPS
+        error = found.noise + terms * found.size
+        bad = ~found.convex
+        lower, upper = np.maximum(found.length - error, 0.0), found.length + error
+        lower[bad], upper[bad] = np.inf, np.inf
+        return Between(lower, upper), found
+
+
+@dataclass(frozen=True)
+class Means:
+    """What rows of weights come to, a value each.
+
+    Attributes:
+        convex: no negative weight, some positive one.
+        length: of Σ w_j (z_j - z_i), weights over their sum.
+        size, noise: Σ w_j |z_j - z_i| and Σ w_j (noise_j + noise_i).
+        nearest: the smallest |z_j - z_i| of a positive weight.
+        last: the largest index of a positive weight.
+        own: whether a key has a weight in its own row.
+    """
+
+    convex: Bool[np.ndarray, " row"]
+    length: Floats
+    size: Floats
+    noise: Floats
+    nearest: Floats
+    last: Ints
+    own: Bool[np.ndarray, " row"]
+
+
+@compiled
+def _means(
+    rows: Float64[np.ndarray, "key dim"], noise: Floats, targets: Ints, start: Ints, index: Ints, value: Floats,
+    upwards: bool,
+) -> tuple[Bool[np.ndarray, " row"], Floats, Floats, Floats, Floats, Ints, Bool[np.ndarray, " row"]]:  # fmt: skip
+    number, dim = targets.shape[0], rows.shape[1]
+    convex, own = np.ones(number, np.bool_), np.zeros(number, np.bool_)
+    length, size, doubt, nearest = np.zeros(number), np.zeros(number), np.zeros(number), np.full(number, np.inf)
+    last = np.full(number, -1)
+    mean = np.empty(dim)
+    for k in range(number):
+        i, total = targets[k], 0.0
+        for t in range(dim):
+            mean[t] = 0.0
+        for a in range(start[k], start[k + 1]):
+            j, share = index[a], value[a]
+            if not share >= 0.0 or share == np.inf:
+                convex[k] = False
+                continue
+            if share == 0.0:
+                continue
+            total += share
+            square = 0.0
+            for t in range(dim):
+                step = rows[j, t] - rows[i, t]
+                mean[t] += share * step
+                square += step * step
+            far = np.sqrt(square)
+            size[k] += share * far
+            doubt[k] += share * (noise[j] + noise[i])
+            nearest[k] = min(nearest[k], far)
+            last[k] = max(last[k], j)
+            own[k] = own[k] or j == i
+        if not total > 0.0:
+            convex[k] = False
+            continue
+        square = 0.0
+        for t in range(dim):
+            part = mean[t] / total
+            if upwards and t == dim - 1:
+                part = min(part, 0.0)
+            square += part * part
+        length[k], size[k], doubt[k] = np.sqrt(square), size[k] / total, doubt[k] / total
+    return convex, length, size, doubt, nearest, last, own
 
 
 def _through(
@@ -409,36 +478,15 @@ def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float6
     return points / np.maximum(length * ample, 1.0)[:, None]
 
 
-def _shares(weights: Rows) -> Floats:
-    """Weights over their sum."""
-    total = _sums(weights.value, weights.start)
-    return np.asarray(weights.value / np.repeat(np.where(total > 0.0, total, 1.0), np.diff(weights.start)))
-
-
 def _sums(values: Floats, start: Ints) -> Floats:
     """Sum of every row; 0 for an empty one."""
-    return _row_sums(values[:, None], start)[:, 0]
-
-
-def _row_sums(values: Float64[np.ndarray, "entry dim"], start: Ints) -> Float64[np.ndarray, "row dim"]:
-    found = np.zeros((len(start) - 1, values.shape[1]))
-    full = np.flatnonzero(np.diff(start))
+    found = np.zeros(len(start) - 1)
+    full = np.flatnonzero(start[1:] > start[:-1])
     if len(full):
-        found[full] = np.add.reduceat(values, start[:-1][full], axis=0)
+        found[full] = np.add.reduceat(values, start[full])
     return found
 
 
 def _blocks(count: int, width: int) -> list[slice]:
     step = max(1, _BLOCK // max(width, 1))
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]
-
-
-def _stretches(start: Ints, most: int) -> list[tuple[int, int]]:
-    """Rows first to last that hold about `most` entries together."""
-    found, first = [], 0
-    while first < len(start) - 1:
-        last = int(np.searchsorted(start, start[first] + most, side="right")) - 1
-        last = min(max(last, first + 1), len(start) - 1)
-        found.append((first, last))
-        first = last
-    return found

@@ -307,26 +307,5 @@ class Pool:
         return bool(mine.any()) or int(self.generator.sum()) > before
 
 
-def gaps_in_blocks(normalized: Floats, targets: Ints, queries: Floats, group: Ints) -> tuple[Floats, Ints]:
-    """Score of each target under its query minus the best of a key of another group, and that key, in blocks."""
-    number = len(normalized)
-    members = np.bincount(group, minlength=number)
-    gaps, rivals = np.empty(len(targets)), np.empty(len(targets), np.int64)
-    step = max(_QUERIES, _BLOCK // number)
-    columns = normalized.T
-    for first in range(0, len(targets), step):
-        block = slice(first, first + step)
-        some = targets[block]
-        scores = queries[block] @ columns
-        here = np.arange(len(some))
-        own = scores[here, some]
-        scores[here, some] = -np.inf
-        for k in np.flatnonzero(members[group[some]] > 1):
-            scores[k, group == group[some[k]]] = -np.inf
-        best = scores.argmax(axis=1)
-        gaps[block], rivals[block] = own - scores[here, best], best
-    return gaps, rivals
-
-
 def _pieces(todo: Ints) -> list[Ints]:
     return [todo[k : k + _KEYS_PER_TASK] for k in range(0, len(todo), _KEYS_PER_TASK)]

@@ -78,7 +78,9 @@ def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, s
     number = len(verdicts.code)
     code, clear = verdicts.code.copy(), np.full(number, np.nan)
     failed = np.zeros(number, bool)
-    up = np.flatnonzero((code == SELECTABLE) | (code == DUPLICATE))
+    done = verdicts.gap > TAU  # over all other keys: no copies either
+    clear[done] = verdicts.gap[done]
+    up = np.flatnonzero(((code == SELECTABLE) & ~done) | (code == DUPLICATE))
     if len(up):
         gap, near = checker.selects(up, verdicts.query[up])
         clear[up] = gap.lower
@@ -127,7 +129,7 @@ def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: F
     for s in needed - rows.keys():
         rows[s] = verdicts.weights.row(s)
     weights = SparseWeights.of_rows(rows, number)
-    return Proved(Verdicts(code, query, weights, source), clear, repaired)
+    return Proved(Verdicts(code, query, weights, source, verdicts.gap), clear, repaired)
 
 
 def _proposals(sets: KeyCoordinates, i: int, budget: float) -> Iterator[tuple[Floats, Ints, Floats]]:

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.compiled import compiled, room
 
-# From so many multiply-adds on a matrix product, this many queries at a time, is faster than a loop over queries.
-_PRODUCT, _QUERIES = 100_000_000, 64
+# From so many multiply-adds on a matrix product is faster than a loop over queries (its overhead is that of some 1e5), at
+# least so many queries at a time, and more while a block of scores stays below 16 MB.
+_PRODUCT, _QUERIES, _BLOCK = 1_000_000, 64, 2_000_000
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -80,8 +81,9 @@ def score_gaps(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> 
 def _gaps_by_product(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> tuple[Floats, Ints]:
     members = np.bincount(group, minlength=len(group))
     gaps, rivals = np.empty(len(targets)), np.empty(len(targets), np.int64)
-    for first in range(0, len(targets), _QUERIES):
-        block = slice(first, first + _QUERIES)
+    step = max(_QUERIES, _BLOCK // len(group))
+    for first in range(0, len(targets), step):
+        block = slice(first, first + step)
         some = targets[block]
         scores = queries[block] @ columns
         here = np.arange(len(some))

@@ -12,6 +12,7 @@ and what counts here is proved once more, key by key, before it is given out (`p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,8 @@ from ln_probe.analyses.geometry import linear_program
 from ln_probe.analyses.geometry.certificates import Rows
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_points
-from ln_probe.analyses.geometry.pool import Pool, gaps_in_blocks
-from ln_probe.analyses.geometry.scores import Floats, Ints, residuals
+from ln_probe.analyses.geometry.pool import Pool
+from ln_probe.analyses.geometry.scores import Floats, Ints, residuals, score_gaps
 
 # From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
@@ -34,6 +35,9 @@ LARGE = 4096
 # because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
 _STEPS = 6
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
+
+# Of targets and a unit query for each: the proven score gaps, and the key that comes nearest.
+Prover = Callable[[Ints, Floats], tuple[Floats, Ints]]
 NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 
 
@@ -57,6 +61,11 @@ class SparseWeights:
         return Rows(start, self.index[entry], self.value[entry])
 
     @classmethod
+    def of(cls, rows: Rows) -> SparseWeights:
+        """The same, a row for every key."""
+        return cls(rows.start, rows.index, rows.value)
+
+    @classmethod
     def of_rows(cls, rows: dict[int, tuple[Ints, Floats]], number: int) -> SparseWeights:
         """From rows by key; the other keys have none."""
         sizes = np.zeros(number + 1, np.int64)
@@ -78,6 +87,7 @@ class Verdicts:
     query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
     weights: SparseWeights  # over other keys
     source: Int64[np.ndarray, " key"]  # whose row of weights a key has: its own, or its representative's
+    gap: Float64[np.ndarray, " key"]  # proven of its query, where it was proved already; else NaN
 
     def row(self, i: int) -> tuple[Ints, Floats]:
         """Weights of the others that reproduce key i."""
@@ -85,7 +95,11 @@ class Verdicts:
 
 
 def decide(
-    sets: KeyCoordinates, threads: int | None = 1, only: Ints | None = None, budget: float = BUDGET
+    sets: KeyCoordinates,
+    threads: int | None = 1,
+    only: Ints | None = None,
+    budget: float = BUDGET,
+    prove: Prover | None = None,
 ) -> Verdicts:
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
@@ -95,9 +109,10 @@ def decide(
     Args:
         only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others that
             white queries leave stay undecided.
-        budget: multiplications and additions per key, after which it stays undecided.
+        budget: multiply-adds per key, after which it stays undecided.
+        prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
     """
-    work = _Deciding(sets, threads, budget)
+    work = _Deciding(sets, threads, budget, prove)
     if len(sets.leaders) == 1:  # nothing to compete with
         work.code[:] = SELECTABLE
         work.query[:] = 0.0
@@ -121,12 +136,14 @@ def decide(
 class _Deciding:
     """What is known so far about the representatives of one set; each method is a stage that decides some of them."""
 
-    def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float) -> None:
-        self.sets, self.threads, self.budget = sets, threads, budget
+    def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float, prove: Prover | None = None) -> None:
+        self.sets, self.threads, self.budget, self.prove = sets, threads, budget, prove
+        self.gap = np.full(len(sets.normalized), np.nan)
         number, dim = sets.normalized.shape
+        self.columns = np.ascontiguousarray(sets.normalized.T)
         self.code = np.zeros(number, np.int8)
         self.query = np.full((number, dim), np.nan)
-        self.rows: dict[int, tuple[Ints, Floats]] = {}
+        self.pieces: list[tuple[Ints, Ints, Ints, Floats]] = []  # of rows of weights, see Rows.gathered
         self.allowed = np.ones(len(sets.leaders), bool)
         self.starts = np.full(len(sets.leaders), -1, np.int64)  # a good first point of each active set
         place = np.zeros(number, np.int64)
@@ -143,7 +160,7 @@ class _Deciding:
         code, query = self.code[group], self.query[group]
         many = np.bincount(group, minlength=len(group))[group] > 1
         code[many & (code == SELECTABLE)] = DUPLICATE
-        return Verdicts(code, query, SparseWeights.of_rows(self.rows, len(group)), group)
+        return Verdicts(code, query, SparseWeights.of(Rows.gathered(len(group), self.pieces)), group, self.gap)
 
     def white_queries(self) -> None:
         """Every key under the query that points at it where keys are white."""
@@ -194,10 +211,20 @@ class _Deciding:
     def _try_queries(self, todo: Ints, found: Floats) -> None:
         sets = self.sets
         targets = sets.leaders[todo]
-        gaps, rivals = gaps_in_blocks(sets.normalized, targets, found, sets.representative)
+        if self.prove is not None and len(sets.leaders) == len(sets.normalized) and not sets.biased:
+            gaps, rivals = self.prove(targets, found)
+            self.gap[targets] = gaps
+            self._take(todo, found, gaps, rivals)
+            return
+        gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
         if sets.biased and (found[:, -1] <= 0.0).any():
             found = count_bias(found, gaps, sets.normalized[:, -1])
-            gaps, rivals = gaps_in_blocks(sets.normalized, targets, found, sets.representative)
+            gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
+        self._take(todo, found, gaps, rivals)
+
+    def _take(self, todo: Ints, found: Floats, gaps: Floats, rivals: Ints) -> None:
+        """Queries with a gap above TAU select their keys; the rival that came nearest is where to start from else."""
+        targets = self.sets.leaders[todo]
         good = gaps > TAU
         self.code[targets[good]] = SELECTABLE
         self.query[targets[good]] = found[good]
@@ -206,16 +233,16 @@ class _Deciding:
     def _try_weights(self, todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
         leaders = self.sets.leaders
         keep = indices >= 0  # the ray is not a key
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        sizes = np.diff(np.concatenate([[0], np.cumsum(keep)])[first])
-        weights, indices = weights[keep], leaders[indices[keep]]
+        if not keep.all():
+            sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))
+            weights, indices = weights[keep], indices[keep]
+        indices = leaders[indices]
         rest = residuals(self.sets.normalized, leaders[todo], sizes, weights, indices, self.sets.biased)
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k in np.flatnonzero(rest <= TAU):
-            i = int(leaders[todo[k]])
-            if self.code[i] == UNDECIDED and sizes[k] > 0:
-                self.code[i] = UNSELECTABLE
-                self.rows[i] = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
+        good = (rest <= TAU) & (self.code[leaders[todo]] == UNDECIDED) & (sizes > 0)
+        if good.any():
+            keys, entries = leaders[todo[good]], np.repeat(good, sizes)
+            self.code[keys] = UNSELECTABLE
+            self.pieces.append((keys, sizes[good], indices[entries], weights[entries]))
 
 
 def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
