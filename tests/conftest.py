@@ -179,9 +179,9 @@ def mgm() -> Path:
 @pytest.fixture(scope="session")
 def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
-    from ln_probe.analyses.lab.model import LabConfig
-    from ln_probe.analyses.lab.text import TextTask
+    from ln_probe.analyses.lab.text_task import TextTask
     from ln_probe.analyses.lab.training import TrainConfig, train
+    from ln_probe.analyses.lab.transformer import LabConfig
 
     home = tmp_path_factory.mktemp("lab runs ü")
     words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]

@@ -19,8 +19,8 @@ import ln_probe
 from ln_probe.analyses import causal_table
 from ln_probe.analyses.causal import Causal
 from ln_probe.analyses.causal_table import COLUMNS
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks import without
 from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.interventions import NoOpWarning

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.decomposition import COLUMNS, SiteStatistics, decompose, table
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.sites import Site, find_sites
 

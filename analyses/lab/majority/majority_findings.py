@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.majority import STEPS_SHOWN, query_angles
+from ln_probe.analyses.lab.majority.majority_task import STEPS_SHOWN, query_angles
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import checkpoint_path
 from ln_probe.analyses.lab.runs import Run, curves, diverged

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.approximation_targets import (
+from ln_probe.analyses.lab.approximation.approximation_targets import (
     LENGTH,
     evaluate,
     lag_weights,
@@ -30,11 +30,11 @@ from ln_probe.analyses.lab.approximation_targets import (
     table_optimum,
     variance,
 )
+from ln_probe.analyses.lab.approximation.relative_transformer import KERNELS, RelativeConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.relative_transformer import KERNELS, RelativeConfig
 from ln_probe.analyses.lab.results import Results, effects, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 
 if TYPE_CHECKING:
@@ -153,24 +153,22 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     )  # fmt: skip
 
 
-def planned(request: Request) -> list[Run]:
-    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result."""
-    return [
-        Run(
-            keys={key: getattr(cell, key) for key in KEYS},
-            task=ApproximationTask(cell.target),
-            spec=cell.spec(),
-            training=training(request.quick, seed, cell.lr),
-            folder=request.out / "runs" / f"{'-'.join(f'{key}_{getattr(cell, key)}' for key in KEYS)}-seed{seed}",
-        )
-        for seed in request.seeds
-        for cell in grid(request.quick)
-    ]
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        task=lambda cell, _: ApproximationTask(cell.target),
+        spec=Cell.spec,
+        training=lambda cell, seed: training(request.quick, seed, cell.lr),
+    )
 
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and put every error beside its optimum."""
-    runs = planned(request)
+    runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].isin(["mse", "relative_mse"])]

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.analyses.lab.relative_transformer import lag_features
+from ln_probe.analyses.lab.approximation.relative_transformer import lag_features
 
 LENGTH = 1000
 SPARSE = (48, 56, 99)  # positions, from 1, that 1b and 2b look at

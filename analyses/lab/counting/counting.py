@@ -12,45 +12,37 @@ The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.counter_languages import (
-    PAD,
-    PREFIX_VOCABULARY,
-    Tagged,
-    allowed_next,
-    bos,
-    counted_words,
-    sample_prefixes,
+from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY, bos
+from ln_probe.analyses.lab.counting.counting_tasks import (
+    ACCEPTED,
+    LETTERS,
+    MAX_TESTED_N,
+    MAX_TRAINED_N,
+    TERMS,
+    TEST_LENGTHS,
+    TRAIN_LENGTH,
+    CountingTask,
+    PrefixTask,
+    farthest,
 )
+from ln_probe.analyses.lab.counting.majority_gate import gate_table
+from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority_gate import gate_table
-from ln_probe.analyses.lab.model import LabConfig
-from ln_probe.analyses.lab.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.results import Results, effects, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
-from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig, step_generator
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig
+from ln_probe.analyses.lab.transformer import LabConfig
 
-TRAIN_LENGTH = 64
-TEST_LENGTHS = (64, 128, 256, 512, 1024)
-EVALUATION_SEED = 10_000  # apart from every training seed
-EVALUATION_LABELS = 100_000  # labels per length, so that short and long words are measured alike well
-ACCEPTED = 0.005  # a token is accepted if its probability exceeds this: Weiss et al.
-LETTERS = {"anbn": 2, "anbncn": 3}
-MAX_TRAINED_N = {"anbn": 99, "anbncn": 49}
-MAX_TESTED_N = 3  # times the largest trained n
 KEYS = ("task", "model", "norm", "norm_site")
 
 # Accuracy in per cent at lengths 64, 128, 256, 512, 1024 (Merrill et al., tables of section 5).
@@ -71,90 +63,6 @@ RECURRENT = {
     "qrnn": ("qrnn", 1), "qrnn+": ("qrnn+", 1), "qrnn x2": ("qrnn", 2),
 }  # fmt: skip
 TRANSFORMER = "transformer"
-
-
-class PrefixTask:
-    """Label every prefix of words of one length; accuracy over labels at every test length."""
-
-    def __init__(self, language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> None:
-        self.name, self.lengths = language, lengths
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"train_length": TRAIN_LENGTH, "lengths": self.lengths, "labels": EVALUATION_LABELS}
-
-    def batch(self, step: int, size: int, seed: int) -> Tagged:
-        return sample_prefixes(self.name, TRAIN_LENGTH, size, step_generator(seed, step))
-
-    def loss(self, model: nn.Module, batch: Tagged) -> Float[Tensor, ""]:
-        return F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
-
-    @cached_property
-    def _evaluation(self) -> dict[int, Tagged]:
-        return {
-            n: sample_prefixes(self.name, n, -(-EVALUATION_LABELS // n), step_generator(EVALUATION_SEED, n))
-            for n in self.lengths
-        }
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {
-            f"accuracy_{n}": float((model(words.tokens).argmax(-1) == words.labels).float().mean())
-            for n, words in self._evaluation.items()
-        }
-
-    def write_files(self, out: Path) -> None:
-        pass
-
-
-class CountingTask:
-    """Predict the next token of a^n b^n or a^n b^n c^n, n uniform; how far is the network exact?"""
-
-    def __init__(self, language: str, max_n: int | None = None) -> None:
-        self.name, self.letters = language, LETTERS[language]
-        self.max_n = max_n or MAX_TRAINED_N[language]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"max_n": self.max_n, "tested_n": MAX_TESTED_N * self.max_n, "accepted": ACCEPTED}
-
-    def batch(self, step: int, size: int, seed: int) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
-        n = torch.randint(1, self.max_n + 1, (size,), generator=step_generator(seed, step))
-        return counted_words(self.letters, n)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PAD)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return counted(model, self.letters, MAX_TESTED_N * self.max_n)
-
-    def write_files(self, out: Path) -> None:
-        pass
-
-
-def counted(model: nn.Module, letters: int, largest: int) -> dict[str, float]:
-    """How far a next-token model counts, for n = 1 … `largest`.
-
-    It accepts a word if every token of it, EOS included, has p > 0.005 (Weiss et al.). It is exact on n if along
-    a^n b^n (c^n), after each prefix, it accepts the tokens that may come next and no other: so it accepts the word and
-    rejects every word that leaves it at any place.
-
-    Returns:
-        `exact_from`, `exact_to`: the longest run of n's on which it is exact (0, 0: there is none);
-        `accepted_to`: the largest N such that it accepts the words of n = 1 … N.
-    """
-    exact, accepts = [], []
-    for n in range(1, largest + 1):
-        inputs, targets = counted_words(letters, torch.tensor([n]))
-        p = model(inputs)[0].softmax(-1)
-        exact.append(torch.equal(p > ACCEPTED, allowed_next(letters, n)))
-        accepts.append(bool((p.gather(1, targets[0][:, None]) > ACCEPTED).all()))
-    best = (0, 0)
-    for right, run_of in itertools.groupby(enumerate(exact, start=1), key=lambda item: item[1]):
-        found = [n for n, _ in run_of]
-        if right and (not best[0] or len(found) > best[1] - best[0] + 1):
-            best = found[0], found[-1]
-    accepted_to = next((n for n, yes in enumerate(accepts) if not yes), largest)
-    return {"exact_from": float(best[0]), "exact_to": float(best[1]), "accepted_to": float(accepted_to)}
 
 
 class TransformerTagger(nn.Module):
@@ -210,9 +118,6 @@ class Cell:
         return plain if self.norm == "none" else replace(plain, norm=self.norm, norm_site=self.norm_site)
 
 
-TERMS = ("layernorm", "scaling_only", "projection_only")
-
-
 def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained, plain cells first."""
     if quick:
@@ -259,28 +164,24 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     )  # fmt: skip
 
 
-def planned(request: Request) -> list[Run]:
-    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result."""
-    return [
-        Run(
-            keys={key: getattr(cell, key) for key in KEYS},
-            task=make_task(cell, request.quick),
-            spec=cell.spec(),
-            training=training(cell, request.quick, seed),
-            folder=request.out
-            / "runs"
-            / "-".join([*(str(getattr(cell, key)) for key in KEYS), f"seed{seed}"]).replace(" ", ""),
-        )
-        for seed in request.seeds
-        for cell in grid(request.quick)
-    ]
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: "-".join(str(getattr(cell, key)) for key in KEYS).replace(" ", ""),
+        task=lambda cell, _: make_task(cell, request.quick),
+        spec=Cell.spec,
+        training=lambda cell, seed: training(cell, request.quick, seed),
+    )
 
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it), show the gate, and say what each norm term does to counting."""
-    from ln_probe.analyses.lab.counting_figures import draw
+    from ln_probe.analyses.lab.counting.counting_figures import draw
 
-    runs = planned(request)
+    runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
@@ -324,12 +225,6 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
                 names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
                 said += f"; {word}: {', '.join(names)}" if names else ""
             yield f"{task}, {measure}: {said}."
-
-
-def farthest(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the longest words and of the largest exact n."""
-    lengths = [int(m.removeprefix("accuracy_")) for m in table["measure"].unique() if m.startswith("accuracy_")]
-    return table[table["measure"].isin([*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"])]
 
 
 def _effects(changed: pd.DataFrame) -> Iterator[str]:

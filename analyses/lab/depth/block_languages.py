@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.crasp import parse
-from ln_probe.analyses.lab.crasp_programs import last_block
+from ln_probe.analyses.lab.depth.crasp import parse
+from ln_probe.analyses.lab.depth.crasp_programs import last_block
 
 BOS, A, B = 0, 1, 2
 D_VOCAB = 3

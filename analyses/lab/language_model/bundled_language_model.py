@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.text import TextTask
+from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run, save_model, train
+from ln_probe.analyses.lab.transformer import LabConfig
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
@@ -68,7 +68,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--batch {args.batch} --seed {args.seed} --out runs/lm-{args.norm} {texts}"
         )
         bundle(args.out, args.bundle, task, command)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.block_languages import BOS, D_VOCAB, A, B
-from ln_probe.analyses.lab.crasp import parse
-from ln_probe.analyses.lab.model import Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.depth.block_languages import BOS, D_VOCAB, A, B
+from ln_probe.analyses.lab.depth.crasp import parse
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 # Stream of BOS beside its vote: with it the norm leaves BOS 1/sqrt(1 + 3) of a full vote, at every level.
 HALF_A_VOTE = math.sqrt(3)

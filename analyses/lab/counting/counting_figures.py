@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.counting import MAX_TESTED_N, MAX_TRAINED_N, TERMS, farthest
+from ln_probe.analyses.lab.counting.counting_tasks import MAX_TESTED_N, MAX_TRAINED_N, TERMS, farthest
 
 
 def draw(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,16 +20,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.bags.loss import Bags, Tables, bag_accuracy, bag_loss
-from ln_probe.analyses.lab.majority_data import MajoritySize, make_data
-from ln_probe.analyses.lab.model import Attention, LabConfig, LabTransformer
+from ln_probe.analyses.lab.majority.bags.loss import Bags, Tables, bag_accuracy, bag_loss
+from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.runs import Run, carry_out, train_all
-from ln_probe.analyses.lab.training import TrainConfig, step_generator
+from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
-    from ln_probe.analyses.lab.results import Results
+STEPS = 17_000  # the published curves end near there
+STEPS_SHOWN = (1000, 2000, 5000, STEPS)
+BATCH, EPOCH = 6000, 14  # published; the published loss is the mean of an epoch's 14 steps
 
 
 def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None) -> LabConfig:
@@ -162,49 +161,3 @@ def tables_of(model: LabTransformer) -> Tables:
         W_in=mlp.W_in, b_in=mlp.b_in, W_out=mlp.W_out, b_out=mlp.b_out,
         U=model.W_U.T,
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------- experiment
-
-STEPS, MILESTONE = 17_000, 5_000  # the published curves end near 17K; every run gets to 5K before any goes on
-EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
-BATCH, EPOCH = 6000, 14  # published; the published loss is the mean of an epoch's 14 steps
-QUICK = MajoritySize(examples=20_000)
-RADII = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(8)}
-CELLS = (
-    *((norm, radius) for radius in RADII for norm in ("layernorm", "scaling_only")),
-    *((norm, "sqrt(d)") for norm in ("projection_only", "none")),
-)
-STEPS_SHOWN = (1000, 2000, 5000, STEPS)
-
-
-def make_runs(request: Request) -> list[Run]:
-    """A run per seed and cell, all cells of a seed on the same data in the same order."""
-    size = QUICK if request.quick else MajoritySize()
-    steps, every = (1000, 50) if request.quick else (STEPS, 100)
-    found = []
-    for seed in request.seeds:
-        task = MajorityTask(seed, size)
-        for norm, radius in CELLS:
-            training = TrainConfig(
-                steps=steps, batch=BATCH, lr=1e-3, lr_end=0.0, warmup=0, weight_decay=0.0, betas=(0.9, 0.999), clip=0.0,
-                seed=seed, evaluate_every=every, evaluate_at=tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
-                save_at=tuple(s for s in (0, *STEPS_SHOWN) if s < steps), state_every=500, optimizer="adam",
-                schedule="linear", decay_steps=EPOCH * EPOCHS_OF_DECAY,
-            )  # fmt: skip
-            folder = request.out / "runs" / f"{norm}-{radius.replace('/', '_over_')}-seed{seed}"
-            found.append(
-                Run({"norm": norm, "radius": radius}, task, majority_model(norm, RADII[radius], size), training, folder)
-            )
-    return found
-
-
-def run(request: Request) -> Results:
-    """Train all cells (to 5K steps first, then to the end) and compare them."""
-    from ln_probe.analyses.lab.majority_findings import findings
-
-    runs = make_runs(request)
-    if not request.collect:
-        train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
-    carry_out(runs, request)
-    return findings(runs)

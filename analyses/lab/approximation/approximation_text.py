@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
-from ln_probe.analyses.lab.text import TextTask
-from ln_probe.analyses.lab.text_relative import RelativeTextConfig
+from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Cell:
     heads: int
     dot_product: bool = True
     norm: str = "layernorm"
+
+    def spec(self) -> RelativeTextConfig:
+        return RelativeTextConfig(self.layers, self.heads, D_VOCAB, N_CTX, dot_product=self.dot_product, norm=self.norm)
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -61,19 +64,15 @@ def training(quick: bool, seed: int) -> TrainConfig:
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and compare held-out losses."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
-    runs = [
-        Run(
-            keys={key: getattr(cell, key) for key in KEYS},
-            task=task,
-            spec=RelativeTextConfig(
-                cell.layers, cell.heads, D_VOCAB, N_CTX, dot_product=cell.dot_product, norm=cell.norm
-            ),
-            training=training(request.quick, seed),
-            folder=request.out / "runs" / f"{'-'.join(f'{key}_{getattr(cell, key)}' for key in KEYS)}-seed{seed}",
-        )
-        for seed in request.seeds
-        for cell in grid(request.quick)
-    ]
+    runs = planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        task=lambda *_: task,
+        spec=Cell.spec,
+        training=lambda _, seed: training(request.quick, seed),
+    )
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"] == "valid_loss"]

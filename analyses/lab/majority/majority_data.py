@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from ln_probe.analyses.lab.bags.loss import Bags
+from ln_probe.analyses.lab.majority.bags.loss import Bags
 
 PER_PARTITION = 10  # published
 LONGEST = 255  # counts are bytes

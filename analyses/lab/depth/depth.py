@@ -21,20 +21,20 @@ from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.block_languages import (
+from ln_probe.analyses.lab.depth.block_languages import (
     D_VOCAB,
     BlockWords,
     exact_match,
     predicted_depth,
     sample_block_words,
 )
-from ln_probe.analyses.lab.crasp_transformer import compare_table
+from ln_probe.analyses.lab.depth.crasp_transformer import compare_table
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.model import LabConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import LEVEL, Results, effects, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
+from ln_probe.analyses.lab.transformer import LabConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,27 +158,23 @@ def training(quick: bool, seed: int) -> TrainConfig:
     )  # fmt: skip
 
 
-def planned(request: Request) -> list[Run]:
-    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result."""
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
     words = 200 if request.quick else EVALUATION_WORDS
-    return [
-        Run(
-            keys={key: getattr(cell, key) for key in KEYS},
-            task=BlockTask(cell.k, words),
-            spec=cell.spec(),
-            training=training(request.quick, seed),
-            folder=request.out
-            / "runs"
-            / f"{cell.norm_order}-{cell.positions}-L{cell.k}-depth{cell.depth}-{cell.norm}-seed{seed}",
-        )
-        for seed in request.seeds
-        for cell in grid(request.quick)
-    ]
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: f"{cell.norm_order}-{cell.positions}-L{cell.k}-depth{cell.depth}-{cell.norm}",
+        task=lambda cell, _: BlockTask(cell.k, words),
+        spec=Cell.spec,
+        training=lambda _, seed: training(request.quick, seed),
+    )
 
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and say where the boundary lies under each norm."""
-    runs = planned(request)
+    runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].isin([measure(b) for b in BINS])]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.model import Attention, Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 
 @dataclass(frozen=True)

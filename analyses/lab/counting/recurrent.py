@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.counting.recurrent_steps import CELL_NUMBERS, NO_NORM, pooled, recurrence, switch_of
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.recurrent_steps import CELL_NUMBERS, NO_NORM, pooled, recurrence, switch_of
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn+")
 NORM_SITES = ("gates", "readout", "state")

@@ -21,12 +21,12 @@ import torch
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.hull import key_geometry
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, read_metrics
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
-from ln_probe.analyses.lab.text import TextTask
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,19 +91,19 @@ def make_runs(request: Request, size: Size) -> list[Run]:
     task = TextTask(
         request.texts, size.d_vocab, size.n_ctx, tokenizer=request.tokenizer, valid_windows=size.valid_windows
     )
-    found = []
-    for seed in request.seeds:
-        for norm, divisor, label in NORMS[: 2 if size.d_vocab == GPT2_VOCABULARY else None]:
-            training = TrainConfig(
-                steps=size.steps, batch=size.batch, lr=size.lr, lr_end=size.lr / 10, warmup=size.steps // 20, clip=1.0,
-                seed=seed, evaluate_every=max(1, size.steps // 20), save_at=size.kept,
-                state_every=max(1, size.steps // 100),
-            )  # fmt: skip
-            folder = request.out / "runs" / f"{norm}-divisor_{label}-seed{seed}".replace("divisor_--", "")
-            found.append(
-                Run({"norm": norm, "divisor": label}, task, published_model(norm, divisor, size), training, folder)
-            )
-    return found
+    return planned(
+        NORMS[: 2 if size.d_vocab == GPT2_VOCABULARY else None],
+        request,
+        keys=lambda cell: {"norm": cell[0], "divisor": cell[2]},
+        name=lambda cell: cell[0] if cell[2] == "-" else f"{cell[0]}-divisor_{cell[2]}",
+        task=lambda *_: task,
+        spec=lambda cell: published_model(cell[0], cell[1], size),
+        training=lambda _, seed: TrainConfig(
+            steps=size.steps, batch=size.batch, lr=size.lr, lr_end=size.lr / 10, warmup=size.steps // 20, clip=1.0,
+            seed=seed, evaluate_every=max(1, size.steps // 20), save_at=size.kept,
+            state_every=max(1, size.steps // 100),
+        ),
+    )  # fmt: skip
 
 
 def run(request: Request) -> Results:
