@@ -119,12 +119,6 @@ class Causal:
             )
         return ""
 
-    @property
-    def passes(self) -> int:
-        """Forward passes a prompt costs: each edit once, those of scaling alone twice, and the unedited model."""
-        edits = {r.signature for r in self.rows} - {()}
-        return len(edits) + len({r.signature for r in self.rows if r.variant == "no_scaling"} - {()}) + 1
-
     def measure(self, prompt: int, tokens: Int[Tensor, pos]) -> pd.DataFrame:
         """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said.
 

@@ -121,9 +121,7 @@ def _behaviour(model: object, tokens: Int[Tensor, pos]) -> _Behaviour:
     normalized: dict[str, Tensor] = {}
 
     def keep(site: Site, x: Tensor, _y: Tensor) -> None:
-        values = x.double()
-        kept = values - values.mean(-1, keepdim=True) if site.projects else values
-        normalized[site.name] = (kept / site.sigma(values)).cpu()
+        normalized[site.name] = site.normalize(x.double()).cpu()
 
     with evaluating(hooked):
         stream(hooked, tokens, find_sites(hooked), on_norm=keep)

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import edits_on
 from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
+from ln_probe.hooks.site import KINDS, READERS, Site, Terms
 from ln_probe.hooks.state import state_of, writing_weights
 
-KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
-READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
+__all__ = ["KINDS", "READERS", "Site", "SiteError", "Terms", "find_sites", "site_modules"]
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
@@ -35,65 +34,6 @@ PROBE_TOKENS = 3
 
 class SiteError(ValueError):
     """A norm does not behave as a norm (NaN weights, or a formula that ln_probe does not know)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One norm of a model.
-
-    Attributes:
-        name: hook-point name without its last part.
-        layer: block index; the final norm has the number of layers, one after the embedding 0.
-        kind: one of KINDS (what it does to a vector; lab norms keep their own names).
-        reads: one of READERS (who takes its output).
-        attention_layers: blocks whose attention takes its output; after a post-norm block, the next one.
-        state: one of `ln_probe.hooks.state.STATES`.
-        evidence: why `state` and `reads` say so.
-        module: the module to put torch hooks on.
-        gain, bias: the affine part as it acts (Gemma's offset included); None where there is none.
-        eps: as found in its answer to a zero vector.
-        radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
-        constant_scale: the divisor of a norm that does not scale; NaN for the others.
-    """
-
-    name: str
-    layer: int
-    kind: str
-    reads: str
-    state: str
-    evidence: str
-    module: nn.Module
-    d: int
-    gain: Float[Tensor, d] | None
-    bias: Float[Tensor, d] | None
-    eps: float
-    radius: float
-    constant_scale: float
-    attention_layers: tuple[int, ...] = ()
-
-    @property
-    def projects(self) -> bool:
-        return self.kind in ("layernorm", "projection_only")
-
-    @property
-    def scales(self) -> bool:
-        return self.kind in ("layernorm", "rmsnorm", "scaling_only")
-
-    def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """The divisor this norm uses on x (in x's own precision)."""
-        if not self.scales:
-            return torch.full_like(x[..., :1], self.constant_scale)
-        kept = x - x.mean(-1, keepdim=True) if self.projects else x
-        return (kept.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
-
-    def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Gain and bias applied."""
-        out = normalized
-        if self.gain is not None:
-            out = out * self.gain.to(out)
-        if self.bias is not None:
-            out = out + self.bias.to(out)
-        return out
 
 
 @dataclass(frozen=True)
