@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.prompts import make_prompts
+from ln_probe.prompting.prompts import make_prompts
 
 # %% [markdown]
 # ## 1. Take it away

@@ -12,6 +12,8 @@ import numpy as np
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
 
+# Prompts that are not read from anywhere: those that come with the package, and sequences of the model's own.
+BUNDLED, SAMPLED = "bundled", "sampled"
 HUB_PREFIX = "hf:"
 _OPTIONS = ("config", "split", "field")
 _SAVED = ("state.json", "dataset_dict.json")  # what Dataset.save_to_disk leaves

@@ -13,12 +13,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.batch import corpus, store
+from ln_probe.batch import store
 from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompts import Prompts, make_prompts
+from ln_probe.prompting.prompts import Prompts, make_prompts
+from ln_probe.prompting.shards import DEFAULT, shard_file
+from ln_probe.prompting.sources import SAMPLED
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +50,7 @@ class TokenShards:
     def __init__(self, run: Run, target: Target, *, key: str | None = None, model: HookedModel | None = None) -> None:
         self.run, self.target, self.model = run, target, model
         given = run.corpus.given
-        self._samples = given == corpus.SAMPLED or (
-            given == corpus.DEFAULT and model is not None and tokenizer_of(model) is None
-        )
+        self._samples = given == SAMPLED or (given == DEFAULT and model is not None and tokenizer_of(model) is None)
         self._sampled: Prompts | None = None
         if key is None:
             assert model is not None
@@ -84,11 +84,11 @@ class TokenShards:
         rows: tuple[Tensor, ...] = ()
         given: tuple[int, ...] = ()
         source, notes, names = self.run.corpus.source, tuple[str, ...](), {}
-        file = corpus.shard_file(self.run.corpus_folder, shard)
+        file = shard_file(self.run.corpus_folder, shard)
         made = None
         if self._samples:
             if self._sampled is None:
-                how = None if self.run.corpus.given == corpus.DEFAULT else corpus.SAMPLED
+                how = None if self.run.corpus.given == DEFAULT else SAMPLED
                 self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
             made = self._sampled
             source, notes = made.source, made.notes

@@ -13,12 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.corpus import entries
 from ln_probe.hooks.default_tokens import MAX_TOKENS, bundled_texts, encode, sample, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-
-BUNDLED = "bundled"
-SAMPLED = "sampled"
+from ln_probe.prompting.sources import BUNDLED, SAMPLED, entries
 
 
 @dataclass(frozen=True, eq=False)

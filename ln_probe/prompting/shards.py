@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.corpus import Entry, entries, is_dataset
+from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries, is_dataset
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
 # tokens through the bundled models take about 10 seconds, 4 of 512 through GPT-2 small's shape 10 minutes.
 PER_SHARD = 4
-DEFAULT, SAMPLED = "default", "sampled"  # bundled prompts (or sampled ones, without a tokenizer); sampled ones
+DEFAULT = "default"  # the bundled prompts, or sampled ones for a model without a tokenizer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         limit: no more than so many prompts.
 
     Raises:
-        FileNotFoundError, ValueError, ConnectionError: as `corpus.entries`; there are no prompts.
+        FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
     from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
@@ -66,7 +66,7 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
     if given is None:
         texts = bundled_texts()[:limit]
         made = _write(texts, folder, per_shard)
-        return ShardedCorpus(DEFAULT, "bundled", max(len(texts), SAMPLED_PROMPTS), made[1], per_shard, folder=name)
+        return ShardedCorpus(DEFAULT, BUNDLED, max(len(texts), SAMPLED_PROMPTS), made[1], per_shard, folder=name)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
     held = _held(folder, file_sha256)
