@@ -103,7 +103,7 @@ def _by_position(site: Site, value: Tensor, length: int) -> Float[Tensor, "rows 
 
 def stream(
     model: HookedModel,
-    tokens: Int[Tensor, pos],
+    tokens: Int[Tensor, " pos"],
     sites: Sequence[Site],
     *,
     on_norm: OnNorm | None = None,

@@ -53,7 +53,7 @@ class Equivalence:
         return self.logits_difference <= self.bound
 
 
-def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, pos] | None = None) -> Equivalence:
+def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"] | None = None) -> Equivalence:
     """Compare a folded or centred model with the raw one, on one prompt; raise if they are not the same function.
 
     Args:
@@ -113,10 +113,10 @@ def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_
 @dataclass(frozen=True, eq=False)
 class _Behaviour:
     logits: Float[Tensor, "pos d_vocab"]
-    normalized: dict[str, Float[Tensor, "pos d"]]
+    normalized: dict[str, Float[Tensor, "_ _"]]  # rows and length differ from norm to norm
 
 
-def _behaviour(model: object, tokens: Int[Tensor, pos]) -> _Behaviour:
+def _behaviour(model: object, tokens: Int[Tensor, " pos"]) -> _Behaviour:
     hooked = check_model(model)
     normalized: dict[str, Tensor] = {}
 

@@ -76,7 +76,7 @@ class TextTask:
             )
         self.boundary = self.tokenizer.get_vocab()[TEXT_BOUNDARY]
 
-    def _encode(self, texts: Sequence[str]) -> Int[Tensor, tokens]:
+    def _encode(self, texts: Sequence[str]) -> Int[Tensor, " tokens"]:
         ids = [np.asarray(self.tokenizer.encode(t).ids, dtype=np.int64) for t in texts]
         return torch.from_numpy(np.concatenate(ids))
 

@@ -22,7 +22,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from filelock import FileLock, Timeout
@@ -110,6 +110,7 @@ class TrainConfig:
         return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
 
 
+@runtime_checkable
 class ModelSpec(Protocol):
     """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.
 
@@ -121,6 +122,7 @@ class ModelSpec(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
 

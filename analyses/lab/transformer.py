@@ -135,7 +135,7 @@ def sinusoidal_table(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d_model]
 
 
-def alibi_slopes(n_heads: int) -> Float[Tensor, head]:
+def alibi_slopes(n_heads: int) -> Float[Tensor, " head"]:
     """2^(-8 h / n_heads) for h = 1…n_heads (Press et al. 2022; theirs for powers of two)."""
     return 2.0 ** (-8.0 * torch.arange(1, n_heads + 1) / n_heads)
 
@@ -320,7 +320,7 @@ class LabTransformer(HookedRootModule):
         return self.unembed.W_U
 
     @property
-    def b_U(self) -> Float[Tensor, d_vocab] | None:
+    def b_U(self) -> Float[Tensor, " d_vocab"] | None:
         return self.unembed.b_U
 
     def _position_table(self) -> Float[Tensor, "pos d_model"] | None:

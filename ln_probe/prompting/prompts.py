@@ -31,7 +31,7 @@ class Prompts:
         given: how many tokens each prompt had before it was cut.
     """
 
-    tokens: tuple[Int[Tensor, pos], ...]
+    tokens: tuple[Int[Tensor, " _"], ...]
     strings: tuple[tuple[str, ...], ...]
     source: str
     notes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Prompts:
         return summary(self.source, self.tokens)
 
 
-def summary(source: str, rows: Iterable[Int[Tensor, pos]]) -> dict[str, Any]:
+def summary(source: str, rows: Iterable[Int[Tensor, " _"]]) -> dict[str, Any]:
     """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts."""
     digest = hashlib.sha256()
     lengths = []

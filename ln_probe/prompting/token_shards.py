@@ -28,13 +28,13 @@ class TokenShard:
     """Some of the prompts: token ids of each, how long it was before it was cut, and the strings of all ids."""
 
     first: int  # number of the first of them among all prompts
-    rows: tuple[Int[Tensor, pos], ...]
+    rows: tuple[Int[Tensor, " _"], ...]
     given: tuple[int, ...]
     names: Mapping[int, str]
     source: str
     notes: tuple[str, ...]
 
-    def numbered(self) -> list[tuple[int, Int[Tensor, pos]]]:
+    def numbered(self) -> list[tuple[int, Int[Tensor, " _"]]]:
         return list(enumerate(self.rows, start=self.first))
 
 

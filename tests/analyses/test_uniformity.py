@@ -31,7 +31,7 @@ def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
     site = find_sites(model)[0]
     W = torch.randn(2, 1, D, D_HEAD, dtype=torch.float64)
     b = torch.randn(2, 1, D_HEAD, dtype=torch.float64)
-    heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None, 1)
+    heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None)
     return heads, site, torch.randn(N, D, dtype=torch.float64) * 2 + 1
 
 

@@ -46,7 +46,7 @@ def _units(target: str) -> Float[Tensor, "unit input"]:
     return torch.randn(UNITS, inputs, generator=generator, dtype=torch.float64) / math.sqrt(UNITS)
 
 
-def lag_weights(target: str) -> Float[np.ndarray, lag] | None:
+def lag_weights(target: str) -> Float[np.ndarray, " lag"] | None:
     """The weight of each lag 0 … 999 in a linear target; None for 1b and 2a."""
     lag = np.arange(LENGTH, dtype=float)
     if target == "4a":
@@ -58,7 +58,7 @@ def lag_weights(target: str) -> Float[np.ndarray, lag] | None:
     return None
 
 
-def evaluate(target: str, x: Float[Tensor, "batch pos"]) -> Float[Tensor, batch]:
+def evaluate(target: str, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """The target's value for each input.
 
     Raises:
@@ -85,7 +85,7 @@ def variance(target: str) -> float:
     return float(values.var())
 
 
-def _truth_table(target: str) -> tuple[Float[np.ndarray, row], Float[np.ndarray, "row input"]]:
+def _truth_table(target: str) -> tuple[Float[np.ndarray, " row"], Float[np.ndarray, "row input"]]:
     """The values of 1b or 2a on all inputs that matter, and those inputs."""
     units = _units(target).numpy()
     inputs = np.array(list(itertools.product((-1.0, 1.0), repeat=units.shape[1])))
@@ -106,7 +106,7 @@ class Optimum:
     coefficients: tuple[float, ...]
 
 
-def design(kernel: str, slopes: Sequence[float] | Float[np.ndarray, head]) -> Float[np.ndarray, "lag feature"]:
+def design(kernel: str, slopes: Sequence[float] | Float[np.ndarray, " head"]) -> Float[np.ndarray, "lag feature"]:
     """What heads of these slopes and the residual can add up: a column of attention per head, then lag 0 alone."""
     phi = lag_features(kernel, LENGTH).numpy()
     scores = np.where(np.isinf(phi)[:, None], -np.inf, np.outer(np.where(np.isinf(phi), 0.0, phi), slopes))
@@ -116,7 +116,7 @@ def design(kernel: str, slopes: Sequence[float] | Float[np.ndarray, head]) -> Fl
     return np.hstack([weights / weights.sum(axis=0), residual])
 
 
-def fit(target: str, kernel: str, slopes: Sequence[float] | Float[np.ndarray, head]) -> Optimum:
+def fit(target: str, kernel: str, slopes: Sequence[float] | Float[np.ndarray, " head"]) -> Optimum:
     """The least-squares optimum of a linear target over the coefficients, for given slopes."""
     weights = _linear(target)
     columns = design(kernel, slopes)
@@ -139,7 +139,7 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
         raise ValueError(f"heads must be at least 1, got {heads}")
     low, high = np.log(SLOPE_RANGE[kernel])
 
-    def residuals(log_slopes: Float[np.ndarray, head]) -> Float[np.ndarray, lag]:
+    def residuals(log_slopes: Float[np.ndarray, " head"]) -> Float[np.ndarray, " lag"]:
         found = fit(target, kernel, np.exp(log_slopes))
         return np.asarray(_linear(target) - design(kernel, found.slopes) @ np.asarray(found.coefficients))
 
@@ -157,7 +157,7 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     return best
 
 
-def _linear(target: str) -> Float[np.ndarray, lag]:
+def _linear(target: str) -> Float[np.ndarray, " lag"]:
     weights = lag_weights(target)
     if weights is None:
         raise ValueError(f"target {target!r} is not linear: its optimum is `table_optimum`'s")
@@ -185,13 +185,13 @@ def table_optimum(target: str, heads: int, width: int) -> float:
     return best
 
 
-def _affine_error(values: Float[np.ndarray, row], features: Float[np.ndarray, "row feature"]) -> float:
+def _affine_error(values: Float[np.ndarray, " row"], features: Float[np.ndarray, "row feature"]) -> float:
     columns = np.column_stack([np.ones(len(values)), features])
     error = values - columns @ np.linalg.lstsq(columns, values, rcond=None)[0]
     return float((error**2).mean())
 
 
-def _packed_error(values: Float[np.ndarray, row], seen: Float[np.ndarray, "row head"], width: int) -> float:
+def _packed_error(values: Float[np.ndarray, " row"], seen: Float[np.ndarray, "row head"], width: int) -> float:
     """The best affine function of what the heads see and of at most `width` ReLUs that bend between its values."""
     bends = []
     for column in seen.T:

@@ -66,7 +66,7 @@ class RelativeConfig:
         return RelativeTransformer(self)
 
 
-def lag_features(kernel: str, length: int) -> Float[Tensor, lag]:
+def lag_features(kernel: str, length: int) -> Float[Tensor, " lag"]:
     """phi(z) for lags z = 0 … length - 1 of a kernel with a slope ("log" or "linear")."""
     lag = torch.arange(length, dtype=torch.float64)
     return -lag if kernel == "linear" else -lag.log().masked_fill(lag == 0, torch.inf)
@@ -109,7 +109,7 @@ class RelativeTransformer(nn.Module):
         sloped = self.log_slope.exp()[:, None] * self.phi.masked_fill(unseen, 0.0)
         return sloped.masked_fill(unseen, -math.inf)
 
-    def forward(self, x: Float[Tensor, "batch pos"]) -> Float[Tensor, batch]:
+    def forward(self, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
         """The output for inputs of +1 and -1; the last position is lag 0."""
         pre = self.cfg.norm_order == "pre"
         tokens = self.norm_attention(self.embed) if pre else self.embed
@@ -133,7 +133,7 @@ class RelativeTransformer(nn.Module):
         output: Tensor = self.out(stream).squeeze(-1)
         return output
 
-    def forward_by_definition(self, x: Float[Tensor, "batch pos"]) -> Float[Tensor, batch]:
+    def forward_by_definition(self, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
         """The same through the whole attention row of the last position, for a check."""
         pre = self.cfg.norm_order == "pre"
         stream = self.embed[(x > 0).long()]

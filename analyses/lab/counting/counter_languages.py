@@ -83,7 +83,7 @@ def bos(letters: int) -> int:
     return letters + 1
 
 
-def counted_words(letters: int, n: Int[Tensor, word]) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
+def counted_words(letters: int, n: Int[Tensor, " word"]) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
     """The words a^n b^n (c^n) as (inputs, targets) of a language model, padded on the right.
 
     Inputs are BOS and the word, targets the word and EOS (PAD beyond).

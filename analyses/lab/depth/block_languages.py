@@ -66,7 +66,7 @@ def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: t
     )
 
 
-def exact_match(predicted: Int[Tensor, "word pos"], labels: Int[Tensor, "word pos"]) -> Bool[Tensor, word]:
+def exact_match(predicted: Int[Tensor, "word pos"], labels: Int[Tensor, "word pos"]) -> Bool[Tensor, " word"]:
     """Whether every label of a word is right, the published measure."""
     return ((predicted == labels) | (labels == IGNORED)).all(dim=1)
 

@@ -111,7 +111,7 @@ class MajorityTask:
         pass
 
 
-def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, batch]]:
+def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
     """The chosen examples as tokens (in order of class: the model has no positions) and their labels."""
     counts = bags.counts[bags.chosen]
     classes = np.tile(np.arange(counts.shape[1]), len(counts))
@@ -119,7 +119,7 @@ def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, batch]]
     return torch.from_numpy(tokens), torch.from_numpy(bags.label[bags.chosen].astype(np.int64))
 
 
-def query_angles(model: LabTransformer) -> Float[Tensor, token]:
+def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
     """Angle (0-90 degrees) of each token's W_K q to the ones-vector: at 0, projected keys all score alike."""
     block = model.blocks[0]
     attention = cast("Attention", block.attn)

@@ -46,12 +46,12 @@ class Tables:
     S: Float[Tensor, "query key"]
     VO: Float[Tensor, "token d"]
     base: Float[Tensor, "token d"]
-    gain: Float[Tensor, d]
-    bias: Float[Tensor, d]
+    gain: Float[Tensor, " d"]
+    bias: Float[Tensor, " d"]
     W_in: Float[Tensor, "d d_mlp"]
-    b_in: Float[Tensor, d_mlp]
+    b_in: Float[Tensor, " d_mlp"]
     W_out: Float[Tensor, "d_mlp d"]
-    b_out: Float[Tensor, d]
+    b_out: Float[Tensor, " d"]
     U: Float[Tensor, "label d"]
 
     def all(self) -> tuple[Tensor, ...]:
