@@ -237,9 +237,17 @@ def read_heads(
     worst = math.inf
     for divisor in dict.fromkeys(_divisors(module, d_head)):
         heads = Heads(
-            layer, W_Q, _bias(module, "b_Q", W_Q), W_K, _bias(module, "b_K", W_K), divisor, rotary,
-            qk_norms.get("query"), qk_norms.get("key"), causal,
-        )  # fmt: skip
+            layer,
+            W_Q,
+            _bias(module, "b_Q", W_Q),
+            W_K,
+            _bias(module, "b_K", W_K),
+            divisor,
+            rotary,
+            qk_norms.get("query"),
+            qk_norms.get("key"),
+            causal,
+        )
         difference = _disagreement(heads, norm_output, pattern)
         worst = min(worst, difference)
         if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):

@@ -21,8 +21,11 @@ from ln_probe.hooks.sites import Site, find_sites
 # Largest difference that processing explains, relative to the largest value: it rounds the weights themselves anew
 # (measured: up to 2.5e-6 in float32 and 8.2e-2 in bfloat16; a fold that goes wrong: 5.3e-1).
 PROCESSING_BOUND = {
-    torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1.5e-1, torch.float16: 4e-2,
-}  # fmt: skip
+    torch.float64: 1e-5,
+    torch.float32: 1e-4,
+    torch.bfloat16: 1.5e-1,
+    torch.float16: 4e-2,
+}
 PROBE_TOKENS = 48
 
 

@@ -151,9 +151,14 @@ def _describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any
     if not all(torch.isfinite(t).all() for t in (answers.out, answers.scale)):
         raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
     return {
-        "d": d, "kind": kind, "gain": gain, "bias": bias,
-        "eps": eps, "radius": radius, "constant_scale": constant,
-    }  # fmt: skip
+        "d": d,
+        "kind": kind,
+        "gain": gain,
+        "bias": bias,
+        "eps": eps,
+        "radius": radius,
+        "constant_scale": constant,
+    }
 
 
 def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
@@ -246,9 +251,10 @@ def _readers(outputs: dict[str, list[Tensor]], seen: dict[Reader, list[Tensor]])
         if not taken:
             flat = [t.flatten() for t in inputs]
             taken = [
-                n for n, made in outputs.items()
+                n
+                for n, made in outputs.items()
                 if ".attn." not in n and any(torch.equal(t, made[0].flatten()) for t in flat)
-            ]  # fmt: skip
+            ]
         if taken:
             found[taken[-1]].append(reader)
     return found
@@ -294,13 +300,26 @@ def find_sites(model: object) -> list[Site]:
         layers_reading = sorted({place for what, place in taken if what != "unembed"})
         projects = facts["kind"] in ("layernorm", "projection_only")
         state, evidence = state_of(
-            hooked, layer=layer, reads=reads, reading_layers=layers_reading, projects=projects, gain=facts["gain"],
-            bias=facts["bias"], x=inputs.get(name), writing=writing,
-        )  # fmt: skip
+            hooked,
+            layer=layer,
+            reads=reads,
+            reading_layers=layers_reading,
+            projects=projects,
+            gain=facts["gain"],
+            bias=facts["bias"],
+            x=inputs.get(name),
+            writing=writing,
+        )
         sites.append(
             Site(
-                name=name, layer=layer, reads=reads, state=state, evidence=evidence, module=module,
-                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")), **facts,
+                name=name,
+                layer=layer,
+                reads=reads,
+                state=state,
+                evidence=evidence,
+                module=module,
+                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")),
+                **facts,
             )
-        )  # fmt: skip
+        )
     return sites

@@ -80,12 +80,15 @@ def planned(
         raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
     return [
         Run(
-            keys(cell), task(cell, seed), spec(cell), training(cell, seed),
+            keys(cell),
+            task(cell, seed),
+            spec(cell),
+            training(cell, seed),
             request.out / "runs" / f"{name(cell)}-seed{seed}",
         )
         for seed in request.seeds
         for cell in cells
-    ]  # fmt: skip
+    ]
 
 
 def carry_out(runs: Sequence[Run], request: Request) -> None:

@@ -248,9 +248,14 @@ class Block(nn.Module):
         self.ln1: nn.Module = nn.Identity()
         if cfg.norm is not None:
             self.ln1 = Norm(
-                cfg.norm, cfg.d_model, eps=cfg.eps, radius=cfg.radius, divisor=cfg.divisor,
-                gain=cfg.affine, bias=cfg.affine,
-            )  # fmt: skip
+                cfg.norm,
+                cfg.d_model,
+                eps=cfg.eps,
+                radius=cfg.radius,
+                divisor=cfg.divisor,
+                gain=cfg.affine,
+                bias=cfg.affine,
+            )
         self.attn = Attention(cfg)
         self.ln2 = _other_norm(cfg, cfg.norm_mlp)
         self.mlp = MLP(cfg)

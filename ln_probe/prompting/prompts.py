@@ -52,9 +52,12 @@ def summary(source: str, rows: Iterable[Int[Tensor, " _"]]) -> dict[str, Any]:
         digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
         lengths.append(len(row))
     return {
-        "source": source, "count": len(lengths), "tokens": sum(lengths), "longest": max(lengths, default=0),
+        "source": source,
+        "count": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths, default=0),
         "sha256": digest.hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def make_prompts(

@@ -75,9 +75,7 @@ class Cell:
     lr: float = RATES[0]
 
     def spec(self) -> RelativeConfig:
-        return RelativeConfig(
-            LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order
-        )  # fmt: skip
+        return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
 
     def optimum(self) -> float:
         """The least squared error found for this parametrization; NaN where no least-squares problem gives it."""
@@ -148,9 +146,17 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     """The published batch and number of steps; the rest is ours, for it was not published."""
     steps = 1000 if quick else 10_000
     return TrainConfig(
-        steps=steps, batch=100, lr=lr, lr_end=1e-6, warmup=100, weight_decay=0.0, clip=0.0, seed=seed,
-        evaluate_every=steps, state_every=1000,
-    )  # fmt: skip
+        steps=steps,
+        batch=100,
+        lr=lr,
+        lr_end=1e-6,
+        warmup=100,
+        weight_decay=0.0,
+        clip=0.0,
+        seed=seed,
+        evaluate_every=steps,
+        state_every=1000,
+    )
 
 
 def make_runs(request: Request) -> list[Run]:
@@ -183,13 +189,15 @@ def run(request: Request) -> Results:
         figures={} if table.empty else dict(_figures(summary, table)),
         conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
         settings={
-            "training": vars(training(request.quick, 0, RATES[0])), "seeds": len(request.seeds),
-            "model": asdict(grid(request.quick)[0].spec()), "published_ranges": PUBLISHED_RANGES,
+            "training": vars(training(request.quick, 0, RATES[0])),
+            "seeds": len(request.seeds),
+            "model": asdict(grid(request.quick)[0].spec()),
+            "published_ranges": PUBLISHED_RANGES,
             "published_bounds": PUBLISHED_BOUNDS,
             "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
         },
         diverged=tuple(diverged(runs).values()),
-    )  # fmt: skip
+    )
 
 
 def optimum_table() -> pd.DataFrame:
@@ -298,9 +306,14 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
             if np.isfinite(value):
                 ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
         ax.set(
-            title=f"{target}, table of positions", xlabel="m", ylabel="heads", xticks=range(square.shape[1]),
-            xticklabels=square.columns, yticks=range(square.shape[0]), yticklabels=square.index,
-        )  # fmt: skip
+            title=f"{target}, table of positions",
+            xlabel="m",
+            ylabel="heads",
+            xticks=range(square.shape[1]),
+            xticklabels=square.columns,
+            yticks=range(square.shape[0]),
+            yticklabels=square.index,
+        )
     figure.colorbar(image, ax=figure.axes, label="squared error")
     return figure
 

@@ -56,9 +56,15 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 def training(quick: bool, seed: int) -> TrainConfig:
     steps = 150 if quick else 2000
     return TrainConfig(
-        steps=steps, batch=16, lr=3e-3, lr_end=1e-4, warmup=min(100, steps // 4), clip=1.0, seed=seed,
+        steps=steps,
+        batch=16,
+        lr=3e-3,
+        lr_end=1e-4,
+        warmup=min(100, steps // 4),
+        clip=1.0,
+        seed=seed,
         evaluate_every=steps,
-    )  # fmt: skip
+    )
 
 
 def run(request: Request) -> Results:
@@ -83,11 +89,13 @@ def run(request: Request) -> Results:
         figures={} if table.empty else {"losses": _bars(summary)},
         conclusions=tuple(_conclusions(summary)),
         settings={
-            "training": vars(training(request.quick, 0)), "seeds": len(request.seeds), "text": task.identity,
+            "training": vars(training(request.quick, 0)),
+            "seeds": len(request.seeds),
+            "text": task.identity,
             "published": PUBLISHED,
         },
         diverged=tuple(diverged(runs).values()),
-    )  # fmt: skip
+    )
 
 
 def _conclusions(summary: pd.DataFrame) -> Iterator[str]:

@@ -39,9 +39,16 @@ class RelativeTextConfig:
     def build(self) -> LabTransformer:
         """A model of this shape, initialized from torch's global generator."""
         cfg = LabConfig(
-            n_layers=self.layers, d_model=self.d_model, n_heads=self.heads, d_vocab=self.d_vocab, n_ctx=self.n_ctx,
-            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="alibi",
-        )  # fmt: skip
+            n_layers=self.layers,
+            d_model=self.d_model,
+            n_heads=self.heads,
+            d_vocab=self.d_vocab,
+            n_ctx=self.n_ctx,
+            norm=self.norm,
+            norm_mlp=self.norm,
+            norm_final=self.norm,
+            positions="alibi",
+        )
         model = LabTransformer(cfg)
         for block in model.blocks:
             attention = RelativeAttention(cfg, self.dot_product)

@@ -59,9 +59,14 @@ PUBLISHED = {
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # (cell, layers) of each recurrent model by the name it has in the tables.
 RECURRENT = {
-    "lstm": ("lstm", 1), "gru": ("gru", 1), "rnn_tanh": ("rnn_tanh", 1), "rnn_relu": ("rnn_relu", 1),
-    "qrnn": ("qrnn", 1), "qrnn+": ("qrnn+", 1), "qrnn x2": ("qrnn", 2),
-}  # fmt: skip
+    "lstm": ("lstm", 1),
+    "gru": ("gru", 1),
+    "rnn_tanh": ("rnn_tanh", 1),
+    "rnn_relu": ("rnn_relu", 1),
+    "qrnn": ("qrnn", 1),
+    "qrnn+": ("qrnn+", 1),
+    "qrnn x2": ("qrnn", 2),
+}
 TRANSFORMER = "transformer"
 
 
@@ -89,9 +94,18 @@ class TransformerSpec:
 
     def build(self) -> TransformerTagger:
         cfg = LabConfig(
-            n_layers=1, d_model=16, n_heads=1, d_vocab=max(self.d_vocab, self.d_out) + 1, n_ctx=self.n_ctx,
-            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="none", tied=False, init="torch",
-        )  # fmt: skip
+            n_layers=1,
+            d_model=16,
+            n_heads=1,
+            d_vocab=max(self.d_vocab, self.d_out) + 1,
+            n_ctx=self.n_ctx,
+            norm=self.norm,
+            norm_mlp=self.norm,
+            norm_final=self.norm,
+            positions="none",
+            tied=False,
+            init="torch",
+        )
         return TransformerTagger(cfg, self.d_out)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,10 +172,19 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     steps, quick_steps = (100_000 if slow else 30_000, 1500) if counting else (10_000, 1000)
     steps = quick_steps if quick else steps
     return TrainConfig(
-        steps=steps, batch=10 if counting else 16, lr=3e-3 if slow else 1e-2, lr_end=1e-4, warmup=100,
-        weight_decay=0.0, clip=1.0, betas=(0.9, 0.999), optimizer="adam", seed=seed, evaluate_every=steps,
+        steps=steps,
+        batch=10 if counting else 16,
+        lr=3e-3 if slow else 1e-2,
+        lr_end=1e-4,
+        warmup=100,
+        weight_decay=0.0,
+        clip=1.0,
+        betas=(0.9, 0.999),
+        optimizer="adam",
+        seed=seed,
+        evaluate_every=steps,
         state_every=1000,
-    )  # fmt: skip
+    )
 
 
 def make_runs(request: Request) -> list[Run]:
@@ -194,12 +217,15 @@ def run(request: Request) -> Results:
         figures=dict(draw(summary, table, changed, gate)),
         conclusions=(*_ordering(summary), *_effects(changed), *_exact(summary), *_gate_conclusions(gate)),
         settings={
-            "train_length": TRAIN_LENGTH, "accepted": ACCEPTED, "published_exact": PUBLISHED_EXACT,
-            "max_trained_n": MAX_TRAINED_N, "seeds": len(request.seeds),
+            "train_length": TRAIN_LENGTH,
+            "accepted": ACCEPTED,
+            "published_exact": PUBLISHED_EXACT,
+            "max_trained_n": MAX_TRAINED_N,
+            "seeds": len(request.seeds),
             "training": {f"{c.task}, {c.model}": vars(training(c, request.quick, 0)) for c in grid(request.quick)},
         },
         diverged=tuple(diverged(runs).values()),
-    )  # fmt: skip
+    )
 
 
 def published_table() -> pd.DataFrame:

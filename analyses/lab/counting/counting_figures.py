@@ -104,9 +104,7 @@ def _exact_ranges(values: pd.DataFrame) -> Figure:
     ends = values.pivot(index=[*keys, "seed"], columns="measure", values="value")
     cells = values[keys].drop_duplicates()
     tasks = list(dict.fromkeys(cells["task"]))
-    figure = Figure(
-        figsize=(5.2 * len(tasks), 0.28 * cells["task"].value_counts().max() + 1.2), layout="constrained"
-    )  # fmt: skip
+    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * cells["task"].value_counts().max() + 1.2), layout="constrained")
     for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
         names = []
         for place, cell in enumerate(cells[cells["task"] == task].itertuples(index=False, name=None)):
@@ -122,9 +120,10 @@ def _exact_ranges(values: pd.DataFrame) -> Figure:
         ax.axvline(MAX_TRAINED_N[task], color="k", linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(names)), labels=names, fontsize=8)
         ax.set(
-            title=task, xlim=(-3, MAX_TESTED_N * MAX_TRAINED_N[task]),
+            title=task,
+            xlim=(-3, MAX_TESTED_N * MAX_TRAINED_N[task]),
             xlabel=f"n with exact answers (x: none; dotted: trained to {MAX_TRAINED_N[task]})",
-        )  # fmt: skip
+        )
         ax.invert_yaxis()
     return figure
 

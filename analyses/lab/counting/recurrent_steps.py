@@ -204,9 +204,18 @@ def _add_product(out: Any, W: Any, x: Any) -> None:
 
 @compiled_in_order
 def _forward(
-    cell: int, site: int, projects: bool, scales: bool, eps: float, constant: float,
-    x: Any, W: Any, b: Any, gain: Any, bias: Any,
-) -> Any:  # fmt: skip
+    cell: int,
+    site: int,
+    projects: bool,
+    scales: bool,
+    eps: float,
+    constant: float,
+    x: Any,
+    W: Any,
+    b: Any,
+    gain: Any,
+    bias: Any,
+) -> Any:
     """All steps; returns what the way back needs: h and c [step + 1, …], then per step the activated gates, what the
     recurrence gave them, tanh of the LSTM's state as it is read, the norm's output and its factor."""
     steps, gates, examples = x.shape
@@ -272,9 +281,21 @@ def _forward(
 
 @compiled_in_order
 def _backward(
-    cell: int, site: int, projects: bool, scales: bool, W: Any, gain: Any,
-    hidden: Any, state: Any, active: Any, recurrent: Any, squashed: Any, normalized: Any, factor: Any, d_out: Any,
-) -> Any:  # fmt: skip
+    cell: int,
+    site: int,
+    projects: bool,
+    scales: bool,
+    W: Any,
+    gain: Any,
+    hidden: Any,
+    state: Any,
+    active: Any,
+    recurrent: Any,
+    squashed: Any,
+    normalized: Any,
+    factor: Any,
+    d_out: Any,
+) -> Any:
     """Gradients by the inputs, by W h before any norm, and by the norm's output after gain and bias."""
     steps, gates, examples = active.shape
     H = W.shape[1]

@@ -256,8 +256,13 @@ def _in_words(terminals: set[str]) -> str:
 
 
 _COMPARE: dict[str, np.ufunc] = {
-    "<": np.less, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal, ">=": np.greater_equal, ">": np.greater,
-}  # fmt: skip
+    "<": np.less,
+    "<=": np.less_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    ">=": np.greater_equal,
+    ">": np.greater,
+}
 _RESERVED = frozenset({"and", "or", "not", "true", "false", "min", "max"})
 
 

@@ -60,10 +60,28 @@ def gate_transformer(depth: int, norm: str = "layernorm", eps: float = 0.0, n_ct
     _check_depth(depth)
     pairs = depth + 2  # BOS, the letters' votes, one per level
     cfg = LabConfig(
-        n_layers=depth, d_model=2 * pairs, n_heads=1, d_head=1, d_mlp=2, d_vocab=D_VOCAB, n_ctx=n_ctx, norm=norm,
-        norm_mlp=norm, norm_final=None, norm_order="post", positions="none", tied=False, act_fn="relu", eps=eps,
-        affine=False, affine_others=False, bias_qkv=False, bias_out=False, bias_mlp=False, bias_unembed=False,
-    )  # fmt: skip
+        n_layers=depth,
+        d_model=2 * pairs,
+        n_heads=1,
+        d_head=1,
+        d_mlp=2,
+        d_vocab=D_VOCAB,
+        n_ctx=n_ctx,
+        norm=norm,
+        norm_mlp=norm,
+        norm_final=None,
+        norm_order="post",
+        positions="none",
+        tied=False,
+        act_fn="relu",
+        eps=eps,
+        affine=False,
+        affine_others=False,
+        bias_qkv=False,
+        bias_out=False,
+        bias_mlp=False,
+        bias_unembed=False,
+    )
     model = LabTransformer(cfg).double()
     with torch.no_grad():
         for parameter in model.parameters():

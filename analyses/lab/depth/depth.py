@@ -127,10 +127,21 @@ class Cell:
     def spec(self) -> LabConfig:
         """The published shape, smaller: one head, ReLU, torch's initialization; the final norm only in pre-norm."""
         return LabConfig(
-            n_layers=self.depth, d_model=64, n_heads=1, d_mlp=256, d_vocab=D_VOCAB, n_ctx=BINS[-1][1] + 1,
-            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm if self.norm_order == "pre" else None,
-            norm_order=self.norm_order, positions=self.positions, tied=False, act_fn="relu", init="torch",  # type: ignore[arg-type]
-        )  # fmt: skip
+            n_layers=self.depth,
+            d_model=64,
+            n_heads=1,
+            d_mlp=256,
+            d_vocab=D_VOCAB,
+            n_ctx=BINS[-1][1] + 1,
+            norm=self.norm,
+            norm_mlp=self.norm,
+            norm_final=self.norm if self.norm_order == "pre" else None,
+            norm_order=self.norm_order,
+            positions=self.positions,
+            tied=False,
+            act_fn="relu",
+            init="torch",  # type: ignore[arg-type]
+        )
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -154,8 +165,15 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 def training(quick: bool, seed: int) -> TrainConfig:
     steps = 300 if quick else 2000
     return TrainConfig(
-        steps=steps, batch=32, lr=1e-3, lr_end=1e-5, warmup=100, clip=1.0, seed=seed, evaluate_every=steps,
-    )  # fmt: skip
+        steps=steps,
+        batch=32,
+        lr=1e-3,
+        lr_end=1e-5,
+        warmup=100,
+        clip=1.0,
+        seed=seed,
+        evaluate_every=steps,
+    )
 
 
 def make_runs(request: Request) -> list[Run]:
@@ -186,18 +204,24 @@ def run(request: Request) -> Results:
     return Results(
         summary,
         tables={
-            "exact_match": table, "hits": hits, "effects": effects(table, [*KEYS, "measure"], ["norm"]),
+            "exact_match": table,
+            "hits": hits,
+            "effects": effects(table, [*KEYS, "measure"], ["norm"]),
             "hand_built": hand_built,
         },
         figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
         conclusions=(*_conclusions(hits), *_compare_conclusions(hand_built)),
         settings={
-            "train_lengths": TRAIN_LENGTHS, "bins": BINS, "hit": HIT, "model": Cell(1, 3).spec().to_dict(),
-            "training": vars(training(request.quick, 0)), "seeds": len(request.seeds),
+            "train_lengths": TRAIN_LENGTHS,
+            "bins": BINS,
+            "hit": HIT,
+            "model": Cell(1, 3).spec().to_dict(),
+            "training": vars(training(request.quick, 0)),
+            "seeds": len(request.seeds),
             "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512",
         },
         diverged=tuple(lost.values()),
-    )  # fmt: skip
+    )
 
 
 def published_table() -> pd.DataFrame:
@@ -282,9 +306,13 @@ def _heat_maps(summary: pd.DataFrame) -> Figure:
                 if pd.notna(value := part.loc[depth, k]):
                     ax.text(column, row, f"{value:.0%}", ha="center", va="center", color="w" if value < 0.6 else "k")
         ax.set(
-            title=f"{norm}, {order}-norm", xticks=range(len(part.columns)), xticklabels=[f"L{k}" for k in part.columns],
-            yticks=range(len(part.index)), yticklabels=part.index, ylabel="depth",
-        )  # fmt: skip
+            title=f"{norm}, {order}-norm",
+            xticks=range(len(part.columns)),
+            xticklabels=[f"L{k}" for k in part.columns],
+            yticks=range(len(part.index)),
+            yticklabels=part.index,
+            ylabel="depth",
+        )
     figure.colorbar(image, ax=figure.axes, label=f"exact match, {BINS[-1][0]}-{BINS[-1][1]} letters", shrink=0.8)
     return figure
 

@@ -81,9 +81,19 @@ FULL_TINY = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=1, steps=40,
 def published_model(norm: str, divisor: float | None, size: Size) -> LabConfig:
     """The published shape at a size of vocabulary and window."""
     return LabConfig(
-        n_layers=LAYERS, d_model=D_MODEL, n_heads=HEADS, d_vocab=size.d_vocab, n_ctx=size.n_ctx, norm=norm,
-        divisor=divisor, affine=False, bias_qkv=False, bias_unembed=False, act_fn="gelu_new", embed_std=size.embed_std,
-    )  # fmt: skip
+        n_layers=LAYERS,
+        d_model=D_MODEL,
+        n_heads=HEADS,
+        d_vocab=size.d_vocab,
+        n_ctx=size.n_ctx,
+        norm=norm,
+        divisor=divisor,
+        affine=False,
+        bias_qkv=False,
+        bias_unembed=False,
+        act_fn="gelu_new",
+        embed_std=size.embed_std,
+    )
 
 
 def make_runs(request: Request, size: Size) -> list[Run]:
@@ -99,11 +109,18 @@ def make_runs(request: Request, size: Size) -> list[Run]:
         task=lambda *_: task,
         spec=lambda cell: published_model(cell[0], cell[1], size),
         training=lambda _, seed: TrainConfig(
-            steps=size.steps, batch=size.batch, lr=size.lr, lr_end=size.lr / 10, warmup=size.steps // 20, clip=1.0,
-            seed=seed, evaluate_every=max(1, size.steps // 20), save_at=size.kept,
+            steps=size.steps,
+            batch=size.batch,
+            lr=size.lr,
+            lr_end=size.lr / 10,
+            warmup=size.steps // 20,
+            clip=1.0,
+            seed=seed,
+            evaluate_every=max(1, size.steps // 20),
+            save_at=size.kept,
             state_every=max(1, size.steps // 100),
         ),
-    )  # fmt: skip
+    )
 
 
 def run(request: Request) -> Results:
@@ -233,9 +250,11 @@ def _plot(summary: pd.DataFrame) -> Figure:
             for space, style in styles.items():
                 norm = NORMS[i][0]
                 one = rows[
-                    (rows["norm"] == norm) & (rows["divisor"] == label) & (rows["layer"] == layer)
+                    (rows["norm"] == norm)
+                    & (rows["divisor"] == label)
+                    & (rows["layer"] == layer)
                     & (rows["space"] == space)
-                ].sort_values("step")  # fmt: skip
+                ].sort_values("step")
                 if one.empty:
                     continue
                 name = f"{norm}{'' if label == '-' else f', divisor {label}'}: {space}"

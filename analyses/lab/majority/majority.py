@@ -45,12 +45,24 @@ def make_runs(request: Request) -> list[Run]:
         task=lambda _, seed: tasks[seed],
         spec=lambda cell: majority_model(cell[0], RADII[cell[1]], size),
         training=lambda _, seed: TrainConfig(
-            steps=steps, batch=BATCH, lr=1e-3, lr_end=0.0, warmup=0, weight_decay=0.0, betas=(0.9, 0.999), clip=0.0,
-            seed=seed, evaluate_every=every, evaluate_at=tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
-            save_at=tuple(s for s in (0, *STEPS_SHOWN) if s < steps), state_every=500, optimizer="adam",
-            schedule="linear", decay_steps=EPOCH * EPOCHS_OF_DECAY,
+            steps=steps,
+            batch=BATCH,
+            lr=1e-3,
+            lr_end=0.0,
+            warmup=0,
+            weight_decay=0.0,
+            betas=(0.9, 0.999),
+            clip=0.0,
+            seed=seed,
+            evaluate_every=every,
+            evaluate_at=tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
+            save_at=tuple(s for s in (0, *STEPS_SHOWN) if s < steps),
+            state_every=500,
+            optimizer="adam",
+            schedule="linear",
+            decay_steps=EPOCH * EPOCHS_OF_DECAY,
         ),
-    )  # fmt: skip
+    )
 
 
 def run(request: Request) -> Results:

@@ -39,10 +39,24 @@ def majority_model(norm: str, radius: float | None = None, size: MajoritySize | 
     """
     size = size or MajoritySize()
     return LabConfig(
-        n_layers=1, d_model=8, n_heads=1, d_vocab=size.classes, n_ctx=size.length, d_mlp=8, norm=norm, radius=radius,
-        norm_final=None, eps=0.0, positions="none", causal=False, act_fn="relu", affine=False, bias_qkv=False,
-        bias_unembed=False, init="torch",
-    )  # fmt: skip
+        n_layers=1,
+        d_model=8,
+        n_heads=1,
+        d_vocab=size.classes,
+        n_ctx=size.length,
+        d_mlp=8,
+        norm=norm,
+        radius=radius,
+        norm_final=None,
+        eps=0.0,
+        positions="none",
+        causal=False,
+        act_fn="relu",
+        affine=False,
+        bias_qkv=False,
+        bias_unembed=False,
+        init="torch",
+    )
 
 
 class MajorityTask:
@@ -133,9 +147,18 @@ def tables_of(model: LabTransformer) -> Tables:
     """What all tokens of one layer without positions share, a row per token of the vocabulary."""
     cfg = model.cfg
     needs = {
-        "n_layers": 1, "n_heads": 1, "positions": "none", "causal": False, "norm_order": "pre", "norm_final": None,
-        "norm_mlp": "layernorm", "act_fn": "relu", "affine_others": True, "bias_mlp": True, "bias_unembed": False,
-    }  # fmt: skip
+        "n_layers": 1,
+        "n_heads": 1,
+        "positions": "none",
+        "causal": False,
+        "norm_order": "pre",
+        "norm_final": None,
+        "norm_mlp": "layernorm",
+        "act_fn": "relu",
+        "affine_others": True,
+        "bias_mlp": True,
+        "bias_unembed": False,
+    }
     if wrong := {k: getattr(cfg, k) for k, v in needs.items() if getattr(cfg, k) != v}:
         raise ValueError(
             f"the reduction to distinct tokens is for {', '.join(f'{k}={needs[k]!r}' for k in wrong)}, got "
@@ -148,16 +171,22 @@ def tables_of(model: LabTransformer) -> Tables:
     q, k, v = (
         y @ W[0] if b is None else y @ W[0] + b[0]
         for W, b in (
-            (attention.W_Q, attention.b_Q), (attention.W_K, attention.b_K), (attention.W_V, attention.b_V),
+            (attention.W_Q, attention.b_Q),
+            (attention.W_K, attention.b_K),
+            (attention.W_V, attention.b_V),
         )
-    )  # fmt: skip
+    )
     assert ln2.w is not None
     assert ln2.b is not None
     return Tables(
         S=q @ k.T / cfg.attn_scale,
         VO=v @ attention.W_O[0],
         base=E if attention.b_O is None else E + attention.b_O,
-        gain=ln2.w, bias=ln2.b,
-        W_in=mlp.W_in, b_in=mlp.b_in, W_out=mlp.W_out, b_out=mlp.b_out,
+        gain=ln2.w,
+        bias=ln2.b,
+        W_in=mlp.W_in,
+        b_in=mlp.b_in,
+        W_out=mlp.W_out,
+        b_out=mlp.b_out,
         U=model.W_U.T,
-    )  # fmt: skip
+    )

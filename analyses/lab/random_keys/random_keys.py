@@ -120,11 +120,15 @@ def _sentences(means: pd.DataFrame) -> Iterator[str]:
     # In three dimensions LayerNorm leaves a circle. A point with neighbours at angles a and b stands out from their
     # chord by a·b/2 of the radius, which among 60 points falls below TAU in about one draw of 400.
     found = means[(means["space"] == NORMALIZED) & (means["mean"] > 0) & (means["measure"] == MEASURES[0])]
-    close = "" if found.empty else (
-        f" The exceptions here (in {100 * found['mean'].max():.1f} % of draws at most, d = "
-        f"{', '.join(map(str, sorted(set(found['d']))))}) are points so close together that they stand out by less "
-        f"than the tolerance, {TAU:g}."
-    )  # fmt: skip
+    close = (
+        ""
+        if found.empty
+        else (
+            f" The exceptions here (in {100 * found['mean'].max():.1f} % of draws at most, d = "
+            f"{', '.join(map(str, sorted(set(found['d']))))}) are points so close together that they stand out by less "
+            f"than the tolerance, {TAU:g}."
+        )
+    )
     yield (
         "After LayerNorm no key is unselectable: points of a sphere are vertices, so this is a theorem, not a finding."
         + close

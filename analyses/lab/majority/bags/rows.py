@@ -90,10 +90,32 @@ def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
 
 @compiled
 def sweep_rows(
-    counts: Any, label: Any, chosen: Any, eps: Any, total: Any,
-    S: Any, VO: Any, base: Any, gain: Any, bias: Any, W_in: Any, b_in: Any, W_out: Any, b_out: Any, U: Any,
-    dS: Any, dVO: Any, dbase: Any, dgain: Any, dbias: Any, dW_in: Any, db_in: Any, dW_out: Any, db_out: Any, dU: Any,
-) -> tuple[float, float]:  # fmt: skip
+    counts: Any,
+    label: Any,
+    chosen: Any,
+    eps: Any,
+    total: Any,
+    S: Any,
+    VO: Any,
+    base: Any,
+    gain: Any,
+    bias: Any,
+    W_in: Any,
+    b_in: Any,
+    W_out: Any,
+    b_out: Any,
+    U: Any,
+    dS: Any,
+    dVO: Any,
+    dbase: Any,
+    dgain: Any,
+    dbias: Any,
+    dW_in: Any,
+    db_in: Any,
+    dW_out: Any,
+    db_out: Any,
+    dU: Any,
+) -> tuple[float, float]:
     """Sum of losses and number of correct tokens of some examples; adds the gradients (over `total`) to d…"""
     C, d = VO.shape
     m, L = W_in.shape[1], U.shape[0]
@@ -114,9 +136,14 @@ def sweep_rows(
     h, at = scratch[at : at + m], at + m
     dh, at = scratch[at : at + m], at + m
     weight, top, z, inverse, s1, s2, value = (
-        scratch[at], scratch[at + 1], scratch[at + 2], scratch[at + 3], scratch[at + 4], scratch[at + 5],
+        scratch[at],
+        scratch[at + 1],
+        scratch[at + 2],
+        scratch[at + 3],
+        scratch[at + 4],
+        scratch[at + 5],
         scratch[at + 6],
-    )  # fmt: skip
+    )
     ones[:] = one
     wanted = np.zeros(LANES, np.int64)
     factor = np.empty(C, np.float32)
