@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pandas as pd
 import torch
@@ -117,8 +117,8 @@ class Cell:
     depth: int
     k: int
     norm: str = "layernorm"
-    norm_order: str = "post"
-    positions: str = "none"
+    norm_order: Literal["pre", "post"] = "post"
+    positions: Literal["learned", "none", "sinusoidal", "rotary", "alibi"] = "none"
 
     def __post_init__(self) -> None:
         if self.depth < 1:
@@ -140,7 +140,7 @@ class Cell:
             positions=self.positions,
             tied=False,
             act_fn="relu",
-            init="torch",  # type: ignore[arg-type]
+            init="torch",
         )
 
 
