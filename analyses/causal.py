@@ -119,13 +119,7 @@ class Causal:
             )
         return ""
 
-    @property
-    def passes(self) -> int:
-        """Forward passes a prompt costs: each edit once, those of scaling alone twice, and the unedited model."""
-        edits = {r.signature for r in self.rows} - {()}
-        return len(edits) + len({r.signature for r in self.rows if r.variant == "no_scaling"} - {()}) + 1
-
-    def measure(self, prompt: int, tokens: Int[Tensor, pos]) -> pd.DataFrame:
+    def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
         """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said.
 
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
@@ -167,7 +161,7 @@ class Causal:
             said.append(f"causal: losses are left out: {self.no_loss}")
         return said
 
-    def _unedited(self, tokens: Int[Tensor, pos]) -> _Unedited:
+    def _unedited(self, tokens: Int[Tensor, " pos"]) -> _Unedited:
         entropy: dict[int, tuple[float, float]] = {}
         outputs: list[Any] = []
         running = 0  # blocks that have started
@@ -201,7 +195,7 @@ class Causal:
         self.outputs = int(logits.shape[-1])
         return _Unedited(logits, logits.log_softmax(-1), outputs, entropy)
 
-    def _effect(self, row: _Row, tokens: Int[Tensor, pos], unedited: _Unedited) -> dict[str, float]:
+    def _effect(self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited) -> dict[str, float]:
         """The sums of one row on one prompt."""
         if not row.signature:
             found = self._compare(tokens, unedited, unedited.logits, unedited.entropy)
@@ -214,7 +208,7 @@ class Causal:
         return found | {"nll_tail": tail}
 
     def _edited(
-        self, row: _Row, tokens: Int[Tensor, pos], unedited: _Unedited, *, keep_first: bool = False
+        self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited, *, keep_first: bool = False
     ) -> tuple[Float[Tensor, "pos vocab"], dict[int, tuple[float, float]]]:
         """Logits and entropies of one prompt under the row's edit, position 0 left intact if `keep_first`."""
         start = min(self.starts.get(s.name, 0) for s in row.members) if unedited.outputs else 0
@@ -232,7 +226,7 @@ class Causal:
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
         return logits, entropy
 
-    def _logits(self, tokens: Int[Tensor, pos]) -> Float[Tensor, "pos vocab"]:
+    def _logits(self, tokens: Int[Tensor, " pos"]) -> Float[Tensor, "pos vocab"]:
         logits: Tensor = run(self.model, tokens[None], return_type="logits")[0].detach()
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
@@ -252,7 +246,7 @@ class Causal:
                 stack.callback(module.register_forward_hook(hook(layer)).remove)
             yield
 
-    def _entropies(self, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head query"]:
+    def _entropies(self, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
         """Of queries that had a choice: all but the first, or all in a bidirectional model."""
         wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
         if self.causal is None or self.causal:
@@ -264,7 +258,7 @@ class Causal:
         return entropy
 
     def _compare(
-        self, tokens: Int[Tensor, pos], unedited: _Unedited, logits: Tensor, entropy: dict[int, tuple[float, float]]
+        self, tokens: Int[Tensor, " pos"], unedited: _Unedited, logits: Tensor, entropy: dict[int, tuple[float, float]]
     ) -> dict[str, float]:
         sums = {"kl": 0.0, "agree": 0.0}
         for at in range(0, len(logits), _POSITIONS):
@@ -282,7 +276,7 @@ class Causal:
             "entropy": total if queries else math.nan, "queries": queries,
         }  # fmt: skip
 
-    def _nll(self, tokens: Int[Tensor, pos], logits: Float[Tensor, "pos vocab"]) -> float:
+    def _nll(self, tokens: Int[Tensor, " pos"], logits: Float[Tensor, "pos vocab"]) -> float:
         """Sum over tokens of the next-token loss, nats; NaN if the model has none."""
         if self.no_loss or self.meaningless:
             return math.nan

@@ -40,44 +40,6 @@ RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_ROUNDINGS = 3
 
 
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """The named terms of one norm on some vectors; `affine(normalized)` is its output.
-
-    Shapes [pos d] unless said: mean_component (mu·1), projected (Px), scale (1/sigma, [pos 1]), normalized (Px·scale),
-    gain and bias [d] (None where the norm has none). A norm without projection has `projected` = x and a
-    mean_component of what *would* be removed.
-    """
-
-    mean_component: Float[Tensor, "pos d"]
-    projected: Float[Tensor, "pos d"]
-    scale: Float[Tensor, "pos 1"]
-    normalized: Float[Tensor, "pos d"]
-    gain: Float[Tensor, d] | None
-    bias: Float[Tensor, d] | None
-
-    def total(self) -> Float[Tensor, "pos d"]:
-        """The sum the terms stand for: gain * normalized + bias."""
-        out = self.normalized if self.gain is None else self.normalized * self.gain
-        return out if self.bias is None else out + self.bias
-
-
-def decompose(site: Site, x: Float[Tensor, "pos d"]) -> Terms:
-    """The terms of `site` on its inputs x, in float64 (science: LN(x) = gain * (Px)/sigma + bias).
-
-    Raises:
-        ValueError: x does not have the site's length.
-    """
-    if x.shape[-1] != site.d:
-        raise ValueError(f"{site.name} normalizes vectors of length {site.d}, got {x.shape[-1]}")
-    x = x.double()
-    mean = x.mean(-1, keepdim=True).expand_as(x)
-    projected = x - mean if site.projects else x
-    scale = 1.0 / site.sigma(x)
-    double = [None if t is None else t.double() for t in (site.gain, site.bias)]
-    return Terms(mean, projected, scale, projected * scale, double[0], double[1])
-
-
 @dataclass
 class _Sums:
     """Count, sum and sum of squares of a few per-token numbers."""
@@ -109,7 +71,7 @@ def _measure(
 ) -> tuple[float, float]:  # fmt: skip
     """Share, (angle), |x|, |y|, 1/sigma and sigma of each position into `out`; largest error and |entry| of y.
 
-    What `decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
+    What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
     """
     n, d = x.shape
     row = room(d)

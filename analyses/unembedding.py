@@ -39,14 +39,8 @@ _BUDGET = 3e11
 
 def final_queries(site: Site) -> QuerySet | None:
     """What the final norm can put out: center and axes of gain·x̂ + bias; None if it does not scale (unbounded)."""
-    if not site.scales:
-        return None
-    gain = np.ones(site.d) if site.gain is None else site.gain.double().cpu().numpy()
-    bias = np.zeros(site.d) if site.bias is None else site.bias.double().cpu().numpy()
-    axes = site.radius * np.diag(gain)
-    if site.projects:
-        axes = axes - axes.mean(axis=1, keepdims=True)
-    return QuerySet(bias, axes)
+    found = site.reachable()
+    return None if found is None else QuerySet(found[0].numpy(), found[1].numpy())
 
 
 def measure(

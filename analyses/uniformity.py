@@ -28,10 +28,10 @@ class Uniformity:
     score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best; NaN if unbounded).
     """
 
-    entropy_ratio: Float[Tensor, head]
-    uniform_angle_deg: Float[Tensor, head]
-    score_spread: Float[Tensor, head]
-    score_spread_floor: Float[Tensor, head]
+    entropy_ratio: Float[Tensor, " head"]
+    uniform_angle_deg: Float[Tensor, " head"]
+    score_spread: Float[Tensor, " head"]
+    score_spread_floor: Float[Tensor, " head"]
 
 
 def scores(
@@ -63,7 +63,7 @@ def score_spread(s: Float[Tensor, "head query key"], *, causal: bool = True) -> 
 
 
 def angle_to_uniform(
-    heads: Heads, gain: Float[Tensor, d_model] | None, q: Float[Tensor, "query head d_head"]
+    heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
 ) -> Float[Tensor, "query head"]:
     """Angle in degrees (0–90) of gain * (W_K q) to the ones-vector; q before rotary positions.
 
@@ -99,7 +99,7 @@ def angle_to_uniform(
 
 def spread_floor(
     k: Float[Tensor, "key head d_head"], axes: Float[Tensor, "head d_head axis"] | None
-) -> Float[Tensor, head]:
+) -> Float[Tensor, " head"]:
     """Least standard deviation of scores, in nats, that a query A u with |u| = 1 can have over the keys.
 
     The smallest singular value of the centred keys·A over √keys; 0 where A has fewer directions than d_head.

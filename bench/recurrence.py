@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ln_probe.analyses.lab.recurrent import RecurrentConfig
+from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 
 REPEATS, WORDS, LETTERS = 51, 16, 64
 CASES = [

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.prompts import make_prompts
+from ln_probe.prompting.prompts import make_prompts
 
 # %% [markdown]
 # ## 1. Take it away
@@ -69,7 +69,7 @@ report.layernorms[["site", "mean_share", "angle_to_ones_deg"]]
 # experiment they do not: there, vectors without projection are d times shorter, and scores d² times smaller).
 
 # %%
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CLASSES, LENGTH, STEPS, BATCH = 8, 40, 300, 128
 

@@ -2,5 +2,16 @@
 
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without
+from ln_probe.hooks.site import Site, Terms
+from ln_probe.hooks.sites import find_sites
 
-__all__ = ["Equivalence", "Intervention", "NotEquivalentError", "check_equivalent", "without"]
+__all__ = [
+    "Equivalence",
+    "Intervention",
+    "NotEquivalentError",
+    "Site",
+    "Terms",
+    "check_equivalent",
+    "find_sites",
+    "without",
+]

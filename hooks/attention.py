@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -75,7 +76,6 @@ class Heads:
         divisor: what q·k is divided by.
         rotary: None without rotary positions.
         q_norm, k_norm: norms of queries and keys inside attention, where there are any (per head).
-        kv_heads: number of distinct key heads.
         causal: whether a query sees only the keys at or before it (False: all of them, as in BERT).
     """
 
@@ -88,7 +88,6 @@ class Heads:
     rotary: Rotary | None
     q_norm: Site | None
     k_norm: Site | None
-    kv_heads: int
     causal: bool = True
 
     @property
@@ -98,8 +97,7 @@ class Heads:
     def _make(self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor) -> Tensor:
         made = torch.einsum("pd,hdk->phk", y.double(), W) + b
         if norm is not None:
-            kept = made - made.mean(-1, keepdim=True) if norm.projects else made
-            made = norm.affine(kept / norm.sigma(made))
+            made = norm.affine(norm.normalize(made))
         return self.rotary(made, positions) if self.rotary is not None else made
 
     def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
@@ -126,35 +124,23 @@ class Heads:
     ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None:
         """Center c and axes A of the scaled queries {c + A u, |u| ≤ 1} a head can make at `position`.
 
-        LN(x) = gain·x̂ + bias with x̂ in a ball of radius `site.radius` (and orthogonal to 1 if the norm projects), so
-        A = radius·W_Qᵀ diag(gain) P / divisor and c = (W_Qᵀ bias + b_Q) / divisor, rotated to the position. With a
-        QK-norm the ball it sets (an upper bound). None for a norm that does not scale: its queries are unbounded.
+        What the norm can put out (`Site.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
+        a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
         """
         if self.q_norm is not None:
-            d_head = self.W_Q.shape[-1]
-            norm = self.q_norm
-            if not norm.scales:
-                return None
-            gain = torch.ones(d_head, dtype=torch.float64) if norm.gain is None else norm.gain.double().cpu()
-            plane = torch.eye(d_head, dtype=torch.float64)
-            plane = plane - plane.mean(0, keepdim=True) if norm.projects else plane
-            axes = (norm.radius * gain[:, None] * plane).expand(self.n_heads, -1, -1)
-            bias = torch.zeros(d_head, dtype=torch.float64) if norm.bias is None else norm.bias.double().cpu()
-            center = bias.expand(self.n_heads, -1)
+            found = self.q_norm.reachable()
+            found = found and (found[0].expand(self.n_heads, -1), found[1].expand(self.n_heads, -1, -1))
         else:
-            if not site.scales:
-                return None
-            W = self.W_Q.cpu()
-            gain = torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double().cpu()
-            bias = torch.zeros(site.d, dtype=torch.float64) if site.bias is None else site.bias.double().cpu()
-            axes = site.radius * (W * gain[:, None]).transpose(1, 2)
-            if site.projects:
-                axes = axes - axes.mean(-1, keepdim=True)
-            center = torch.einsum("d,hdk->hk", bias, W) + self.b_Q.cpu()
+            found = site.reachable(self.W_Q)
+            found = found and (found[0] + self.b_Q.cpu(), found[1])
+        if found is None:
+            return None
+        center, axes = found
         if self.rotary is not None:
             here = torch.full((axes.shape[-1],), position)
             table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
-            axes = table(axes.permute(2, 0, 1), here).permute(1, 2, 0)
+            turned = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
+            axes = rearrange(turned, "wide head d_head -> head d_head wide")
             center = table(center[None], here[:1])[0]
         return center / self.divisor, _compact(axes / self.divisor)
 
@@ -248,13 +234,20 @@ def read_heads(
         rotary = Rotary(cos_sin[0], cos_sin[1], adjacent)
     elif isinstance(getattr(module, "rotary_cos", None), Tensor):
         rotary = Rotary(module.rotary_cos.detach(), module.rotary_sin.detach(), adjacent)
-    kv_heads = int(getattr(module, "_W_K", module.W_K).shape[0])
     worst = math.inf
     for divisor in dict.fromkeys(_divisors(module, d_head)):
         heads = Heads(
-            layer, W_Q, _bias(module, "b_Q", W_Q), W_K, _bias(module, "b_K", W_K), divisor, rotary,
-            qk_norms.get("query"), qk_norms.get("key"), kv_heads, causal,
-        )  # fmt: skip
+            layer,
+            W_Q,
+            _bias(module, "b_Q", W_Q),
+            W_K,
+            _bias(module, "b_K", W_K),
+            divisor,
+            rotary,
+            qk_norms.get("query"),
+            qk_norms.get("key"),
+            causal,
+        )
         difference = _disagreement(heads, norm_output, pattern)
         worst = min(worst, difference)
         if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):

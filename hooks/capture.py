@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,9 +101,78 @@ def _by_position(site: Site, value: Tensor, length: int) -> Float[Tensor, "rows 
     return value.reshape(-1, site.d)
 
 
+class _Pass:
+    """One forward pass under way: what has been seen of the layer that is running, and whom to tell."""
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        length: int,
+        on_norm: OnNorm | None,
+        on_attention: OnAttention | None,
+        wanted: Collection[int],
+    ) -> None:
+        self.sites, self.length, self.wanted = sites, length, wanted
+        self.on_norm, self.on_attention = on_norm, on_attention
+        self.before = {layer: s for s in sites for layer in s.attention_layers}
+        self.running: dict[int, _Layer] = {}
+        self.done: set[str] = set()
+
+    def hooks(self, model: HookedModel) -> Iterator[tuple[nn.Module, Any]]:
+        """The forward hooks to put on, with their modules."""
+        for site in self.sites:
+            yield site.module, self._norm_hook(site)
+        if self.on_attention is None:
+            return
+        for layer, block in enumerate(blocks(model)):
+            attn = getattr(block, "attn", None)
+            if layer not in self.wanted or not isinstance(attn, nn.Module):
+                continue
+            for name, child in attn.named_children():
+                if name in ("hook_pattern", "hook_cos", "hook_sin"):
+                    yield child, self._keep(layer, name)
+            yield attn, self._attention_hook(layer, attn, self.on_attention)
+
+    def _norm_hook(self, site: Site) -> Any:
+        def hook(_m: nn.Module, args: Any, output: Tensor) -> None:
+            if site.name in self.done:
+                return
+            self.done.add(site.name)
+            x, y = args[0].detach(), output.detach()
+            _finite(site, x, "input")
+            _finite(site, y, "output")
+            if self.on_norm is not None:
+                self.on_norm(site, _by_position(site, x, self.length), _by_position(site, y, self.length))
+            for layer in site.attention_layers if self.on_attention is not None else ():
+                if layer in self.wanted:
+                    self.running[layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+
+        return hook
+
+    def _keep(self, layer: int, name: str) -> Any:
+        def hook(_m: nn.Module, _args: Any, output: Tensor) -> None:
+            if layer in self.running:
+                self.running[layer].tensors[name] = output.detach()[0]
+
+        return hook
+
+    def _attention_hook(self, layer: int, attn: nn.Module, on_attention: OnAttention) -> Any:
+        def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
+            seen = self.running.pop(layer, None)
+            if seen is None or "hook_pattern" not in seen.tensors:
+                return
+            t = seen.tensors
+            return_free_memory()
+            cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
+            on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, self.before[layer]))
+            return_free_memory()
+
+        return hook
+
+
 def stream(
     model: HookedModel,
-    tokens: Int[Tensor, pos],
+    tokens: Int[Tensor, " pos"],
     sites: Sequence[Site],
     *,
     on_norm: OnNorm | None = None,
@@ -125,62 +194,10 @@ def stream(
         ActivationError: a norm's input or output is not finite.
     """
     wanted = range(len(blocks(model))) if layers is None else layers
-    before = {layer: s for s in sites for layer in s.attention_layers}
-    running: dict[int, _Layer] = {}
-    done: set[str] = set()
-
-    def norm_hook(site: Site) -> Any:
-        def hook(_m: nn.Module, args: Any, output: Tensor) -> None:
-            if site.name in done:
-                return
-            done.add(site.name)
-            x, y = args[0].detach(), output.detach()
-            _finite(site, x, "input")
-            _finite(site, y, "output")
-            if on_norm is not None:
-                on_norm(site, _by_position(site, x, len(tokens)), _by_position(site, y, len(tokens)))
-            for layer in site.attention_layers if on_attention is not None else ():
-                if layer in wanted:
-                    running[layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
-
-        return hook
-
-    def keep(layer: int, name: str) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Tensor) -> None:
-            if layer in running:
-                running[layer].tensors[name] = output.detach()[0]
-
-        return hook
-
-    def attention_hook(layer: int, attn: nn.Module) -> Any:
-        def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
-            seen = running.pop(layer, None)
-            if seen is None or on_attention is None or "hook_pattern" not in seen.tensors:
-                return
-            t = seen.tensors
-            return_free_memory()
-            cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
-            on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, before[layer]))
-            return_free_memory()
-
-        return hook
-
+    under_way = _Pass(sites, len(tokens), on_norm, on_attention, wanted)
     with ExitStack() as stack:
-
-        def put(module: nn.Module, hook: Any) -> None:
+        for module, hook in under_way.hooks(model):
             stack.callback(module.register_forward_hook(hook).remove)
-
-        for site in sites:
-            put(site.module, norm_hook(site))
-        if on_attention is not None:
-            for layer, block in enumerate(blocks(model)):
-                attn = getattr(block, "attn", None)
-                if layer not in wanted or not isinstance(attn, nn.Module):
-                    continue
-                for name, child in attn.named_children():
-                    if name in ("hook_pattern", "hook_cos", "hook_sin"):
-                        put(child, keep(layer, name))
-                put(attn, attention_hook(layer, attn))
         run(model, tokens[None])
     if on_attention is not None:
         return_free_memory()

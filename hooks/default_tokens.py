@@ -27,7 +27,7 @@ def tokenizer_of(model: HookedModel) -> Any:
     return getattr(model, "tokenizer", None)
 
 
-def encode(model: HookedModel, text: str) -> Int[Tensor, pos]:
+def encode(model: HookedModel, text: str) -> Int[Tensor, " pos"]:
     """Token ids of one text, behind the tokenizer's first token where the model was trained with one.
 
     Raises:
@@ -67,7 +67,7 @@ def sample(model: HookedModel, *, limit: int, seed: int) -> Int[Tensor, "batch p
     return rows
 
 
-def default_tokens(model: HookedModel) -> list[Int[Tensor, pos]]:
+def default_tokens(model: HookedModel) -> list[Int[Tensor, " _"]]:
     """The bundled texts, or sequences sampled from the model (seed 0) if it has no tokenizer: as `analyze` has them."""
     limit = min(MAX_TOKENS, context_length(model))
     if tokenizer_of(model) is None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import HookedModel, blocks
-
-if TYPE_CHECKING:
-    from ln_probe.hooks.sites import Site
+from ln_probe.hooks.site import Site
 
 # From a norm's input and output to another output.
 Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]]

@@ -21,8 +21,11 @@ from ln_probe.hooks.sites import Site, find_sites
 # Largest difference that processing explains, relative to the largest value: it rounds the weights themselves anew
 # (measured: up to 2.5e-6 in float32 and 8.2e-2 in bfloat16; a fold that goes wrong: 5.3e-1).
 PROCESSING_BOUND = {
-    torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1.5e-1, torch.float16: 4e-2,
-}  # fmt: skip
+    torch.float64: 1e-5,
+    torch.float32: 1e-4,
+    torch.bfloat16: 1.5e-1,
+    torch.float16: 4e-2,
+}
 PROBE_TOKENS = 48
 
 
@@ -53,7 +56,7 @@ class Equivalence:
         return self.logits_difference <= self.bound
 
 
-def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, pos] | None = None) -> Equivalence:
+def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"] | None = None) -> Equivalence:
     """Compare a folded or centred model with the raw one, on one prompt; raise if they are not the same function.
 
     Args:
@@ -113,17 +116,15 @@ def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_
 @dataclass(frozen=True, eq=False)
 class _Behaviour:
     logits: Float[Tensor, "pos d_vocab"]
-    normalized: dict[str, Float[Tensor, "pos d"]]
+    normalized: dict[str, Float[Tensor, "_ _"]]  # rows and length differ from norm to norm
 
 
-def _behaviour(model: object, tokens: Int[Tensor, pos]) -> _Behaviour:
+def _behaviour(model: object, tokens: Int[Tensor, " pos"]) -> _Behaviour:
     hooked = check_model(model)
     normalized: dict[str, Tensor] = {}
 
     def keep(site: Site, x: Tensor, _y: Tensor) -> None:
-        values = x.double()
-        kept = values - values.mean(-1, keepdim=True) if site.projects else values
-        normalized[site.name] = (kept / site.sigma(values)).cpu()
+        normalized[site.name] = site.normalize(x.double()).cpu()
 
     with evaluating(hooked):
         stream(hooked, tokens, find_sites(hooked), on_norm=keep)

@@ -17,7 +17,7 @@ from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabu
 from ln_probe.hooks.sites import Site
 
 
-def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, pos]]) -> dict[str, float]:
+def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, float]:
     """Mean sigma of each site over the prompts' tokens other than position 0 (over all, if there are no others).
 
     The same constants as a report's `provenance["constants"]`. Costs one forward pass a prompt.
@@ -48,7 +48,7 @@ def _mean(sums: list[float]) -> float:
     return sums[0] / sums[1] if sums[1] else math.nan
 
 
-def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, pos]]:
+def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
     """The rows of calibration tokens a user gave.
 
     Raises:

@@ -29,9 +29,17 @@ from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
 
 __all__ = [
-    "FROZEN", "GROUPS", "Intervention", "InterventionError", "LostEditError", "NoOpWarning", "make_edit", "members",
-    "why_nothing", "without",
-]  # fmt: skip
+    "FROZEN",
+    "GROUPS",
+    "Intervention",
+    "InterventionError",
+    "LostEditError",
+    "NoOpWarning",
+    "make_edit",
+    "members",
+    "why_nothing",
+    "without",
+]
 
 FROZEN = "frozen"
 GROUPS = ("attention", "mlp", "final", "all")
@@ -176,8 +184,9 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3)
             raise InterventionError(
                 f"no norm called {name!r}; the nearest names are {', '.join(map(repr, near))}"
-                if near else f"no norm called {name!r}; there are {_some(list(known))}"
-            )  # fmt: skip
+                if near
+                else f"no norm called {name!r}; there are {_some(list(known))}"
+            )
         if names.count(name) > 1:
             raise InterventionError(f"{name!r} is given twice")
     return [s for s in found if s.name in names]

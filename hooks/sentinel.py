@@ -88,7 +88,7 @@ def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> Float[Tensor, "row 
     return logits.double().flatten(1)
 
 
-def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, row]:
+def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
     return (logits - logits[0]).abs().amax(-1)
 
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import edits_on
 from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
+from ln_probe.hooks.site import KINDS, READERS, Site, Terms
 from ln_probe.hooks.state import state_of, writing_weights
 
-KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
-READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
+__all__ = ["KINDS", "READERS", "Site", "SiteError", "Terms", "find_sites", "site_modules"]
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
@@ -35,65 +34,6 @@ PROBE_TOKENS = 3
 
 class SiteError(ValueError):
     """A norm does not behave as a norm (NaN weights, or a formula that ln_probe does not know)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One norm of a model.
-
-    Attributes:
-        name: hook-point name without its last part.
-        layer: block index; the final norm has the number of layers, one after the embedding 0.
-        kind: one of KINDS (what it does to a vector; lab norms keep their own names).
-        reads: one of READERS (who takes its output).
-        attention_layers: blocks whose attention takes its output; after a post-norm block, the next one.
-        state: one of `ln_probe.hooks.state.STATES`.
-        evidence: why `state` and `reads` say so.
-        module: the module to put torch hooks on.
-        gain, bias: the affine part as it acts (Gemma's offset included); None where there is none.
-        eps: as found in its answer to a zero vector.
-        radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
-        constant_scale: the divisor of a norm that does not scale; NaN for the others.
-    """
-
-    name: str
-    layer: int
-    kind: str
-    reads: str
-    state: str
-    evidence: str
-    module: nn.Module
-    d: int
-    gain: Float[Tensor, d] | None
-    bias: Float[Tensor, d] | None
-    eps: float
-    radius: float
-    constant_scale: float
-    attention_layers: tuple[int, ...] = ()
-
-    @property
-    def projects(self) -> bool:
-        return self.kind in ("layernorm", "projection_only")
-
-    @property
-    def scales(self) -> bool:
-        return self.kind in ("layernorm", "rmsnorm", "scaling_only")
-
-    def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """The divisor this norm uses on x (in x's own precision)."""
-        if not self.scales:
-            return torch.full_like(x[..., :1], self.constant_scale)
-        kept = x - x.mean(-1, keepdim=True) if self.projects else x
-        return (kept.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
-
-    def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Gain and bias applied."""
-        out = normalized
-        if self.gain is not None:
-            out = out * self.gain.to(out)
-        if self.bias is not None:
-            out = out + self.bias.to(out)
-        return out
 
 
 @dataclass(frozen=True)
@@ -211,9 +151,14 @@ def _describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any
     if not all(torch.isfinite(t).all() for t in (answers.out, answers.scale)):
         raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
     return {
-        "d": d, "kind": kind, "gain": gain, "bias": bias,
-        "eps": eps, "radius": radius, "constant_scale": constant,
-    }  # fmt: skip
+        "d": d,
+        "kind": kind,
+        "gain": gain,
+        "bias": bias,
+        "eps": eps,
+        "radius": radius,
+        "constant_scale": constant,
+    }
 
 
 def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
@@ -306,9 +251,10 @@ def _readers(outputs: dict[str, list[Tensor]], seen: dict[Reader, list[Tensor]])
         if not taken:
             flat = [t.flatten() for t in inputs]
             taken = [
-                n for n, made in outputs.items()
+                n
+                for n, made in outputs.items()
                 if ".attn." not in n and any(torch.equal(t, made[0].flatten()) for t in flat)
-            ]  # fmt: skip
+            ]
         if taken:
             found[taken[-1]].append(reader)
     return found
@@ -354,13 +300,26 @@ def find_sites(model: object) -> list[Site]:
         layers_reading = sorted({place for what, place in taken if what != "unembed"})
         projects = facts["kind"] in ("layernorm", "projection_only")
         state, evidence = state_of(
-            hooked, layer=layer, reads=reads, reading_layers=layers_reading, projects=projects, gain=facts["gain"],
-            bias=facts["bias"], x=inputs.get(name), writing=writing,
-        )  # fmt: skip
+            hooked,
+            layer=layer,
+            reads=reads,
+            reading_layers=layers_reading,
+            projects=projects,
+            gain=facts["gain"],
+            bias=facts["bias"],
+            x=inputs.get(name),
+            writing=writing,
+        )
         sites.append(
             Site(
-                name=name, layer=layer, reads=reads, state=state, evidence=evidence, module=module,
-                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")), **facts,
+                name=name,
+                layer=layer,
+                reads=reads,
+                state=state,
+                evidence=evidence,
+                module=module,
+                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")),
+                **facts,
             )
-        )  # fmt: skip
+        )
     return sites

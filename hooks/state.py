@@ -174,8 +174,8 @@ def state_of(
     reads: str,
     reading_layers: Sequence[int],
     projects: bool,
-    gain: Float[Tensor, d] | None,
-    bias: Float[Tensor, d] | None,
+    gain: Float[Tensor, " d"] | None,
+    bias: Float[Tensor, " d"] | None,
     x: Float[Tensor, "*batch d"] | None,
     writing: Sequence[Weight],
 ) -> tuple[str, str]:

@@ -34,10 +34,9 @@ def normalized(
     site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | None
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
-    keeps_mean = takes_projection(site, variant) or not site.projects
-    divisor = constant if takes_scaling(site, variant) else site.sigma(x)
-    assert divisor is not None
-    return (x if keeps_mean else x - x.mean(-1, keepdim=True)) / divisor
+    frozen = takes_scaling(site, variant)
+    assert not frozen or constant is not None
+    return site.normalize(x, keep_mean=takes_projection(site, variant), divisor=constant if frozen else None)
 
 
 def changed_output(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from ln_probe.analyses.checkpoint_names import step_named
 from ln_probe.analyses.files import write_atomically
 from ln_probe.report import Report
 
@@ -96,8 +96,7 @@ def step_of(report: Report) -> int | None:
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
-    match = re.fullmatch(r"(?:step[-_ ]?)?(\d+)", str(model.get("revision") or ""))
-    return int(match[1]) if match else None
+    return step_named(str(model.get("revision") or ""))
 
 
 def told_apart(reports: Sequence[Report]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from ln_probe.analyses.checkpoint_names import step_named
 from ln_probe.loading.provenance import ModelSource, remember, source_of
 
 if TYPE_CHECKING:
@@ -273,10 +274,10 @@ def _source(
 
 def lab_step(revision: str) -> int:
     """The training step that a lab run's revision names."""
-    digits = re.fullmatch(r"(?:step)?(\d+)", revision)
-    if digits is None:
+    step = step_named(revision)
+    if step is None:
         raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
-    return int(digits[1])
+    return step
 
 
 def _load_lab(

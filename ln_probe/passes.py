@@ -141,7 +141,7 @@ class Passes:
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
 
-    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, pos]]]) -> Calibration:
+    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
         """The first pass, over all prompts (number and token ids) in their order."""
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         statistics = [
@@ -193,7 +193,7 @@ class Passes:
             notes=self._notes(statistics, unsupported, bidirectional),
         )
 
-    def measure(self, prompts: Sequence[tuple[int, Int[Tensor, pos]]], calibration: Calibration) -> Measured:
+    def measure(self, prompts: Sequence[tuple[int, Int[Tensor, " _"]]], calibration: Calibration) -> Measured:
         """The second pass, over any of the prompts (number and token ids)."""
         keys = self._keys(prompts, calibration) if self.wants_heads else []
         members = [s for s in self.sites if s.name in calibration.constants]
@@ -227,7 +227,7 @@ class Passes:
             stream(self.model, row, self.sites, on_attention=on_attention, layers=self.layers)
         return found.rows()
 
-    def record(self, prompts: Sequence[Int[Tensor, pos]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
+    def record(self, prompts: Sequence[Int[Tensor, " _"]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
         """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet.
 
         Nothing, if no keys are asked for: the pass would cost as much as the statistics of the norms themselves.

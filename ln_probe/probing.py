@@ -20,7 +20,7 @@ from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.models import source_of
 from ln_probe.passes import PROBES, Calibration, Passes, Settings, effects_table
-from ln_probe.prompts import make_prompts
+from ln_probe.prompting.prompts import make_prompts
 from ln_probe.recording import marked
 from ln_probe.report import Report
 

@@ -41,7 +41,7 @@ _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdict
 def record(
     model: HookedModel,
     sites: Sequence[Site],
-    prompts: Sequence[Int[Tensor, pos]],
+    prompts: Sequence[Int[Tensor, " _"]],
     tokens: Sequence[Sequence[str]],
     *,
     layers: Sequence[int],
@@ -123,7 +123,7 @@ class _Recorder:
 
     def __init__(
         self,
-        prompts: Sequence[Int[Tensor, pos]],
+        prompts: Sequence[Int[Tensor, " _"]],
         tokens: Sequence[Sequence[str]],
         layers: Sequence[int],
         heads: Sequence[int],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from ln_probe.analyses.checkpoint_names import step_named
 from ln_probe.analyses.files import PARTIAL, write_atomically
 
 LAB_FILE = "lab.json"
@@ -75,7 +76,8 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Steps whose model a run's folder holds, ascending."""
-    return sorted(int(p.stem.split("-")[1]) for p in (run / "checkpoints").glob("step-*.safetensors"))
+    kept = (run / "checkpoints").glob("step-*.safetensors")
+    return sorted(step for path in kept if (step := step_named(path.stem)) is not None)
 
 
 def weights_of(run: Path, step: int | None = None) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pandas as pd
 import torch
@@ -47,6 +47,48 @@ class Run:
     @property
     def name(self) -> str:
         return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
+
+
+Cell = TypeVar("Cell")
+
+
+def planned(
+    cells: Iterable[Cell],
+    request: Request,
+    *,
+    keys: Callable[[Cell], Mapping[str, str | int | float]],
+    name: Callable[[Cell], str],
+    task: Callable[[Cell, int], Task],
+    spec: Callable[[Cell], ModelSpec],
+    training: Callable[[Cell, int], TrainConfig],
+) -> list[Run]:
+    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result.
+
+    Args:
+        cells: what is compared, one model to train each.
+        request: whose seeds and folder.
+        keys: a cell's columns in the tables.
+        name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
+        task, spec, training: of a cell (and a seed).
+
+    Raises:
+        ValueError: two cells have the same name, so that their runs would share a folder.
+    """
+    cells = list(cells)
+    names = [name(cell) for cell in cells]
+    if twice := [n for n in dict.fromkeys(names) if names.count(n) > 1]:
+        raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
+    return [
+        Run(
+            keys(cell),
+            task(cell, seed),
+            spec(cell),
+            training(cell, seed),
+            request.out / "runs" / f"{name(cell)}-seed{seed}",
+        )
+        for seed in request.seeds
+        for cell in cells
+    ]
 
 
 def carry_out(runs: Sequence[Run], request: Request) -> None:

@@ -22,7 +22,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from filelock import FileLock, Timeout
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
     DIVERGED_FILE,
@@ -47,6 +46,7 @@ from ln_probe.analyses.lab.run_folder import (
     metric_rows,
     weights_of,
 )
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
@@ -110,6 +110,7 @@ class TrainConfig:
         return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
 
 
+@runtime_checkable
 class ModelSpec(Protocol):
     """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.
 
@@ -121,6 +122,7 @@ class ModelSpec(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
 
@@ -244,13 +246,7 @@ def _train(
         task.loss(model, task.batch(0, training.batch, training.seed))
     optimizer = _optimizer(model, training)
     state = out / STATE_FILE
-    counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
-    if state.exists():
-        packed = _load(state)
-        try:
-            counters = _unpack(model, optimizer, packed)
-        except (KeyError, RuntimeError) as error:
-            raise ValueError(f"{state} does not fit {out / LAB_FILE} ({error}): delete it to start again") from error
+    counters = _restore(model, optimizer, state)
     start = int(counters["step"])
     task.write_files(out)
     (out / "checkpoints").mkdir(exist_ok=True)
@@ -268,12 +264,7 @@ def _train(
         loss = task.loss(model, task.batch(step, training.batch, training.seed))
         value = loss.item()
         if not math.isfinite(value):
-            message = (
-                f"{out}: the loss is {value} at step {step} (seed {training.seed}); the last state before it is "
-                f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
-            )
-            write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
-            raise DivergedError(message)
+            raise _diverged(out, training, step, value)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if training.clip:
@@ -298,6 +289,28 @@ def _train(
     save_model(model, out / MODEL_FILE)
     state.unlink(missing_ok=True)
     return model
+
+
+def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) -> dict[str, float]:
+    """Where an interrupted run stopped, put back into model and optimizer; zeros if there is nothing to go on from."""
+    if not state.exists():
+        return {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
+    packed = _load(state)
+    try:
+        return _unpack(model, optimizer, packed)
+    except (KeyError, RuntimeError) as error:
+        where = state.parent / LAB_FILE
+        raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
+
+
+def _diverged(out: Path, training: TrainConfig, step: int, loss: float) -> DivergedError:
+    """The error to raise, its mark left in the run's folder."""
+    message = (
+        f"{out}: the loss is {loss} at step {step} (seed {training.seed}); the last state before it is "
+        f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
+    )
+    write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
+    return DivergedError(message)
 
 
 def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer:

@@ -358,8 +358,8 @@ def _targets(wish: Wish) -> list[Target]:
 
 
 def _settings(wish: Wish) -> Settings:
-    from ln_probe.corpus import check_source
     from ln_probe.passes import KEYS, PROBES, Settings
+    from ln_probe.prompting.sources import check_source
 
     wanted = PROBES if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
     if unknown := [p for p in wanted if p not in PROBES]:
@@ -377,8 +377,8 @@ def _settings(wish: Wish) -> Settings:
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
-    from ln_probe.batch.corpus import PER_SHARD, divide
     from ln_probe.batch.plan import Run
+    from ln_probe.prompting.shards import PER_SHARD, divide
 
     sharded = divide(wish.prompts, corpus, wish.shard or PER_SHARD, wish.max_prompts)
     command = shlex.join(["ln-probe", *sys.argv[1:]])

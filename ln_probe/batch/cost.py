@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ln_probe.batch.corpus import SAMPLED, ShardedCorpus, shard_file
 from ln_probe.batch.plan import UNEMBEDDING, Run
 from ln_probe.batch.suite import Target
+from ln_probe.prompting.shards import ShardedCorpus, shard_file
+from ln_probe.prompting.sources import SAMPLED
 
 # Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt: 5.6e-5 measured on
 # lm-layernorm (d_head 8), 4.8e-4 on GPT-2 small's shape (d_head 64, bench/probe.py). In between, as a power.

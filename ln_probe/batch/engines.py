@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ln_probe.analyses.worker import follow_parent
 from ln_probe.batch.plan import Run, Unit
@@ -21,6 +21,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Workers that do one unit at a time each."""
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import ln_probe
 from ln_probe.analyses.files import write_atomically
-from ln_probe.batch.corpus import ShardedCorpus
 from ln_probe.batch.suite import Target
 from ln_probe.passes import Settings
+from ln_probe.prompting.shards import ShardedCorpus
 
 WORK_FOLDER = ".ln_probe"
 FORMAT = 2

@@ -144,11 +144,11 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
 
 def _step_folders(path: Path) -> dict[int, Path]:
     """Subfolders checkpoint-N or stepN that hold a model, by step: what Hugging Face's Trainer writes."""
-    from ln_probe.loading.hub import step_of
+    from ln_probe.analyses.checkpoint_names import step_named
 
     if not path.is_dir() or (path / "config.json").is_file():
         return {}
-    found = {step_of(child.name): child for child in path.iterdir() if (child / "config.json").is_file()}
+    found = {step_named(child.name): child for child in path.iterdir() if (child / "config.json").is_file()}
     return {step: found[step] for step in sorted(s for s in found if s is not None)}
 
 

@@ -27,12 +27,12 @@ from ln_probe.batch import store
 from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, UNEMBEDDING, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target
-from ln_probe.batch.tokens import TokenShards
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.passes import Calibration, Passes, effects_table
-from ln_probe.prompts import cut_notes, namer, summary
+from ln_probe.prompting.prompts import cut_notes, namer, summary
+from ln_probe.prompting.token_shards import TokenShards
 from ln_probe.recording import SAMPLED_PROMPTS, marked
 
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.checkpoint_names import step_named
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own
@@ -138,14 +139,8 @@ def checkpoints(repository: str) -> list[str]:
             f"the training checkpoints of {repository} cannot be listed ({type(error).__name__}: {error}): give "
             "them as --checkpoints 0,1000,…"
         ) from error
-    found = {branch.name: step for branch in refs.branches if (step := step_of(branch.name)) is not None}
+    found = {branch.name: step for branch in refs.branches if (step := step_named(branch.name)) is not None}
     return sorted(found, key=lambda name: found[name])
-
-
-def step_of(name: str) -> int | None:
-    """The training step in the name of a branch or folder (step1000, checkpoint-1000, 1000); None if there is none."""
-    match = re.fullmatch(r"(?:step|checkpoint)?[-_]?(\d+)", name)
-    return None if match is None else int(match[1])
 
 
 class _UnreachableError(Exception):

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab import crasp_programs
-from ln_probe.analyses.lab.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp_transformer import answers, compare_table, gate_program, gate_transformer
+from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
+from ln_probe.analyses.lab.depth.crasp_transformer import answers, compare_table, gate_program, gate_transformer
 
 ALPHABET = "ab"
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.language_model import bundle
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.language_model.bundled_language_model import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.run_folder import checkpoint_steps
-from ln_probe.analyses.lab.text import TextTask, train_tokenizer
+from ln_probe.analyses.lab.text_task import TextTask, train_tokenizer
 from ln_probe.analyses.lab.training import DivergedError, TrainConfig, load_run, train
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)
 SHORT = TrainConfig(steps=12, batch=4, evaluate_every=4, state_every=1, save_at=(0, 6))

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab import approximation
-from ln_probe.analyses.lab.approximation_targets import (
+from ln_probe.analyses.lab.approximation import approximation
+from ln_probe.analyses.lab.approximation.approximation_targets import (
     LENGTH,
     SLOPE_RANGE,
     design,
@@ -24,9 +24,14 @@ from ln_probe.analyses.lab.approximation_targets import (
     table_optimum,
     variance,
 )
+from ln_probe.analyses.lab.approximation.relative_transformer import (
+    KERNELS,
+    NORM_ORDERS,
+    RelativeConfig,
+    RelativeTransformer,
+)
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.relative_transformer import KERNELS, NORM_ORDERS, RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.runs import train_all
 from ln_probe.analyses.lab.training import TrainConfig
 
@@ -258,7 +263,7 @@ def test_what_there_is_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         approximation, "training", lambda quick, seed, lr: TrainConfig(steps=1, batch=2, seed=seed, lr=lr)
     )
-    runs = approximation.planned(request)
+    runs = approximation.make_runs(request)
     for part in ([r for r in runs if r.keys["target"] == "1b"][:4], [runs[0]], [runs[40]]):
         train_all(part, progress=False)
         results = run("approximation", request, command="", ln_probe_version="0")

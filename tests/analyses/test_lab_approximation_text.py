@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ln_probe.analyses.lab import approximation_text
+from ln_probe.analyses.lab.approximation import approximation_text
+from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.training import TrainConfig
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab import counting
-from ln_probe.analyses.lab.counter_languages import (
+from ln_probe.analyses.lab.counting import counting, counting_tasks
+from ln_probe.analyses.lab.counting.counter_languages import (
     EOS,
     PAD,
     PREFIX_LANGUAGES,
@@ -24,11 +24,12 @@ from ln_probe.analyses.lab.counter_languages import (
     prefix_labels,
     sample_prefixes,
 )
+from ln_probe.analyses.lab.counting.counting_tasks import counted
+from ln_probe.analyses.lab.counting.majority_gate import gate, gate_table
+from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig, step_by_step
+from ln_probe.analyses.lab.counting.recurrent_steps import pooled
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.majority_gate import gate, gate_table
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.recurrent import CELLS, NORM_SITES, RecurrentConfig, step_by_step
-from ln_probe.analyses.lab.recurrent_steps import pooled
 from ln_probe.analyses.lab.training import TrainConfig
 
 
@@ -103,7 +104,7 @@ def test_exactness_of_known_networks(letters: int) -> None:
         ((20, 20), 0.02, (0, 0, 12)),
         ((1, 7), 0.999, (1, 7, 7)),  # then EOS itself is rejected
     ):
-        found = counting.counted(Known(letters, knows, chance), letters, 12)
+        found = counted(Known(letters, knows, chance), letters, 12)
         assert tuple(found[key] for key in ("exact_from", "exact_to", "accepted_to")) == expected
 
 
@@ -286,7 +287,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         counting.Cell("L5", "transformer", "none", "blocks"), counting.Cell("anbn", "gru"),
     )  # fmt: skip
     monkeypatch.setattr(counting, "grid", lambda quick: cells)
-    monkeypatch.setattr(counting, "EVALUATION_LABELS", 500)
+    monkeypatch.setattr(counting_tasks, "EVALUATION_LABELS", 500)
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
     request = Request(out=tmp_path / "counting", seeds=(0, 1), quick=True, progress=False)
     results = run("counting", request, command="ln-probe lab run counting", ln_probe_version="0")

@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab import depth
-from ln_probe.analyses.lab.block_languages import (
+from ln_probe.analyses.lab.depth import depth
+from ln_probe.analyses.lab.depth.block_languages import (
     BOS,
     IGNORED,
     exact_match,
     predicted_depth,
     sample_block_words,
 )
-from ln_probe.analyses.lab.crasp import parse
-from ln_probe.analyses.lab.crasp_programs import block_symbol, last_block
+from ln_probe.analyses.lab.depth.crasp import parse
+from ln_probe.analyses.lab.depth.crasp_programs import block_symbol, last_block
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.training import TrainConfig
 

@@ -10,10 +10,15 @@ import pandas as pd
 import pytest
 from scipy.optimize import linprog
 
-from ln_probe.analyses.lab import random_keys
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
+from ln_probe.analyses.lab.majority.majority_data import MajoritySize
+from ln_probe.analyses.lab.majority.majority_task import MajorityTask
+from ln_probe.analyses.lab.random_keys import random_keys
+from ln_probe.analyses.lab.random_keys.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
 from ln_probe.analyses.lab.results import Results, effects, summarize, write_results
+from ln_probe.analyses.lab.runs import Run, planned
+from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.transformer import LabConfig
 
 # ------------------------------------------------------------------------------------------------------------ tables
 
@@ -121,3 +126,28 @@ def test_the_maps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert published.loc[NORMAL, 3]["mean"] == published.loc[NORMAL, 3]["published"] == 1
     assert found.conclusions[0].startswith("After LayerNorm no key is unselectable: points of a sphere")
     assert list(found.figures) == ["maps"]
+
+
+def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
+    """All cells with the first seed come first, each in a folder of its own; two cells may not share one."""
+    request = Request(out=tmp_path, seeds=(0, 3))
+    task = MajorityTask(0, MajoritySize(examples=1000))
+
+    def plan(cells: list[int]) -> list[Run]:
+        return planned(
+            cells, request, keys=lambda d: {"d": d}, name=lambda d: f"d{d // 10}", task=lambda *_: task,
+            spec=lambda d: LabConfig(1, d, 1, 6, 12), training=lambda d, seed: TrainConfig(steps=d, batch=1, seed=seed),
+        )  # fmt: skip
+
+    runs = plan([10, 20])
+    assert [(r.keys["d"], r.seed, r.training.steps) for r in runs] == [
+        (10, 0, 10),
+        (20, 0, 20),
+        (10, 3, 10),
+        (20, 3, 20),
+    ]
+    assert [str(r.folder.relative_to(tmp_path)) for r in runs] == [
+        "runs/d1-seed0", "runs/d2-seed0", "runs/d1-seed3", "runs/d2-seed3",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="two cells are called 'd1', so their runs would share a folder"):
+        plan([10, 11])

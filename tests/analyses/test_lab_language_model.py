@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.analyses.lab import published_language_model, text
+from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.published_language_model import (
+from ln_probe.analyses.lab.language_model import published_language_model
+from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
     FRACTION,
     FULL,
@@ -24,7 +24,8 @@ from ln_probe.analyses.lab.published_language_model import (
     run,
     unselectable_keys,
 )
-from ln_probe.analyses.lab.text import TextTask, piecewise_loss, read_tokenizer, train_tokenizer
+from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.text_task import TextTask, piecewise_loss, read_tokenizer, train_tokenizer
 
 SIZE = Size(d_vocab=300, n_ctx=24, batch=2, steps=4, valid_windows=4)
 
@@ -53,7 +54,7 @@ def test_the_published_shape() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_logits_in_pieces(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PIECE", 7)
+    monkeypatch.setattr(text_task, "PIECE", 7)
     torch.manual_seed(0)
     model = replace(published_model("layernorm", None, SIZE), bias_unembed=bias).build().double()
     with torch.no_grad():

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ln_probe.analyses.lab.bags.rows import _exp
-from ln_probe.analyses.lab.majority import EPOCH, MajorityTask, majority_model, query_angles, sequences
-from ln_probe.analyses.lab.majority_data import MajoritySize, make_data, partitions
-from ln_probe.analyses.lab.majority_findings import WHENEVER, findings
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.majority.bags.rows import _exp
+from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data, partitions
+from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings
+from ln_probe.analyses.lab.majority.majority_task import EPOCH, MajorityTask, majority_model, query_angles, sequences
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.runs import Run, diverged, train_all
 from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 SMALL = MajoritySize(classes=6, length=12, margin=2, examples=400)
 

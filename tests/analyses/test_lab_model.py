@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ln_probe
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer, alibi_slopes, sinusoidal_table
 from ln_probe.analyses.lab.norms import Norm, calibrate
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, alibi_slopes, sinusoidal_table
 
 SHAPE = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_vocab": 30, "n_ctx": 12}
 TOKENS = torch.arange(20).reshape(2, 10)

@@ -172,8 +172,8 @@ def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., An
 
 
 def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
-    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
     from ln_probe.analyses.lab.norms import calibrate
+    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(0)
     model = LabTransformer(LabConfig(n_layers=1, d_model=16, n_heads=2, d_vocab=50, n_ctx=32, norm="projection_only"))

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 import ln_probe
 from ln_probe.analyses import unembedding
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks.sites import Site, find_sites
 
 

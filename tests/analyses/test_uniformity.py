@@ -21,7 +21,7 @@ D, D_HEAD, N = 12, 12, 40
 
 def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
     """A head whose W_K is invertible, so that a query with gain * (W_K q) = 1 exists; inputs with a mean."""
-    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
     model = LabTransformer(LabConfig(n_layers=1, d_model=D, n_heads=1, d_vocab=30, n_ctx=64)).double()
@@ -31,7 +31,7 @@ def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
     site = find_sites(model)[0]
     W = torch.randn(2, 1, D, D_HEAD, dtype=torch.float64)
     b = torch.randn(2, 1, D_HEAD, dtype=torch.float64)
-    heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None, 1)
+    heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None)
     return heads, site, torch.randn(N, D, dtype=torch.float64) * 2 + 1
 
 

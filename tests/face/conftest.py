@@ -81,7 +81,7 @@ def report(make_bridge: Callable[..., Any]) -> Report:
 @pytest.fixture(scope="session")
 def long_model() -> Any:
     """A lab model of 3 layers and 2 heads with attention that is not uniform."""
-    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(0)
     model = LabTransformer(LabConfig(n_layers=3, d_model=16, n_heads=2, d_vocab=60, n_ctx=160))

@@ -40,7 +40,7 @@ def test_they_differ_in_the_norm_before_attention_alone() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_have_learned_to_read(name: str) -> None:
     """On the bundled prompts, which are not from the training text: far better than chance and than its unigrams."""
-    from ln_probe.prompts import make_prompts
+    from ln_probe.prompting.prompts import make_prompts
 
     model = ln_probe.load_model(name)
     prompts = make_prompts(model)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.batch.corpus import divide, shard_file
-from ln_probe.corpus import DatasetName, check_source, entries
+from ln_probe.prompting.shards import divide, shard_file
+from ln_probe.prompting.sources import DatasetName, check_source, entries
 
 TEXTS = ["one two", "three\u2028four", "fünf 🙂 </s>", "six"]
 

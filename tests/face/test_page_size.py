@@ -74,7 +74,7 @@ def test_without_structure_to_compress(report: Report) -> None:
 
 @pytest.mark.slow
 def test_a_real_model(tmp_path: Path) -> None:
-    from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {"n_layers": LAYERS, "n_heads": HEADS, "d_model": 192, "d_vocab": 1000, "n_ctx": TOKENS}

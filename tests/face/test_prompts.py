@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
-from ln_probe.prompts import make_prompts
+from ln_probe.prompting.prompts import make_prompts
 
 
 class Letters:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 
 def uncentred_lab_model(**options: Any) -> LabTransformer:

@@ -100,7 +100,8 @@ def test_inside_run_with_cache_and_run_with_hooks(worlds: list[tuple[str, Any]])
             assert difference(scores, logits) < 1e-6, name
             with suspended(model):
                 site = find_sites(model)[0]
-            y = changed_output(site, "no_scaling", cache["blocks.0.hook_resid_pre"], logits, 2.0)
+            x = cache["blocks.0.hook_resid_pre"]
+            y = changed_output(site, "no_scaling", x, torch.zeros_like(x), 2.0)
             attn = model.blocks[0].attn
             keys = torch.einsum("bpd,hdk->bphk", y, attn.W_K) + attn.b_K
             torch.testing.assert_close(cache["blocks.0.attn.hook_k"].view_as(keys), keys, rtol=1e-4, atol=1e-5)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks.sites import SiteError, find_sites
 
 PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.ln1", "attention"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ln_probe.analyses.lab.model import LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.state import CENTRED, CENTRED_HALF, centred_bound, off_centre, reading_weights, writing_weights
 

@@ -1,0 +1,340 @@
+"""What relative attention approximates: trained errors beside the least-squares optimum of the same parametrization.
+
+After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
+6: dot-product-free attention with logarithmic, linear or tabulated positions (`relative_transformer`) on the targets of
+`approximation_targets`. Where a trained error lies far above the optimum, optimization failed and not expressivity; two
+learning rates show how much that is worth. The published model has no norm: here one is put before or after its
+sublayers. A norm before them leaves the residual as it is and can express whatever the plain model can; a norm after
+them that scales puts the output on a sphere, which a sum of many inputs does not lie on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.approximation.approximation_targets import (
+    LENGTH,
+    evaluate,
+    lag_weights,
+    linear_optimum,
+    table_optimum,
+    variance,
+)
+from ln_probe.analyses.lab.approximation.relative_transformer import KERNELS, RelativeConfig
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.analyses.lab.results import Results, effects, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import TrainConfig, step_generator
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
+WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
+RATES = (1e-2, 1e-3)
+EVALUATION_SEED = 10_000  # apart from every training seed
+EVALUATION_INPUTS = 4096
+KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
+
+# Squared errors as reported; bounds ("< 1e-5") as their bound. 2a and 2b were reported over m and H, not which.
+PUBLISHED = pd.DataFrame(
+    [("4a", "log", 1, 1e-5), ("4a", "linear", 64, 0.19), ("4b", "linear", 1, 1e-7), ("4b", "log", 64, 5.3e-4)],
+    columns=["target", "kernel", "heads", "published"],
+).assign(norm="none", norm_order="pre")
+PUBLISHED_BOUNDS = (("4a", "log", 1), ("4b", "linear", 1))  # the others are figures
+PUBLISHED_RANGES = {
+    "1b": "H = 32, m = 256 adequate",
+    "2a": "m raised: 0.49 to 0.002; H no help",
+    "2b": "H raised: 1.16 to 1e-6; m no help",
+    "3a": "dot product marginal",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One parametrization on one target; 3a is 1b with `dot_product`."""
+
+    target: str
+    kernel: str
+    heads: int
+    width: int = WIDTH
+    dot_product: bool = False
+    norm: str = "none"
+    norm_order: str = "pre"
+    lr: float = RATES[0]
+
+    def spec(self) -> RelativeConfig:
+        return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
+
+    def optimum(self) -> float:
+        """The least squared error found for this parametrization; NaN where no least-squares problem gives it."""
+        if self.norm_order == "post" and self.norm != "none":
+            return np.nan
+        if self.kernel == "table":
+            return table_optimum(self.target, self.heads, self.width)
+        return np.nan if lag_weights(self.target) is None else linear_optimum(self.target, self.kernel, self.heads).mse
+
+
+class ApproximationTask:
+    """Squared error against a target on fresh inputs of +1 and -1."""
+
+    name = "approximation"
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"target": self.target, "length": LENGTH, "evaluated_on": EVALUATION_INPUTS}
+
+    def batch(self, step: int, size: int, seed: int) -> Float[Tensor, "batch pos"]:
+        return 2.0 * torch.randint(2, (size, LENGTH), generator=step_generator(seed, step)) - 1
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
+        output: Tensor = model(batch)
+        return (output - evaluate(self.target, batch)).pow(2).mean()
+
+    @cached_property
+    def _evaluation(self) -> Float[Tensor, "batch pos"]:
+        return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        mse = float(self.loss(model, self._evaluation))
+        return {"mse": mse, "relative_mse": mse / variance(self.target)}
+
+    def write_files(self, out: Path) -> None:
+        pass
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
+    heads, rates = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
+    long_memory = [
+        Cell(target, kernel, h, lr=lr)
+        for target in ("4a", "4b")
+        for kernel in ("log", "linear")
+        for h in heads
+        for lr in rates
+    ]
+    normed = [
+        Cell(target, kernel, h, norm=norm, norm_order=order)
+        for target, kernel, h in (("4a", "log", 1), ("2b", "table", 4), ("1b", "table", 4), ("4a", "linear", 16))
+        for norm in ("layernorm", "scaling_only", "projection_only")
+        for order in ("pre", "post")
+    ]
+    if quick:
+        return (*long_memory, Cell("2b", "table", 4), Cell("1b", "table", 4), *normed[:6])
+    sparse = [Cell(t, "table", h, m) for t in ("1b", "2b") for h in (1, 2, 4, 8) for m in (4, 32, 256)]
+    affine = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
+    dot_product = [Cell("1b", "table", h, dot_product=True) for h in (1, 4)]
+    slopes = [Cell(t, kernel, 64) for t in ("1b", "2b") for kernel in ("log", "linear")]
+    return (*long_memory, *sparse, *normed, *affine, *dot_product, *slopes)
+
+
+def training(quick: bool, seed: int, lr: float) -> TrainConfig:
+    """The published batch and number of steps; the rest is ours, for it was not published."""
+    steps = 1000 if quick else 10_000
+    return TrainConfig(
+        steps=steps,
+        batch=100,
+        lr=lr,
+        lr_end=1e-6,
+        warmup=100,
+        weight_decay=0.0,
+        clip=0.0,
+        seed=seed,
+        evaluate_every=steps,
+        state_every=1000,
+    )
+
+
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        task=lambda cell, _: ApproximationTask(cell.target),
+        spec=Cell.spec,
+        training=lambda cell, seed: training(request.quick, seed, cell.lr),
+    )
+
+
+def run(request: Request) -> Results:
+    """Train the grid (or what is left of it) and put every error beside its optimum."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    table = curves(runs)
+    table = table[table["measure"].isin(["mse", "relative_mse"])]
+    summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], PUBLISHED.assign(measure="mse"))
+    factors = norm_factors(table)
+    optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
+    scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
+    summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
+    return Results(
+        summary,
+        tables={"errors": table, "norm_factors": factors, "optima": optimum_table()},
+        figures={} if table.empty else dict(_figures(summary, table)),
+        conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
+        settings={
+            "training": vars(training(request.quick, 0, RATES[0])),
+            "seeds": len(request.seeds),
+            "model": asdict(grid(request.quick)[0].spec()),
+            "published_ranges": PUBLISHED_RANGES,
+            "published_bounds": PUBLISHED_BOUNDS,
+            "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
+        },
+        diverged=tuple(diverged(runs).values()),
+    )
+
+
+def optimum_table() -> pd.DataFrame:
+    """Least-squares optima of the linear targets: `target, kernel, heads, mse, largest_coefficient`."""
+    rows = []
+    for target in ("2b", "4a", "4b"):
+        for kernel in KERNELS[:2]:
+            for heads in HEADS:
+                found = linear_optimum(target, kernel, heads)
+                rows.append((target, kernel, heads, found.mse, max(map(abs, found.coefficients))))
+    return pd.DataFrame(rows, columns=["target", "kernel", "heads", "mse", "largest_coefficient"])
+
+
+def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
+    errors = summary[summary["measure"] == "mse"]
+    plain = errors[errors["norm"] == "none"]
+    for row in plain[plain["target"].isin(["4a", "4b"])].to_dict("records"):
+        bound = "below " if (row["target"], row["kernel"], row["heads"]) in PUBLISHED_BOUNDS else ""
+        said = f", published {bound}{row['published']:.2g}" if row["published"] > 0 else ""
+        yield (
+            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, lr {row['lr']:g}: trained "
+            f"{row['mean']:.2g}, least squares {row['optimum']:.2g}{said}."
+        )
+
+
+def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
+    """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches.
+
+    Args:
+        table: KEYS, `measure`, `seed`, `value`.
+
+    Returns:
+        KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`.
+    """
+    errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
+    found = effects(errors, KEYS, ["norm", "norm_order"])
+    columns = {"mean": "factor", "ci_low": "low", "ci_high": "high"}
+    return found.assign(**{c: np.exp(found[c]) for c in columns}).rename(columns=columns)[
+        [*KEYS, *columns.values(), "seeds"]
+    ]
+
+
+def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
+    for row in factors.to_dict("records"):
+        interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
+        yield (
+            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
+            f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
+            f"(seeds: {row['seeds']})."
+        )
+
+
+def _figures(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    errors = summary[summary["measure"] == "mse"]
+    plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
+    if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
+        yield "heads", _against_heads(memory)
+    if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
+        yield "table", _heads_by_width(table)
+    seeds = values[values["measure"] == "mse"]
+    if len(normed := seeds[seeds["norm"] != "none"]):
+        same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
+        beside = seeds[seeds["norm"] == "none"].merge(normed[same].drop_duplicates(), on=same)
+        yield "norms", _norm_dots(pd.concat([beside, normed]))
+
+
+def _against_heads(part: pd.DataFrame) -> Figure:
+    """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
+    for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
+        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
+        for number, lr in enumerate(RATES):
+            line = cell[cell["lr"] == lr].sort_values("heads")
+            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
+        if cell.empty:
+            ax.set_axis_off()
+            continue
+        best = cell.drop_duplicates("heads")
+        ax.plot(best["heads"], best["optimum"].clip(1e-16), "k--", marker="_", label="least squares")
+        ax.plot(best["heads"], best["published"], "r*", label="published")
+        ax.set(
+            title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
+        )
+        ax.set_xticks(list(best["heads"]), labels=list(best["heads"]))
+        ax.minorticks_off()
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def _heads_by_width(part: pd.DataFrame) -> Figure:
+    """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+    for target, ax in zip(("1b", "2b"), figure.subplots(1, 2), strict=True):
+        square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
+        if square.empty:
+            ax.set_axis_off()
+            continue
+        image = ax.imshow(square.to_numpy(float), norm=LogNorm(1e-10, 1), cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(square.to_numpy(float)):
+            if np.isfinite(value):
+                ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
+        ax.set(
+            title=f"{target}, table of positions",
+            xlabel="m",
+            ylabel="heads",
+            xticks=range(square.shape[1]),
+            xticklabels=square.columns,
+            yticks=range(square.shape[0]),
+            yticklabels=square.index,
+        )
+    figure.colorbar(image, ax=figure.axes, label="squared error")
+    return figure
+
+
+def _norm_dots(part: pd.DataFrame) -> Figure:
+    """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
+    from matplotlib.figure import Figure
+
+    panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
+    figure = Figure(figsize=(2.4 * len(panels) + 1.6, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
+    order = part.drop_duplicates(["norm", "norm_order"])
+    rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
+    for ((target, kernel, heads), cell), ax in zip(panels, axes, strict=True):
+        for place, (norm, norm_order) in enumerate(rows):
+            dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
+            if len(dots):
+                ax.plot(dots, [place] * len(dots), f"C{NORM_KINDS.index(norm)}o", markersize=4)
+                ax.plot(np.exp(np.log(dots).mean()), place, "k|", markersize=12)
+        ax.set(title=f"{target}, {kernel}, H = {heads}", xscale="log", xlabel="squared error")
+        ax.minorticks_off()
+    ax.set_yticks(range(len(rows)), labels=[n if n == "none" else f"{n}, {o}" for n, o in rows])
+    ax.invert_yaxis()
+    return figure

@@ -1,0 +1,404 @@
+"""C-RASP, the counting language of transformers: parse a program, run it on a word, compute its depth.
+
+A program is a list of definitions `name := expression`, evaluated at every position i of a word; the last one is its
+output. Line ends do not matter, `//` begins a comment. An expression is a Boolean or a count:
+
+    Q_a  Q_"("                     the symbol at i is a, is (
+    not P   P and Q   P or Q       true   false
+    C < D   C <= D   C == D   C != D   C >= D   C > D                 COMPARE
+    #[P]                           at how many positions j <= i P holds   COUNTING
+    C + D   C - D   -C   2 * C     ADD, SUB (an integer factor is repeated addition)
+    P ? C : D                      C where P holds, else D                CONDITIONAL
+    min(C, D)   max(C, D)   7      MIN, MAX, CONST
+
+The depth of a program is the deepest nesting of `#[…]`, through names. Programs of depth k do what transformers of
+depth k with fixed precision outside attention do (Yang, Cadilhac & Chiang 2025, "Knee-Deep in C-RASP"; operations from
+Yang & Chiang 2024, "Counting Like Transformers", section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Int
+from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+from lark.exceptions import VisitError
+
+Kind = Literal["Boolean", "count"]
+Values = Bool[np.ndarray, "pos"] | Int[np.ndarray, "pos"]
+
+GRAMMAR = r"""
+program: statement+
+statement: NAME ASSIGN expression
+
+?expression: disjunction
+    | disjunction "?" expression ":" expression -> conditional
+?disjunction: conjunction | disjunction OR conjunction -> logic
+?conjunction: negation | conjunction AND negation -> logic
+?negation: comparison | NOT negation -> negate
+?comparison: sum | sum COMPARE sum -> compare
+?sum: product | sum PLUS product -> arithmetic | sum MINUS product -> arithmetic
+?product: unary | INT TIMES unary -> multiple
+?unary: atom | MINUS unary -> minus
+?atom: "(" expression ")"
+    | COUNT expression "]" -> count
+    | EXTREME "(" expression "," expression ")" -> extreme
+    | CONSTANT -> constant
+    | SYMBOL -> symbol
+    | INT -> integer
+    | NAME -> name
+
+ASSIGN: ":="
+COUNT: /#\s*\[/
+COMPARE: "<=" | ">=" | "==" | "!=" | "<" | ">"
+OR.2: /or\b/
+AND.2: /and\b/
+NOT.2: /not\b/
+EXTREME.2: /(min|max)(?=\s*\()/
+CONSTANT.2: /(true|false)\b/
+SYMBOL.3: /Q_(\w+|"[^"\n]+")/
+NAME: /[A-Za-z]\w*/
+INT: /\d+/
+PLUS: "+"
+MINUS: "-"
+TIMES: "*"
+
+%ignore /[ \t\r\n\f]+/
+%ignore /\/\/[^\n]*/
+"""
+# What the parser may expect, in words; the terminals that begin an expression are said as one.
+_BEGINS_EXPRESSION = {"COUNT", "EXTREME", "CONSTANT", "SYMBOL", "INT", "LPAR"}
+_IN_WORDS = {
+    "NAME": "a name",
+    "ASSIGN": "`:=`",
+    "OR": "`or`",
+    "AND": "`and`",
+    "NOT": "`not`",
+    "COMPARE": "a comparison",
+    "PLUS": "`+`",
+    "MINUS": "`-`",
+    "TIMES": "`*`",
+    "RPAR": "`)`",
+    "RSQB": "`]`",
+    "LPAR": "`(`",
+    "COMMA": "`,`",
+    "QMARK": "`?`",
+    "COLON": "`:`",
+    "INT": "an integer",
+    "COUNT": "`#[`",
+    "EXTREME": "`min(`",
+    "CONSTANT": "`true`",
+    "SYMBOL": "a symbol",
+    "$END": "the end of the program",
+}
+
+
+LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
+
+
+class CRaspError(ValueError):
+    """A program that is not C-RASP; `line` and `column` (from 1) say where, `expected` what could stand there."""
+
+    def __init__(self, source: str, line: int, column: int, problem: str, expected: str) -> None:
+        self.line, self.column, self.expected = line, column, expected
+        lines = source.splitlines() or [""]
+        shown = lines[min(line, len(lines)) - 1]
+        super().__init__(
+            f"line {line}, column {column}: {problem}; expected {expected}\n  {shown}\n  {' ' * (column - 1)}^"
+        )
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One node: its kind, its depth and how to compute its values from a word's symbols [pos].
+
+    `growth` bounds a count: at most so much per letter of the word, up or down.
+    """
+
+    kind: Kind
+    depth: int
+    evaluate: Callable[[_Word], Values] = field(repr=False)
+    line: int = 0
+    column: int = 0
+    growth: int = 0
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One line of a program."""
+
+    name: str
+    expression: Expression
+
+
+class _Word:
+    """A word under evaluation; what a name stands for is computed once."""
+
+    def __init__(self, symbols: Sequence[str]) -> None:
+        self.symbols = np.asarray(list(symbols), dtype=object)
+        self._known: dict[str, Values] = {}
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def value(self, definition: Definition) -> Values:
+        if definition.name not in self._known:
+            self._known[definition.name] = definition.expression.evaluate(self)
+        return self._known[definition.name]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A parsed program. Made by `parse`."""
+
+    definitions: tuple[Definition, ...]
+    source: str
+
+    @property
+    def output(self) -> Definition:
+        return self.definitions[-1]
+
+    @property
+    def depth(self) -> int:
+        """Deepest nesting of counting that the output needs."""
+        return self.output.expression.depth
+
+    def run(self, word: Sequence[str]) -> Values:
+        """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos]."""
+        running = _Word(word)
+        for definition in self.definitions:  # in their order: none then has to wait for another
+            running.value(definition)
+        return running.value(self.output)
+
+    def trace(self, word: Sequence[str]) -> pd.DataFrame:
+        """Every definition (columns) at every position (rows, named by their symbols)."""
+        running = _Word(word)
+        columns = {d.name: running.value(d) for d in self.definitions}
+        return pd.DataFrame(columns, index=pd.Index(list(word), name="symbol"))
+
+    def accepts(self, word: Sequence[str]) -> bool:
+        """Whether the output holds at the last position.
+
+        Raises:
+            ValueError: the word is empty, or the output is a count.
+        """
+        if self.output.expression.kind != "Boolean":
+            raise ValueError(
+                f"the output {self.output.name!r} is a count: end the program with a Boolean to accept by it"
+            )
+        if not len(word):
+            raise ValueError("the empty word has no last position: begin every word with a symbol such as BOS")
+        return bool(self.run(word)[-1])
+
+
+def parse(source: str) -> Program:
+    """Parse a C-RASP program.
+
+    Args:
+        source: the program's text, in the syntax of this module.
+
+    Raises:
+        CRaspError: it is malformed, mixes Booleans and counts, or uses a name that is not defined above; says the
+            line, the column and what was expected.
+    """
+    try:
+        tree = _parser().parse(source)
+        definitions: tuple[Definition, ...] = _Builder(source).transform(tree)
+    except UnexpectedInput as error:
+        raise _syntax_error(source, error) from None
+    except VisitError as error:
+        raise error.orig_exc from None
+    return Program(definitions, source)
+
+
+@cache
+def _parser() -> Lark:
+    return Lark(GRAMMAR, start="program", parser="lalr", propagate_positions=True)
+
+
+def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
+    line, column = error.line, error.column
+    expected: set[str] = set()
+    if isinstance(error, UnexpectedCharacters):
+        expected = _acceptable(source[: error.pos_in_stream])
+        problem = f"unexpected {error.char!r}"
+    elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
+        expected = set(getattr(error, "accepts", None) or error.expected)
+        problem = "the program ends too early"
+        lines = source.rstrip().splitlines() or [""]
+        line, column = len(lines), len(lines[-1]) + 1
+    else:
+        assert isinstance(error, UnexpectedToken)
+        expected = set(error.accepts or error.expected)
+        problem = f"unexpected {str(error.token)!r}"
+    return CRaspError(source, line, column, problem, _in_words(expected))
+
+
+def _acceptable(source: str) -> set[str]:
+    """What could follow a beginning of a program; not all that the lexer would read there could."""
+    parser = _parser().parse_interactive(source)
+    parser.exhaust_lexer()
+    return {str(name) for name in parser.accepts()}  # type: ignore[no-untyped-call]
+
+
+def _in_words(terminals: set[str]) -> str:
+    if definition := {"NAME", "$END"} <= terminals:
+        terminals = terminals - {"NAME"}
+    if expression := terminals >= _BEGINS_EXPRESSION:
+        terminals = terminals - _BEGINS_EXPRESSION - {"NAME", "MINUS", "NOT"}
+    known = sorted(_IN_WORDS[t] for t in terminals)
+    return " or ".join(["an expression"] * expression + known + ["the next definition"] * definition)
+
+
+_COMPARE: dict[str, np.ufunc] = {
+    "<": np.less,
+    "<=": np.less_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    ">=": np.greater_equal,
+    ">": np.greater,
+}
+_RESERVED = frozenset({"and", "or", "not", "true", "false", "min", "max"})
+
+
+class _Builder(Transformer[Token, Any]):
+    """Expressions out of the parse tree, with the kinds checked on the way up."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.defined: dict[str, Definition] = {}
+
+    def _need(self, kind: Kind, *parts: Expression) -> None:
+        for part in parts:
+            if part.kind != kind:
+                raise CRaspError(self.source, part.line, part.column, f"this is a {part.kind}", f"a {kind}")
+
+    def _refuse(self, token: Token, problem: str, expected: str) -> CRaspError:
+        return CRaspError(self.source, token.line or 0, token.column or 0, problem, expected)
+
+    def _bounded(self, made: Expression, growth: int) -> Expression:
+        """A count that reaches `growth` per letter; CRaspError if 64 bits could not hold it."""
+        if growth >= LARGEST:
+            problem = f"this may reach {growth} per letter of a word"
+            raise CRaspError(self.source, made.line, made.column, problem, f"less than {LARGEST}, to stay in 64 bits")
+        return replace(made, growth=growth)
+
+    def program(self, parts: list[Definition]) -> tuple[Definition, ...]:
+        return tuple(parts)
+
+    def statement(self, parts: list[Any]) -> Definition:
+        name, _, expression = parts
+        if name in self.defined:
+            raise self._refuse(name, f"{str(name)!r} is already defined", "a new name")
+        if name in _RESERVED:
+            raise self._refuse(name, f"{str(name)!r} is a word of the language", "another name")
+        if name.startswith("Q_"):
+            raise self._refuse(name, f"{str(name)!r} stands for a symbol", "a name that does not begin with Q_")
+        definition = Definition(str(name), expression)
+        self.defined[definition.name] = definition
+        return definition
+
+    def name(self, parts: list[Token]) -> Expression:
+        (token,) = parts
+        if token not in self.defined:
+            known = ", ".join(self.defined) or "none yet"
+            raise self._refuse(token, f"{str(token)!r} is not defined", f"a name defined above ({known}) or Q_{token}")
+        definition = self.defined[token]
+        inner = definition.expression
+        return replace(
+            inner, evaluate=lambda w: w.value(definition), line=token.line or 0, column=token.column or 0
+        )  # as deep and as large as what it stands for
+
+    def symbol(self, parts: list[Token]) -> Expression:
+        (token,) = parts
+        symbol = token[2:].strip('"')
+        return _at(token, "Boolean", 0, lambda w: np.asarray(w.symbols == symbol, dtype=bool))
+
+    def constant(self, parts: list[Token]) -> Expression:
+        (token,) = parts
+        return _at(token, "Boolean", 0, lambda w: np.full(len(w), token == "true"))
+
+    def integer(self, parts: list[Token]) -> Expression:
+        (token,) = parts
+        number = int(token)
+        return self._bounded(_at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64)), number)
+
+    def count(self, parts: list[Any]) -> Expression:
+        token, inner = parts
+        self._need("Boolean", inner)
+        counted = _at(token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64))
+        return self._bounded(counted, 1)
+
+    def negate(self, parts: list[Any]) -> Expression:
+        token, inner = parts
+        self._need("Boolean", inner)
+        return _at(token, "Boolean", inner.depth, lambda w: ~inner.evaluate(w))
+
+    def logic(self, parts: list[Any]) -> Expression:
+        left, operator, right = parts
+        self._need("Boolean", left, right)
+        combine = np.logical_or if operator == "or" else np.logical_and
+        return _join("Boolean", left, right, combine)
+
+    def compare(self, parts: list[Any]) -> Expression:
+        left, operator, right = parts
+        self._need("count", left, right)
+        return _join("Boolean", left, right, _COMPARE[str(operator)])
+
+    def arithmetic(self, parts: list[Any]) -> Expression:
+        left, operator, right = parts
+        self._need("count", left, right)
+        joined = _join("count", left, right, np.add if operator == "+" else np.subtract)
+        return self._bounded(joined, left.growth + right.growth)
+
+    def multiple(self, parts: list[Any]) -> Expression:
+        factor, _, inner = parts
+        self._need("count", inner)
+        number = int(factor)
+        multiplied = _at(factor, "count", inner.depth, lambda w: number * inner.evaluate(w))
+        return self._bounded(multiplied, number * inner.growth)
+
+    def minus(self, parts: list[Any]) -> Expression:
+        token, inner = parts
+        self._need("count", inner)
+        return self._bounded(_at(token, "count", inner.depth, lambda w: -inner.evaluate(w)), inner.growth)
+
+    def extreme(self, parts: list[Any]) -> Expression:
+        which, left, right = parts
+        self._need("count", left, right)
+        joined = _join("count", left, right, np.minimum if which == "min" else np.maximum)
+        return self._bounded(joined, max(left.growth, right.growth))
+
+    def conditional(self, parts: list[Any]) -> Expression:
+        test, yes, no = parts
+        self._need("Boolean", test)
+        self._need("count", yes, no)
+        depth = max(test.depth, yes.depth, no.depth)
+        chosen = Expression(
+            "count",
+            depth,
+            lambda w: np.where(test.evaluate(w), yes.evaluate(w), no.evaluate(w)),
+            test.line,
+            test.column,
+        )
+        return self._bounded(chosen, max(yes.growth, no.growth))
+
+
+def _at(token: Token, kind: Kind, depth: int, evaluate: Callable[[_Word], Values]) -> Expression:
+    return Expression(kind, depth, evaluate, token.line or 0, token.column or 0)
+
+
+def _join(kind: Kind, left: Expression, right: Expression, combine: np.ufunc) -> Expression:
+    return Expression(
+        kind,
+        max(left.depth, right.depth),
+        lambda w: combine(left.evaluate(w), right.evaluate(w)),
+        left.line,
+        left.column,
+    )

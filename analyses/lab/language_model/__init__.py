@@ -1,0 +1,1 @@
+"""Language models on text: the ones that ship with ln_probe, and the published experiment."""

@@ -1,0 +1,269 @@
+"""The published language models: d 8, four layers, four heads, and only the norm before attention varies.
+
+After Brody, Alon & Yahav 2023, section 4.2: a GPT-2 with `ln_1` either LayerNorm or its projection alone (nothing
+divides there, so `divisor` is 1), both without gain and bias, and attention without input bias. Which share of the keys
+of a context can no query select? The published table looks at the vectors before and after the norm; a head sees them
+through W_K in two dimensions, where nearly all keys are unselectable with or without scaling. A third model divides
+the projected vectors by a constant measured at initialization, so that scaling is taken away at equal size.
+
+Two sizes: one that a CPU trains in minutes, and the published one (GPT-2's vocabulary, windows of 1024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.hull import key_geometry
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, read_metrics
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.text_task import TextTask
+from ln_probe.analyses.lab.training import TrainConfig, load_run
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.experiments import Request
+
+LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
+GPT2_VOCABULARY, GPT2_CONTEXT, GPT2_EMBED_STD = 50257, 1024, 0.02
+CONTEXTS = 16  # held-out windows whose keys are measured
+BEFORE, NORMALIZED, HEAD = "before the norm", "normalized", "head"
+NORMS = (("layernorm", None, "-"), ("projection_only", 1.0, "1"), ("projection_only", None, "measured"))
+KEYS = ["norm", "divisor", "step", "layer", "space", "measure"]
+FRACTION, LOSS = "unselectable_fraction", "valid_loss"
+_WITH, _WITHOUT = ("layernorm", "-"), ("projection_only", "1")
+PUBLISHED = pd.DataFrame(  # tables 1 and 2, and figure 4 (test loss, one run each)
+    [
+        *((*_WITHOUT, layer, NORMALIZED, FRACTION, p) for layer, p in enumerate((0.510, 0.322, 0.347, 0.368))),
+        *((*_WITH, layer, NORMALIZED, FRACTION, 0.0) for layer in range(LAYERS)),
+        *((*_WITH, layer, BEFORE, FRACTION, p) for layer, p in enumerate((0.448, 0.285, 0.223, 0.261))),
+        (*_WITHOUT, -1, "-", LOSS, 7.38),
+        (*_WITH, -1, "-", LOSS, 7.33),
+    ],
+    columns=["norm", "divisor", "layer", "space", "measure", "published"],
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything that is not published shape: vocabulary, window, batch (windows), steps, learning rate."""
+
+    d_vocab: int
+    n_ctx: int
+    batch: int
+    steps: int
+    lr: float = 2e-3
+    embed_std: float = GPT2_EMBED_STD
+    valid_windows: int = 64
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Steps whose models are measured, besides the last."""
+        return (0, self.steps // 20, self.steps // 4, self.steps // 2)
+
+
+SMALL = Size(d_vocab=1024, n_ctx=256, batch=4, steps=1500)
+TINY = Size(d_vocab=512, n_ctx=128, batch=4, steps=300)
+# Published: 50000 steps of 16 windows at 5e-5. A window takes a core a third of a second: fewer and larger steps.
+FULL = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=2, steps=3000, valid_windows=8)
+FULL_TINY = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=1, steps=40, valid_windows=2)
+
+
+def published_model(norm: str, divisor: float | None, size: Size) -> LabConfig:
+    """The published shape at a size of vocabulary and window."""
+    return LabConfig(
+        n_layers=LAYERS,
+        d_model=D_MODEL,
+        n_heads=HEADS,
+        d_vocab=size.d_vocab,
+        n_ctx=size.n_ctx,
+        norm=norm,
+        divisor=divisor,
+        affine=False,
+        bias_qkv=False,
+        bias_unembed=False,
+        act_fn="gelu_new",
+        embed_std=size.embed_std,
+    )
+
+
+def make_runs(request: Request, size: Size) -> list[Run]:
+    """A run per seed and norm; at GPT-2's vocabulary only the two that were published."""
+    task = TextTask(
+        request.texts, size.d_vocab, size.n_ctx, tokenizer=request.tokenizer, valid_windows=size.valid_windows
+    )
+    return planned(
+        NORMS[: 2 if size.d_vocab == GPT2_VOCABULARY else None],
+        request,
+        keys=lambda cell: {"norm": cell[0], "divisor": cell[2]},
+        name=lambda cell: cell[0] if cell[2] == "-" else f"{cell[0]}-divisor_{cell[2]}",
+        task=lambda *_: task,
+        spec=lambda cell: published_model(cell[0], cell[1], size),
+        training=lambda _, seed: TrainConfig(
+            steps=size.steps,
+            batch=size.batch,
+            lr=size.lr,
+            lr_end=size.lr / 10,
+            warmup=size.steps // 20,
+            clip=1.0,
+            seed=seed,
+            evaluate_every=max(1, size.steps // 20),
+            save_at=size.kept,
+            state_every=max(1, size.steps // 100),
+        ),
+    )
+
+
+def run(request: Request) -> Results:
+    """At the size a CPU trains."""
+    return _run(request, TINY if request.quick else SMALL)
+
+
+def run_full(request: Request) -> Results:
+    """At the published size, with fewer steps."""
+    return _run(request, FULL_TINY if request.quick else FULL)
+
+
+def _run(request: Request, size: Size) -> Results:
+    runs = make_runs(request, size)
+    carry_out(runs, request)
+    return findings(runs)
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+
+
+@torch.no_grad()
+def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    """Layer, space, and share of unselectable keys among those of each context (all its keys, mean over contexts)."""
+    names = [f"blocks.{i}.{n}" for i in range(LAYERS) for n in ("hook_resid_pre", "ln1.hook_normalized", "attn.hook_k")]
+    _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
+    for layer in range(LAYERS):
+        heads = cache[f"blocks.{layer}.attn.hook_k"].transpose(1, 2).flatten(0, 1)
+        for space, keys in (
+            (BEFORE, cache[f"blocks.{layer}.hook_resid_pre"]),
+            (NORMALIZED, cache[f"blocks.{layer}.ln1.hook_normalized"]),
+            (HEAD, heads),
+        ):
+            verdict = key_geometry(keys.double().numpy(), margins=False).verdict
+            yield layer, space, float((verdict == NAMES[UNSELECTABLE]).mean())
+
+
+def measure(run: Run) -> pd.DataFrame:
+    """A row per kept step, layer and space of one run; kept beside it, for it takes a while at the published size."""
+    rows = []
+    for step in checkpoint_steps(run.folder):
+        kept = run.folder / f"unselectable-{step:07d}.csv"
+        if not kept.exists():
+            assert isinstance(run.task, TextTask)
+            found = unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
+            table = pd.DataFrame(found, columns=["layer", "space", "value"])
+            write_atomically(kept, table.to_csv(index=False).encode())
+        rows.append(pd.read_csv(kept).assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
+    return pd.concat(rows, ignore_index=True)
+
+
+def findings(runs: Sequence[Run]) -> Results:
+    """Tables, plots and sentences from what the runs have reached."""
+    started = [run for run in runs if (run.folder / LAB_FILE).exists() and checkpoint_steps(run.folder)]
+    if not started:
+        raise ValueError("no run has been trained yet: leave out --collect to train")
+    fractions = pd.concat([measure(run) for run in started], ignore_index=True)
+    losses = curves(started)
+    losses = losses[losses["measure"].isin(["train_loss", LOSS])].assign(layer=-1, space="-")
+    last = {int(run.training.steps) for run in started}.pop()
+    at_kept = losses[losses["step"].isin(set(fractions["step"]) | {_reached(started)})]
+    values = pd.concat([fractions, at_kept], ignore_index=True)
+    summary = summarize(values, KEYS, PUBLISHED)
+    # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.
+    other = summary["step"] != last
+    if started[0].spec.to_dict()["d_vocab"] != GPT2_VOCABULARY:
+        other |= summary["measure"] == LOSS
+    summary.loc[other, "published"] = float("nan")
+    return Results(
+        summary=summary,
+        tables={"curves": losses, "seeds": values[[*KEYS, "seed", "value"]]},
+        figures={"unselectable": _plot(summary)},
+        conclusions=tuple(_sentences(summary)),
+        settings=_settings(started),
+        diverged=tuple(diverged(runs).values()),
+    )
+
+
+def _reached(runs: Sequence[Run]) -> int:
+    """The last evaluation that all runs have come to."""
+    return min(int(table["step"].max()) if len(table := read_metrics(run.folder)) else 0 for run in runs)
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "training": {k: v for k, v in vars(runs[0].training).items() if k != "seed"},
+        "model": {k: v for k, v in runs[0].spec.to_dict().items() if k not in ("norm", "divisor")},
+        "data": runs[0].task.identity,
+        "seeds": sorted({run.seed for run in runs}),
+        "contexts": CONTEXTS,
+    }
+
+
+def _sentences(summary: pd.DataFrame) -> Iterator[str]:
+    fractions = summary[summary["measure"] == FRACTION]
+    fractions = fractions[fractions["step"] == fractions["step"].max()]
+    means = fractions.groupby(["norm", "divisor", "space"])["mean"].mean()
+
+    def told(cell: tuple[str, str], space: str) -> str:
+        return f"{100 * float(means.loc[(*cell, space)]):.0f} %"
+
+    present = set(zip(fractions["norm"], fractions["divisor"], strict=True))
+    if _WITH in present:
+        yield (
+            f"Trained with LayerNorm (step {fractions['step'].max()}, mean over layers): {told(_WITH, BEFORE)} of keys "
+            f"are unselectable before the norm, {told(_WITH, NORMALIZED)} after it, {told(_WITH, HEAD)} as heads see "
+            "them."
+        )
+    for cell, name in ((_WITHOUT, "as published"), (("projection_only", "measured"), "at equal size")):
+        if cell in present:
+            yield (
+                f"Trained without scaling ({name}): {told(cell, BEFORE)} before the norm, {told(cell, NORMALIZED)} "
+                f"after it, {told(cell, HEAD)} as heads see them."
+            )
+
+
+def _plot(summary: pd.DataFrame) -> Figure:
+    """Unselectable fractions over training, a panel per layer; published figures as crosses at the end."""
+    from matplotlib.figure import Figure as NewFigure
+
+    figure = NewFigure(figsize=(15, 4.6), layout="constrained")
+    axes = figure.subplots(1, LAYERS, sharey=True)
+    rows = summary[summary["measure"] == FRACTION]
+    styles = {BEFORE: ":", NORMALIZED: "-", HEAD: "--"}
+    for layer, axis in enumerate(axes):
+        for i, (_, _, label) in enumerate(NORMS):
+            for space, style in styles.items():
+                norm = NORMS[i][0]
+                one = rows[
+                    (rows["norm"] == norm)
+                    & (rows["divisor"] == label)
+                    & (rows["layer"] == layer)
+                    & (rows["space"] == space)
+                ].sort_values("step")
+                if one.empty:
+                    continue
+                name = f"{norm}{'' if label == '-' else f', divisor {label}'}: {space}"
+                axis.plot(one["step"], one["mean"], style, color=f"C{i}", label=name)
+                axis.fill_between(one["step"], one["ci_low"], one["ci_high"], color=f"C{i}", alpha=0.15, lw=0)
+                axis.plot(one["step"], one["published"], "x", color=f"C{i}")
+        axis.set_title(f"layer {layer}")
+        axis.set_xlabel("step")
+    axes[0].set_ylabel("unselectable keys (x: published)")
+    axes[0].set_ylim(-0.02, 1.02)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    return figure

@@ -1,0 +1,1 @@
+"""Majority: what projection and scaling buy a transformer that has to attend uniformly."""

@@ -1,0 +1,192 @@
+"""Majority: what projection and scaling buy a transformer that has to attend uniformly.
+
+Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
+Attending uniformly solves it, and LayerNorm's projection makes that easy: a query along the ones-vector scores every
+projected key alike. The published comparison confounds projection with size, for its layer without projection scales
+to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
+scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do not scale.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Int64
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.majority.bags.loss import Bags, Tables, bag_accuracy, bag_loss
+from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data
+from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
+
+STEPS = 17_000  # the published curves end near there
+STEPS_SHOWN = (1000, 2000, 5000, STEPS)
+BATCH, EPOCH = 6000, 14  # published; the published loss is the mean of an epoch's 14 steps
+
+
+def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None) -> LabConfig:
+    """The published model: one pre-norm layer, d 8, one head, MLP 8, no positions, 584 parameters.
+
+    No bias on queries, keys and values, no gain and bias before attention, no final norm, eps 0, tied embedding; it
+    starts as torch's layers do.
+    """
+    size = size or MajoritySize()
+    return LabConfig(
+        n_layers=1,
+        d_model=8,
+        n_heads=1,
+        d_vocab=size.classes,
+        n_ctx=size.length,
+        d_mlp=8,
+        norm=norm,
+        radius=radius,
+        norm_final=None,
+        eps=0.0,
+        positions="none",
+        causal=False,
+        act_fn="relu",
+        affine=False,
+        bias_qkv=False,
+        bias_unembed=False,
+        init="torch",
+    )
+
+
+class MajorityTask:
+    """Sequences whose most frequent class leads by `size.margin`; all positions predict it.
+
+    Args:
+        seed: of the data; the published experiment drew new data in every run.
+        size: sizes.
+        reduced: compute the loss from one row per distinct token, which is exact for the published shape and tens of
+            times faster; otherwise run the model on the sequences.
+
+    Raises (on the first loss):
+        ValueError: `reduced`, and the model is not a single pre-norm layer with one head and no positions.
+    """
+
+    name = "majority"
+
+    def __init__(self, seed: int, size: MajoritySize | None = None, *, reduced: bool = True) -> None:
+        self.seed, self.size, self.reduced = seed, size or MajoritySize(), reduced
+        self._order: tuple[tuple[int, int], Int64[np.ndarray, " example"]] | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"seed": self.seed, **vars(self.size)}
+
+    @cached_property
+    def data(self) -> tuple[Bags, Bags]:
+        """Training and test examples: 80 % and 20 % of every class."""
+        return make_data(self.seed, self.size)
+
+    def steps_per_epoch(self, batch: int) -> int:
+        return math.ceil(len(self.data[0].chosen) / batch)
+
+    def batch(self, step: int, size: int, seed: int) -> Bags:
+        """Batches of a shuffled epoch; the last of an epoch is what is left over."""
+        train = self.data[0]
+        epoch, place = divmod(step, self.steps_per_epoch(size))
+        if self._order is None or self._order[0] != (epoch, seed):
+            shuffled = torch.randperm(len(train.chosen), generator=step_generator(seed, epoch)).numpy()
+            self._order = (epoch, seed), train.chosen[shuffled]
+        return Bags(train.counts, train.label, self._order[1][place * size : (place + 1) * size])
+
+    def loss(self, model: nn.Module, batch: Bags) -> Float[Tensor, ""]:
+        lab = cast("LabTransformer", model)
+        if self.reduced:
+            return bag_loss(tables_of(lab), batch, lab.cfg.eps)
+        tokens, labels = sequences(batch)
+        logits: Tensor = lab(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Test loss and accuracy (per position), and the angle of effective queries to the ones-vector."""
+        lab, test = cast("LabTransformer", model), self.data[1]
+        tables = tables_of(lab)
+        loss, accuracy = bag_accuracy(tables, test, lab.cfg.eps)
+        share = torch.from_numpy(test.counts[test.chosen].sum(0, dtype=np.int64)).float()
+        angles = query_angles(lab)
+        return {
+            "test_loss": loss,
+            "test_accuracy": accuracy,
+            "angle_deg": float((angles.detach() * share).sum() / share.sum()),
+            "score_sd": float(tables.S.detach().std()),
+        }
+
+    def write_files(self, out: Path) -> None:
+        pass
+
+
+def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
+    """The chosen examples as tokens (in order of class: the model has no positions) and their labels."""
+    counts = bags.counts[bags.chosen]
+    classes = np.tile(np.arange(counts.shape[1]), len(counts))
+    tokens = np.repeat(classes, counts.ravel()).reshape(len(counts), -1)
+    return torch.from_numpy(tokens), torch.from_numpy(bags.label[bags.chosen].astype(np.int64))
+
+
+def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
+    """Angle (0-90 degrees) of each token's W_K q to the ones-vector: at 0, projected keys all score alike."""
+    block = model.blocks[0]
+    attention = cast("Attention", block.attn)
+    y = cast("nn.Module", block.ln1)(model.embed.W_E)
+    effective = y @ attention.W_Q[0] @ attention.W_K[0].T
+    cosine = F.cosine_similarity(effective, torch.ones_like(effective), dim=-1).abs()
+    return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
+
+
+def tables_of(model: LabTransformer) -> Tables:
+    """What all tokens of one layer without positions share, a row per token of the vocabulary."""
+    cfg = model.cfg
+    needs = {
+        "n_layers": 1,
+        "n_heads": 1,
+        "positions": "none",
+        "causal": False,
+        "norm_order": "pre",
+        "norm_final": None,
+        "norm_mlp": "layernorm",
+        "act_fn": "relu",
+        "affine_others": True,
+        "bias_mlp": True,
+        "bias_unembed": False,
+    }
+    if wrong := {k: getattr(cfg, k) for k, v in needs.items() if getattr(cfg, k) != v}:
+        raise ValueError(
+            f"the reduction to distinct tokens is for {', '.join(f'{k}={needs[k]!r}' for k in wrong)}, got "
+            f"{', '.join(f'{k}={v!r}' for k, v in wrong.items())}: use MajorityTask(…, reduced=False)"
+        )
+    block = model.blocks[0]
+    attention, ln2, mlp = cast("Attention", block.attn), cast("Norm", block.ln2), cast("Any", block.mlp)
+    E = model.embed.W_E
+    y = cast("nn.Module", block.ln1)(E)
+    q, k, v = (
+        y @ W[0] if b is None else y @ W[0] + b[0]
+        for W, b in (
+            (attention.W_Q, attention.b_Q),
+            (attention.W_K, attention.b_K),
+            (attention.W_V, attention.b_V),
+        )
+    )
+    assert ln2.w is not None
+    assert ln2.b is not None
+    return Tables(
+        S=q @ k.T / cfg.attn_scale,
+        VO=v @ attention.W_O[0],
+        base=E if attention.b_O is None else E + attention.b_O,
+        gain=ln2.w,
+        bias=ln2.b,
+        W_in=mlp.W_in,
+        b_in=mlp.b_in,
+        W_out=mlp.W_out,
+        b_out=mlp.b_out,
+        U=model.W_U.T,
+    )

@@ -1,0 +1,1 @@
+"""Random keys: how often some key cannot be selected, with LayerNorm and without."""

@@ -1,0 +1,168 @@
+"""Random keys: how often some key, and what share of the keys, no query can select, with and without LayerNorm.
+
+After Brody, Alon & Yahav 2023, figures 1c and 1d: n keys drawn from a normal distribution in d dimensions, 100 draws.
+Their heat map shows how many draws had *any* unselectable key (so their code computes it), though the caption speaks
+of the fraction of keys; both are given here. LayerNorm puts keys on a sphere, where every one is selectable; a head
+sees them through its own W_K, and there the guarantee is lost, so a third map shows keys of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64
+from tqdm.auto import tqdm
+
+from ln_probe.analyses.geometry.key_coordinates import TAU
+from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.hull import key_geometry
+from ln_probe.analyses.lab.results import Results, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.experiments import Request
+
+DRAWS = 100  # published; per seed
+DIMENSIONS, COUNTS = tuple(range(3, 16)), tuple(range(3, 61))  # published
+HEAD_D_MODEL = 64  # of the map of one head: d_head is its d
+NORMAL, NORMALIZED, HEAD = "keys as drawn", "after LayerNorm", f"after LayerNorm and W_K (d_model {HEAD_D_MODEL})"
+# Heads as models have them, with more keys than the maps: (d_model, d_head); the first is the paper's language model.
+HEADS, HEAD_COUNTS = ((8, 2), (8, 4), (64, 8), (64, 16), (768, 64)), (128, 896)
+HEAD_DRAWS = 8
+MEASURES = ("any_unselectable", "unselectable_fraction")
+KEYS = ["space", "d_model", "d", "n", "measure"]
+SHOWN = (3, 5, 6, 8)  # dimensions whose value at n = 60 the summary gives
+PUBLISHED = pd.DataFrame(
+    [
+        *((NORMAL, d, 60, "any_unselectable", p) for d, p in zip(SHOWN, (1.0, 1.0, 1.0, 0.93), strict=True)),
+        *((NORMALIZED, d, 60, "any_unselectable", 0.0) for d in SHOWN),
+    ],
+    columns=["space", "d", "n", "measure", "published"],
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of a map: `draws` sets of n keys in d dimensions, made from vectors of d_model."""
+
+    space: str
+    d_model: int
+    d: int
+    n: int
+    draws: int
+
+    def keys(self, seed: int) -> Float64[np.ndarray, "draw key d"]:
+        """The keys; a head's are LN(x) W_K with a W_K of its own in every draw."""
+        rng = np.random.default_rng([seed, self.d_model, self.d, self.n, self.space == NORMAL])
+        x = rng.standard_normal((self.draws, self.n, self.d_model))
+        if self.space == NORMAL:
+            return x
+        x -= x.mean(-1, keepdims=True)
+        x /= np.sqrt((x**2).mean(-1, keepdims=True))
+        if self.space == NORMALIZED:
+            return x
+        W_K = rng.standard_normal((self.draws, self.d_model, self.d)) / np.sqrt(self.d_model)
+        made: Float64[np.ndarray, "draw key d"] = x @ W_K
+        return made
+
+
+def unselectable(cell: Cell, seed: int, threads: int = 1) -> tuple[float, float]:
+    """Share of draws with an unselectable key, and mean share of unselectable keys."""
+    verdict = key_geometry(cell.keys(seed), margins=False, threads=threads).verdict == NAMES[UNSELECTABLE]
+    return float(verdict.any(-1).mean()), float(verdict.mean())
+
+
+def cells(quick: bool) -> Iterator[Cell]:
+    """The maps, square by square, then the heads."""
+    dimensions = DIMENSIONS[::3] if quick else DIMENSIONS
+    counts = (*COUNTS[::9], COUNTS[-1]) if quick else COUNTS
+    draws = DRAWS // 5 if quick else DRAWS
+    for space in (NORMAL, NORMALIZED, HEAD):
+        for d in sorted({*dimensions, *SHOWN}):
+            for n in counts:
+                yield Cell(space, HEAD_D_MODEL if space == HEAD else d, d, n, draws)
+    for d_model, d_head in HEADS[: 4 if quick else None]:
+        for n in HEAD_COUNTS[: 1 if quick else None]:
+            yield Cell("a head", d_model, d_head, n, HEAD_DRAWS)
+
+
+def run(request: Request) -> Results:
+    """Draw all maps for every seed."""
+    todo = [(seed, cell) for seed in request.seeds for cell in cells(request.quick)]
+    rows = []
+    for seed, cell in tqdm(todo, disable=not request.progress):
+        for measure, value in zip(MEASURES, unselectable(cell, seed, request.jobs), strict=True):
+            rows.append((cell.space, cell.d_model, cell.d, cell.n, measure, seed, value))
+    table = pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
+    shown = table[((table["n"] == COUNTS[-1]) & table["d"].isin(SHOWN)) | (table["space"] == "a head")]
+    means = summarize(table, KEYS)
+    return Results(
+        summary=summarize(shown, KEYS, PUBLISHED),
+        tables={"maps": means.drop(columns="published")},
+        figures={"maps": _plot(means[means["space"] != "a head"])},
+        conclusions=tuple(_sentences(means)),
+        settings={
+            "draws": next(cells(request.quick)).draws,
+            "seeds": list(request.seeds),
+            "distribution": "normal",
+            "eps": 0,
+        },
+    )
+
+
+def _sentences(means: pd.DataFrame) -> Iterator[str]:
+    largest = {space: group["mean"].max() for space, group in means.groupby("space")}
+    # In three dimensions LayerNorm leaves a circle. A point with neighbours at angles a and b stands out from their
+    # chord by a·b/2 of the radius, which among 60 points falls below TAU in about one draw of 400.
+    found = means[(means["space"] == NORMALIZED) & (means["mean"] > 0) & (means["measure"] == MEASURES[0])]
+    close = (
+        ""
+        if found.empty
+        else (
+            f" The exceptions here (in {100 * found['mean'].max():.1f} % of draws at most, d = "
+            f"{', '.join(map(str, sorted(set(found['d']))))}) are points so close together that they stand out by less "
+            f"than the tolerance, {TAU:g}."
+        )
+    )
+    yield (
+        "After LayerNorm no key is unselectable: points of a sphere are vertices, so this is a theorem, not a finding."
+        + close
+    )
+    corner = means[(means["space"] == NORMAL) & (means["n"] == COUNTS[-1]) & (means["d"] == 8)]
+    values = {str(m): float(v) for m, v in zip(corner["measure"], corner["mean"], strict=True)}
+    yield (
+        f"The published map is the share of draws with any unselectable key (here {values['any_unselectable']:.2f} at "
+        f"d = 8, n = {COUNTS[-1]}), not the fraction of keys ({values['unselectable_fraction']:.3f}) of its caption."
+    )
+    yield (
+        f"Seen by one head (LayerNorm, then a random W_K from {HEAD_D_MODEL} dimensions) up to "
+        f"{100 * largest[HEAD]:.0f} % of draws hold an unselectable key: the guarantee does not reach the heads."
+    )
+
+
+def _plot(means: pd.DataFrame) -> Figure:
+    """A heat map n x d for every space and measure."""
+    from matplotlib.figure import Figure as NewFigure
+
+    figure = NewFigure(figsize=(13, 8), layout="constrained")
+    spaces = (NORMAL, NORMALIZED, HEAD)
+    axes = figure.subplots(len(MEASURES), len(spaces), sharex=True, sharey=True, squeeze=False)
+    titles = {"any_unselectable": "draws with any unselectable key", "unselectable_fraction": "unselectable keys"}
+    for row, measure in enumerate(MEASURES):
+        for column, space in enumerate(spaces):
+            one = means[(means["space"] == space) & (means["measure"] == measure)]
+            grid = one.pivot(index="n", columns="d", values="mean")
+            axis = axes[row, column]
+            image = axis.pcolormesh(
+                grid.columns, grid.index, grid.to_numpy(), vmin=0, vmax=1, cmap="magma_r", shading="nearest"
+            )
+            axis.set_title(f"{titles[measure]}\n{space}", fontsize=9)
+            axis.set_xlabel("d" if space != HEAD else "d_head")
+            axis.set_ylabel("n")
+    figure.colorbar(image, ax=axes, shrink=0.6)
+    return figure

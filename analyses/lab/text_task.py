@@ -1,0 +1,190 @@
+"""Text to train language models on: byte-level BPE, random windows, the end of every file held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.lab.training import TEXT_BOUNDARY, step_generator
+from ln_probe.analyses.lab.transformer import LabTransformer
+
+VALID_SHARE = 0.05  # the end of every text is held out
+# From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
+# 206 MB, and a batch of 16 would need some 10 GB with its gradients. Processor time per window, forward and backward:
+# pieces of 16 positions 0.24 s, 64: 0.42, 256: 0.39; torch's cross-entropy, recomputed piece by piece, 0.39 to 0.82.
+LARGE_VOCABULARY, PIECE = 16_384, 16
+
+
+class TextTask:
+    """Windows of text: a boundary token, then `n_ctx - 1` tokens from a random place of the training part.
+
+    Args:
+        files: text files (UTF-8); the last 5 % of each is held out.
+        d_vocab: size of the byte-level BPE, trained on the training parts; or of the tokenizer given.
+        n_ctx: length of a window in tokens.
+        tokenizer: a folder to read a tokenizer from instead (GPT-2's, say), with `<|endoftext|>` in its vocabulary.
+        valid_windows: windows that the held-out loss is measured on, spread evenly.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: too little text for one held-out window, or a tokenizer of another size or without a boundary.
+    """
+
+    name = "language_model"
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        d_vocab: int,
+        n_ctx: int,
+        *,
+        tokenizer: Path | None = None,
+        valid_windows: int = 64,
+    ) -> None:
+        self.n_ctx, self.d_vocab, self.valid_windows = n_ctx, d_vocab, valid_windows
+        texts = []
+        self._files = []
+        for file in map(Path, files):
+            if not file.is_file():
+                raise FileNotFoundError(f"no text file {file}")
+            raw = file.read_bytes()
+            try:
+                texts.append(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text ({error}): convert it first, e.g. with iconv") from error
+            self._files.append({"name": file.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
+        cuts = [int(len(t) * (1 - VALID_SHARE)) for t in texts]
+        if tokenizer is None:
+            self.tokenizer = train_tokenizer([t[:c] for t, c in zip(texts, cuts, strict=True)], d_vocab)
+        else:
+            self.tokenizer = read_tokenizer(tokenizer, d_vocab)
+        self.train_tokens = self._encode([t[:c] for t, c in zip(texts, cuts, strict=True)])
+        self.valid_tokens = self._encode([t[c:] for t, c in zip(texts, cuts, strict=True)])
+        if min(len(self.train_tokens), len(self.valid_tokens)) < n_ctx:
+            raise ValueError(
+                f"the text is too short: {len(self.train_tokens)} training and {len(self.valid_tokens)} held-out "
+                f"tokens, but a window needs {n_ctx}: give more text or a smaller n_ctx"
+            )
+        self.boundary = self.tokenizer.get_vocab()[TEXT_BOUNDARY]
+
+    def _encode(self, texts: Sequence[str]) -> Int[Tensor, " tokens"]:
+        ids = [np.asarray(self.tokenizer.encode(t).ids, dtype=np.int64) for t in texts]
+        return torch.from_numpy(np.concatenate(ids))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "files": self._files,
+            "d_vocab": self.d_vocab,
+            "n_ctx": self.n_ctx,
+            "train_tokens": len(self.train_tokens),
+            "valid_tokens": len(self.valid_tokens),
+            "tokenizer_sha256": hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest(),
+        }
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Int[Tensor, "batch pos"]:
+        windows = tokens[starts[:, None] + torch.arange(self.n_ctx - 1)]
+        return torch.cat([torch.full_like(windows[:, :1], self.boundary), windows], dim=1)
+
+    def batch(self, step: int, size: int, seed: int) -> Int[Tensor, "batch pos"]:
+        last = len(self.train_tokens) - self.n_ctx + 1
+        return self._windows(self.train_tokens, torch.randint(last, (size,), generator=step_generator(seed, step)))
+
+    def held_out(self, count: int) -> Int[Tensor, "batch pos"]:
+        """Windows of the held-out text, spread evenly."""
+        last = len(self.valid_tokens) - self.n_ctx + 1
+        return self._windows(self.valid_tokens, torch.linspace(0, last - 1, count).long())
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
+        if self.d_vocab >= LARGE_VOCABULARY:
+            return piecewise_loss(cast("LabTransformer", model), batch)
+        loss: Tensor = model(batch, return_type="loss")
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        windows = self.held_out(self.valid_windows)
+        losses = [float(self.loss(model, part)) * len(part) for part in windows.split(16)]
+        return {"valid_loss": sum(losses) / len(windows)}
+
+    def write_files(self, out: Path) -> None:
+        write_atomically(out / "tokenizer.json", self.tokenizer.to_str().encode())
+
+
+def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
+    """The mean next-token loss in nats, with the logits of PIECE positions in memory at a time."""
+    resid = model.stream(tokens)[:, :-1].flatten(0, 1)
+    bias = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
+    loss: Tensor = _PiecewiseLoss.apply(resid, model.W_U, bias, tokens[:, 1:].flatten())  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _PiecewiseLoss(torch.autograd.Function):
+    """Mean cross-entropy of x W_U + b_U; gradients are made on the way, while the logits are in the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W_U: Tensor, b_U: Tensor, wanted: Tensor) -> Tensor:
+        dx, dW, db = torch.empty_like(x), torch.zeros_like(W_U), torch.zeros_like(b_U)
+        total = 0.0
+        for part, targets, into in zip(x.split(PIECE), wanted[:, None].split(PIECE), dx.split(PIECE), strict=True):
+            p = torch.addmm(b_U, part, W_U)
+            top, right = p.amax(-1, keepdim=True), p.gather(1, targets)
+            p.sub_(top).exp_()
+            z = p.sum(-1, keepdim=True)
+            total += (z.log() + top - right).sum().item()
+            p.div_(z).scatter_add_(1, targets, torch.full_like(z, -1.0))
+            torch.mm(p, W_U.T, out=into)
+            dW.addmm_(part.T, p)
+            db += p.sum(0)
+        ctx.save_for_backward(*(gradient / len(x) for gradient in (dx, dW, db)))
+        return x.new_tensor(total / len(x))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(upstream * gradient for gradient in ctx.saved_tensors), None)
+
+
+def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
+    """The fast tokenizer of a Hugging Face folder.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: another size than d_vocab, or no `<|endoftext|>`.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no tokenizer folder {folder}")
+    found: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    vocabulary = found.get_vocab()
+    if len(vocabulary) != d_vocab or TEXT_BOUNDARY not in vocabulary:
+        raise ValueError(
+            f"the tokenizer of {folder} has {len(vocabulary)} tokens and "
+            f"{'a' if TEXT_BOUNDARY in vocabulary else 'no'} {TEXT_BOUNDARY}; wanted: {d_vocab} tokens, one of them "
+            "that boundary"
+        )
+    return found
+
+
+def train_tokenizer(texts: Sequence[str], d_vocab: int) -> Tokenizer:
+    """A byte-level BPE with the text boundary as token 0; the same texts give the same tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=d_vocab,
+        special_tokens=[TEXT_BOUNDARY],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

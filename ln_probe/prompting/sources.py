@@ -1,0 +1,173 @@
+"""Texts and token ids read from where they lie, one after another: files, folders and data sets of any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+Entry = str | list[int]  # a text, or the token ids of one prompt
+
+# Prompts that are not read from anywhere: those that come with the package, and sequences of the model's own.
+BUNDLED, SAMPLED = "bundled", "sampled"
+HUB_PREFIX = "hf:"
+_OPTIONS = ("config", "split", "field")
+_SAVED = ("state.json", "dataset_dict.json")  # what Dataset.save_to_disk leaves
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A Hugging Face data set: `hf:NAME` or a folder, with `?config=…&split=…&field=…` behind it where needed."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+    field: str = "text"
+
+    @classmethod
+    def parse(cls, given: str) -> DatasetName:
+        """Raises ValueError for an unknown option."""
+        name, _, query = given.removeprefix(HUB_PREFIX).partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        unknown = [k for k in options if k not in _OPTIONS]
+        if unknown or not name:
+            raise ValueError(
+                f"{given!r}: a data set is hf:NAME or a folder, with ?config=…&split=…&field=… behind it"
+                + (f"; there is no option {unknown[0]!r}" if unknown else "")
+            )
+        return cls(name, options.get("config"), options.get("split"), options.get("field", "text"))
+
+
+def is_dataset(given: str) -> bool:
+    """Whether `given` names a data set (a folder, or hf:NAME) rather than a file."""
+    return given.startswith(HUB_PREFIX) or (not Path(given).is_file() and Path(given.partition("?")[0]).is_dir())
+
+
+def check_source(given: str) -> None:
+    """Raise FileNotFoundError or ValueError for what can be seen to be wrong without reading."""
+    if is_dataset(given):
+        DatasetName.parse(given)
+    elif not Path(given).is_file():
+        raise FileNotFoundError(f"no prompts file {given!r}")
+
+
+def entries(given: str | Path) -> Iterator[Entry]:
+    """The prompts of a `.txt` (a prompt a paragraph), `.jsonl`, `.npy` or a data set, streamed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file or data set is damaged, or lacks the fields that are needed.
+        ConnectionError: a data set that is not on this machine, and no network.
+    """
+    text = str(given)
+    if is_dataset(text):
+        yield from _dataset(DatasetName.parse(text))
+        return
+    path = Path(given)
+    check_source(text)
+    if path.suffix == ".npy":
+        yield from _array(path)
+    elif path.suffix in (".jsonl", ".json"):
+        yield from _json_lines(path)
+    else:
+        yield from _paragraphs(path)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is not a readable UTF-8 text file: {error}") from error
+
+
+def _paragraphs(path: Path) -> Iterator[Entry]:
+    words: list[str] = []
+    for line in _lines(path):
+        if line != "\n":
+            words += line.split()
+        elif words:
+            yield " ".join(words)
+            words = []
+    if words:
+        yield " ".join(words)
+
+
+def _json_lines(path: Path) -> Iterator[Entry]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+            yield entry["text"]
+        elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
+            yield _ids(entry["tokens"], f"{path}, line {number}")
+        else:
+            raise ValueError(f'{path}, line {number}: needs a "text" or a "tokens" field')
+
+
+def _ids(values: object, where: str) -> list[int]:
+    try:
+        ids = np.asarray(values)
+    except ValueError as error:  # ragged
+        raise ValueError(f"{where}: token ids must be a list of whole numbers ({error})") from error
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{where}: token ids must be whole numbers, one list a prompt, got {ids.dtype} {list(ids.shape)}"
+        )
+    return [int(i) for i in ids]
+
+
+def _array(path: Path) -> Iterator[Entry]:
+    try:
+        ids = np.atleast_2d(np.load(path, allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise ValueError(f"{path}: token ids must be whole numbers [batch pos], got {ids.dtype} {list(ids.shape)}")
+    for row in ids:
+        yield [int(i) for i in row]
+
+
+def _dataset(wanted: DatasetName) -> Iterator[Entry]:
+    import datasets
+
+    where = f"data set {wanted.name}"
+    folder = Path(wanted.name)
+    try:
+        if any((folder / name).is_file() for name in _SAVED):
+            found = datasets.load_from_disk(str(folder))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[_split(list(found), wanted)]
+        else:
+            options = {"streaming": True} | ({"name": wanted.config} if wanted.config else {})
+            splits = datasets.load_dataset(wanted.name, **options)
+            found = splits[_split(list(splits), wanted)]
+    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise ConnectionError(
+            f"{where} is not on this machine and cannot be fetched ({error}): give a file or a local folder"
+        ) from error
+    except (FileNotFoundError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
+    for number, row in enumerate(found):
+        if wanted.field not in row:
+            raise ValueError(f"{where}: no field {wanted.field!r}; it has {', '.join(map(str, row))}: add ?field=…")
+        value = row[wanted.field]
+        if not isinstance(value, str):
+            yield _ids(value, f"{where}, row {number}")
+        elif value.strip():  # data sets of lines (WikiText) are full of empty ones
+            yield value
+
+
+def _split(names: list[str], wanted: DatasetName) -> str:
+    chosen = wanted.split or ("train" if "train" in names or len(names) != 1 else names[0])
+    if chosen not in names:
+        raise ValueError(f"data set {wanted.name} has no split {chosen!r}; it has {', '.join(names)}: add ?split=…")
+    return chosen

@@ -1,0 +1,132 @@
+"""Shards of the prompts as token ids, on disk: made by whoever needs one first, once for each tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ln_probe.batch import store
+from ln_probe.batch.plan import Run
+from ln_probe.batch.suite import Target
+from ln_probe.hooks.default_tokens import tokenizer_of
+from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
+from ln_probe.prompting.prompts import Prompts, make_prompts
+from ln_probe.prompting.shards import DEFAULT, shard_file
+from ln_probe.prompting.sources import SAMPLED
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShard:
+    """Some of the prompts: token ids of each, how long it was before it was cut, and the strings of all ids."""
+
+    first: int  # number of the first of them among all prompts
+    rows: tuple[Int[Tensor, " _"], ...]
+    given: tuple[int, ...]
+    names: Mapping[int, str]
+    source: str
+    notes: tuple[str, ...]
+
+    def numbered(self) -> list[tuple[int, Int[Tensor, " _"]]]:
+        return list(enumerate(self.rows, start=self.first))
+
+
+class TokenShards:
+    """The prompts of one checkpoint, shard by shard.
+
+    Args:
+        run, target: whose they are.
+        key: of a set made before (its maker's `key`); then no model is needed.
+        model: to make them with.
+    """
+
+    def __init__(self, run: Run, target: Target, *, key: str | None = None, model: HookedModel | None = None) -> None:
+        self.run, self.target, self.model = run, target, model
+        given = run.corpus.given
+        self._samples = given == SAMPLED or (given == DEFAULT and model is not None and tokenizer_of(model) is None)
+        self._sampled: Prompts | None = None
+        if key is None:
+            assert model is not None
+            key = run.key(target) if self._samples else self._tokenizer_key(model)
+        self.key = key
+
+    def __getitem__(self, shard: int) -> TokenShard:
+        path = self.run.work / "tokens" / self.key[:20] / f"{shard:05d}.safetensors"
+        key = f"{self.key} {shard}"
+        try:
+            stored = store.Stored(path, key)
+        except (FileNotFoundError, store.DamagedError):
+            if self.model is None:
+                raise
+            return self._make(path, key, shard, self.model)
+        arrays = stored.arrays("")
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        ids = torch.from_numpy(arrays["ids"].astype(np.int64))
+        return TokenShard(
+            shard * self.run.corpus.per_shard,
+            tuple(ids.tensor_split(ends.tolist())) if len(arrays["lengths"]) else (),
+            tuple(arrays["given"].tolist()),
+            {int(i): s for i, s in stored.info["names"].items()},
+            stored.info["source"],
+            tuple(stored.info["notes"]),
+        )
+
+    def _make(self, path: Path, key: str, shard: int, model: HookedModel) -> TokenShard:
+        size, first = self.run.corpus.per_shard, shard * self.run.corpus.per_shard
+        settings = self.run.settings
+        rows: tuple[Tensor, ...] = ()
+        given: tuple[int, ...] = ()
+        source, notes, names = self.run.corpus.source, tuple[str, ...](), {}
+        file = shard_file(self.run.corpus_folder, shard)
+        made = None
+        if self._samples:
+            if self._sampled is None:
+                how = None if self.run.corpus.given == DEFAULT else SAMPLED
+                self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
+            made = self._sampled
+            source, notes = made.source, made.notes
+            rows, given = made.tokens[first : first + size], made.given[first : first + size]
+        elif file.is_file():
+            try:
+                made = make_prompts(model, file, max_tokens=settings.max_tokens)
+            except ValueError as error:
+                raise ValueError(f"among prompts {first} to {first + size - 1}, counted from there: {error}") from error
+            rows, given = made.tokens, made.given
+        if made is not None:
+            names = {i: made.name_of(i) for i in sorted({i for row in rows for i in row.tolist()})}
+        result = store.Result(
+            arrays={
+                "ids": torch.cat(rows).numpy().astype(np.int32) if rows else np.empty(0, np.int32),
+                "lengths": np.array([len(r) for r in rows], np.int64),
+                "given": np.array(given, np.int64),
+            },
+            info={"names": {str(i): s for i, s in names.items()}, "source": source, "notes": list(notes)},
+        )
+        with store.storing(self.run.out):
+            store.write(path, key, result)
+        return TokenShard(first, rows, given, names, source, notes)
+
+    def _tokenizer_key(self, model: HookedModel) -> str:
+        """Hash of everything that turns the texts into ids: models that share a tokenizer share the ids."""
+        tokenizer = tokenizer_of(model)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if tokenizer is None:
+            rules = ""
+        else:
+            rules = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+        content = {
+            "rules": rules,
+            "class": type(tokenizer).__name__,
+            "bos": getattr(tokenizer, "bos_token_id", None),
+            "prepend_bos": bool(getattr(model.cfg, "default_prepend_bos", True)),
+            "tokens": [self.run.settings.max_tokens, context_length(model), vocabulary_size(model)],
+            "prompts": [self.run.corpus.sha256, self.run.corpus.per_shard, self.run.corpus.source],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
