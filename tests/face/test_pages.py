@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.render import geometry
+from ln_probe.analyses.wording import disarmed, shortened, visible
+from ln_probe.render import norm_geometry as geometry
 from ln_probe.render.effects import causal_effects
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.render.multiples import PANELS, over_depth
 from ln_probe.render.page import report_page
 from ln_probe.render.svg import svg
-from ln_probe.render.tables import STATIC_ROWS, figure_text, table
-from ln_probe.render.text import disarmed, shortened, visible
-from ln_probe.report import Report
+from ln_probe.render.table_html import STATIC_ROWS, figure_text, table
+from ln_probe.reporting.report import Report
 
 Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
@@ -80,14 +80,14 @@ def test_five_findings_come_first_and_link_to_their_pictures(report: Report, par
 def test_interventions_are_drawn_when_there_are_some(
     report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
 ) -> None:
-    without = parsed(report_page(replace(report, causal=causal.head(0))))
+    without = parsed(report_page(report.with_tables(causal=causal.head(0))))
     assert "Not run: what happens to the loss when a term is switched off" in without.text
-    page = parsed(report_page(replace(report, causal=causal)))
+    page = parsed(report_page(report.with_tables(causal=causal)))
     assert "Not run" not in page.text
     assert "change of loss, nats per token" in page.text
     assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
     unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
-    assert "change of loss" in svg(causal_effects(replace(report, causal=unknown)), "x")
+    assert "change of loss" in svg(causal_effects(report.with_tables(causal=unknown)), "x")
 
 
 def test_reductions_are_stated(long_report: Report) -> None:
@@ -218,7 +218,7 @@ def test_some_unknown_numbers(column: str, report: Report) -> None:
 
 
 def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
-    empty = Report(pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+    empty = Report()
     assert "no normalization" in parsed(report_page(empty)).text
     assert "no normalization" in empty._repr_html_()
     assert "model" in index_page([IndexEntry("model", report=empty)])

@@ -9,18 +9,19 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.report import TABLES, Report, slug
+from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.reporting.report import Report, slug
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
-    for table in TABLES:
+    for table in (t.name for t in BUILT_IN):
         pd.testing.assert_frame_equal(getattr(loaded, table), getattr(report, table), check_dtype=False)
     assert dict(loaded.provenance) == json.loads(json.dumps(report.provenance))
     assert (loaded.notes, loaded.findings(), repr(loaded)) == (report.notes, report.findings(), repr(report))
     assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in TABLES)]
+        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in (d.name for d in BUILT_IN))]
     )
 
 
@@ -52,7 +53,7 @@ def test_damaged_reports(report: Report, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"report\.json is damaged"):
         ln_probe.load_report(folder)
     (folder / "report.json").write_text('{"format": 99, "provenance": {}, "notes": []}')
-    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 2"):
+    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 3"):
         ln_probe.load_report(folder)
 
 
