@@ -322,6 +322,12 @@ SUMMARY = Table(
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
 BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
 
+
+def document() -> str:
+    """`docs/columns.md`."""
+    made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+
+
 if __name__ == "__main__":
-    print("# Columns\n\nMade by `python -m ln_probe.analyses.tables > docs/columns.md`.\n")
-    print(reference((*BUILT_IN, TOKENS, SUMMARY)))
+    print(document(), end="")
