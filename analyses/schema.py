@@ -181,6 +181,8 @@ def joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     key = list(table.key)
     made: pd.DataFrame | None = None
     for frame in frames:
+        if not len(frame):
+            continue
         if frame.duplicated(key).any():
             raise TableError(f"a part of table {table.name!r} has two rows about the same thing")
         if made is None:

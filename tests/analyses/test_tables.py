@@ -57,10 +57,10 @@ def test_every_column_is_filled_by_a_probe() -> None:
     filled: dict[str, set[str]] = {}
     for probe in chosen(DEFAULT):
         for declared in probe.tables:
-            table, names = (
-                (declared.table, declared.columns) if isinstance(declared, Part) else (declared, declared.names)
-            )
-            filled.setdefault(table.name, set()).update(names)
+            if isinstance(declared, Part):
+                filled.setdefault(declared.table.name, set()).update(declared.columns)
+            else:
+                filled.setdefault(declared.name, set()).update(declared.names)
     assert filled == {t.name: set(t.names) for t in tables.BUILT_IN}
 
 
@@ -91,6 +91,7 @@ def test_parts_are_joined_by_their_rows() -> None:
     other = joined(PAIRS, [two, one])
     assert list(zip(other["a"], other["b"], strict=True)) == [(1, "y"), (2, "x"), (1, "x")]
     assert joined(PAIRS, []).equals(PAIRS.empty())
+    np.testing.assert_array_equal(joined(PAIRS, [one, two.head(0).astype(object)])["n"], one["n"])
     with pytest.raises(TableError, match=r"two probes fill pairs\.n and do not agree"):
         joined(PAIRS, [one, one.assign(n=[5, 6, 8])])
     with pytest.raises(TableError, match="a part of table 'pairs' has two rows about the same thing"):

@@ -21,7 +21,7 @@ def named(report: Report, name: str, **model: Any) -> Report:
 
 
 def test_tables_stand_side_by_side(report: Report) -> None:
-    moved = replace(report, heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
+    moved = report.with_tables(heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
     both = ln_probe.compare([named(report, "a"), named(moved, "b")])
     assert list(both.causal["delta_loss"].columns) == ["a", "b"]
     assert both.names == ("a", "b")
@@ -74,7 +74,7 @@ def test_the_index_draws_training_over_steps_and_models_over_depth(
     assert {"training-margin_median", "depth-margin_median", "training-entropy_ratio"} <= ids
     assert {"training step", "depth"} <= set(page.text.split("\n")) or "training step" in page.text
     unbounded = report.heads.assign(margin_median=report.heads["margin_median"].where(report.heads["head"] == -1))
-    without = parsed(index_page([IndexEntry("x", "x/report.html", replace(report, heads=unbounded))]))
+    without = parsed(index_page([IndexEntry("x", "x/report.html", report.with_tables(heads=unbounded))]))
     assert "depth-margin_median" not in {a.get("id") for t, a in without.tags if t == "figure"}
     alone = parsed(index_page([IndexEntry("other", "o/report.html", named(report, "other", revision="step5"))]))
     assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]

@@ -198,10 +198,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
         numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
         return frame.assign(**dict.fromkeys(numbers, np.nan))
 
-    blank = replace(
-        report, layernorms=emptied(report.layernorms), heads=emptied(report.heads), keys=emptied(report.keys),
-        unembedding=emptied(report.unembedding), causal=emptied(causal),
-    )  # fmt: skip
+    blank = report.with_tables(**{n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
     page = parsed(report_page(blank))
     assert "–" in page.text
     assert "nan" not in page.text.lower().split()
@@ -214,7 +211,7 @@ def test_some_unknown_numbers(column: str, report: Report) -> None:
     heads = report.heads.copy()
     heads.loc[heads.index % 2 == 0, column] = np.nan
     heads.loc[heads.index % 7 == 1, column] = np.inf
-    assert "<svg" in report_page(replace(report, heads=heads))
+    assert "<svg" in report_page(report.with_tables(heads=heads))
 
 
 def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
@@ -242,7 +239,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
     norms = norms.drop_duplicates("site", ignore_index=True)
     inside = report.heads[report.heads["layer"] == 0]
     heads = pd.concat([inside.assign(layer=i) for i in range(200)], ignore_index=True)
-    html = report_page(replace(report, layernorms=norms, heads=heads))
+    html = report_page(report.with_tables(layernorms=norms, heads=heads))
     assert "200 layers × 4 heads" in parsed(html).text
     assert len(html) < 5_000_000
 
