@@ -95,7 +95,7 @@ def test_reductions_are_stated(long_report: Report) -> None:
     exhibits = replace(long_report.exhibits, notes=notes)
     assert notes[0] in report_page(replace(long_report, exhibits=exhibits))
     frame = pd.DataFrame({"a": np.arange(30_000)})
-    cut = table("x", "", "", frame)
+    cut = table(Table.of_frame("x", frame), frame)
     assert (cut.kept, cut.total, len(cut.rows)) == (20_000, 30_000, STATIC_ROWS)
 
 
