@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.analyses.schema import Table
 from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render import norm_geometry as geometry
 from ln_probe.render.effects import causal_effects
