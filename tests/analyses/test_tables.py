@@ -14,7 +14,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses import tables
-from ln_probe.analyses.probes.registry import DEFAULT, chosen
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
 
 EVERY = (*tables.BUILT_IN, tables.TOKENS, tables.SUMMARY)
@@ -62,6 +62,12 @@ def test_every_column_is_filled_by_a_probe() -> None:
             else:
                 filled.setdefault(declared.name, set()).update(declared.names)
     assert filled == {t.name: set(t.names) for t in tables.BUILT_IN}
+
+
+def test_the_registry_says_what_the_probes_say() -> None:
+    """It does without loading them."""
+    known = entries()
+    assert [(p.name, p.summary) for p in chosen(DEFAULT)] == [(n, known[n].summary) for n in DEFAULT]
 
 
 @pytest.mark.parametrize(("make", "said"), [
