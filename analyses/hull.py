@@ -2,19 +2,19 @@
 
 A key is *selectable* if some query gives it strictly the highest score, which is to say that it is a vertex
 of the convex hull of the keys; *unselectable* if it lies in the convex hull of the others (Demeter, Kimmel &
-Downey 2020; Brody, Alon & Yahav 2023, theorem 1). Verdicts are given in float64 with one tolerance, TAU, relative to the
-RMS norm R of the centred keys:
+Downey 2020; Brody, Alon & Yahav 2023, theorem 1). Verdicts are given in float64 with one tolerance, TAU, relative to
+the RMS norm R of the centred keys:
 
 * keys within TAU·R of each other count as one: neither competes with the other;
-* a key is selectable if a query has a relative score gap above TAU to all keys that differ from it so (and a *duplicate*
-  if there are others that do not differ);
+* a key is selectable if a query has a relative score gap above TAU to all keys that differ from it so (and a
+  *duplicate* if there are others that do not differ);
 * unselectable if convex weights of keys that differ reproduce it within TAU·R;
 * undecided if neither was found.
 
-Both cannot hold, since gap <= distance to the hull <= residual of the weights. "Differs" is a relation between two keys,
-not between groups, so no verdict depends on the order of the keys: in a row of keys 0.7 TAU·R apart each has two that do not
-differ from it, and competes with all the rest. `strict=True` decides in exact rational arithmetic instead, where only equal
-keys are copies.
+Both cannot hold, since gap <= distance to the hull <= residual of the weights. "Differs" is a relation between two
+keys, not between groups, so no verdict depends on the order of the keys: in a row of keys 0.7 TAU·R apart each has two
+that do not differ from it, and competes with all the rest. `strict=True` decides in exact rational arithmetic instead,
+where only equal keys are copies.
 
 With a set of queries `c + A u`, |u| ≤ 1, all of this is said of `Aᵀk`, what the queries see of a key: the same in every
 basis of a head. Nothing is given out that the checker (`certificates`) did not prove of the given float64 numbers.
@@ -56,8 +56,8 @@ from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED, decide
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
 # counted in these and not by a clock, so that no result depends on how busy the machine is.
 SECONDS = 1.0
-# What exact arithmetic may take for one key, by the clock: it can't be counted in float64 operations, and where hundreds of
-# keys of 64 dimensions lie within an ulp of a common plane it needs half a minute.
+# What exact arithmetic may take for one key, by the clock: it can't be counted in float64 operations, and where
+# hundreds of keys of 64 dimensions lie within an ulp of a common plane it needs half a minute.
 STRICT_SECONDS = 120.0
 
 
@@ -88,15 +88,15 @@ class KeyGeometry:
             "undecided".
         margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`. With a set of queries: the best score
             gap to *all* other keys that a query of the set gives, center and bias included; negative if none puts the
-            key on top. Without one: the distance to the hull of all other keys, which is the best gap of a query of unit
-            length (a bias is one more coordinate, in units of its own RMS, in which the hull reaches down without end).
-            Near-copies compete with their true position; a key with an exact copy has no positive margin. NaN for a
-            single key and where margins were not asked for. The bracket is 1 % of the margin wide, and wider only where a
-            margin is lost in rounding or the budget ends.
+            key on top. Without one: the distance to the hull of all other keys, which is the best gap of a query of
+            unit length (a bias is one more coordinate, in units of its own RMS, in which the hull reaches down without
+            end). Near-copies compete with their true position; a key with an exact copy has no positive margin. NaN for
+            a single key and where margins were not asked for. The bracket is 1 % of the margin wide, and wider only
+            where a margin is lost in rounding or the budget ends.
         attainable, attainable_upper: the largest softmax weight that a query of the set was found to give each key, and
-            what no query of the set exceeds: at most 0.01 of attention more (absolute: a small weight is known less well
-            relative to itself), except for a few keys where scores differ by many hundreds of nats. NaN without a query
-            set.
+            what no query of the set exceeds: at most 0.01 of attention more (absolute: a small weight is known less
+            well relative to itself), except for a few keys where scores differ by many hundreds of nats. NaN without a
+            query set.
         attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight; None without a query set.
         first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t, -1 if
             never; None unless asked for with `causal`.
@@ -294,7 +294,8 @@ def key_geometry(
 
     Raises:
         TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values.
-        ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not positive
+        ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not
+        positive
             or of unusable size, a budget that is not positive, scores that overflow.
     """
     if margins not in (True, False, "exact"):

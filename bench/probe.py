@@ -26,11 +26,11 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.hull import key_geometry
+from ln_probe.analyses.probes.registry import DEFAULT as PROBES
 from ln_probe.hooks import attention
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
-from ln_probe.passes import PROBES
 
 TOKENS, THREADS, REPEATS = 512, 2, 5
 PARTS = ("forward", "intact", "selectability", "whole")

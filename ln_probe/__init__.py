@@ -11,25 +11,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ln_probe.reporting.software import __version__
+
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.hull import key_geometry
-    from ln_probe.comparison import Comparison, compare
+    from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
-    from ln_probe.probing import analyze
-    from ln_probe.report import Report, load_report
-
-__version__ = "0.1.0"
+    from ln_probe.reporting.comparison import Comparison, compare
+    from ln_probe.reporting.report import Report, load_report
 
 _HOME = {
-    "Comparison": "ln_probe.comparison",
-    "Report": "ln_probe.report",
-    "analyze": "ln_probe.probing",
+    "Comparison": "ln_probe.reporting.comparison",
+    "Report": "ln_probe.reporting.report",
+    "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
-    "compare": "ln_probe.comparison",
+    "compare": "ln_probe.reporting.comparison",
     "key_geometry": "ln_probe.analyses.hull",
     "load_model": "ln_probe.models",
-    "load_report": "ln_probe.report",
+    "load_report": "ln_probe.reporting.report",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 

@@ -4,12 +4,13 @@ With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum 
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
-Without offsets this is the distance of z_i to the hull of the others (`min_norm`). The method is Wolfe's: keep an active
-set whose points are affinely independent, go to the minimizer over its affine hull as far as the weights stay convex,
-drop the point that blocks, else add the point that scores highest under the query u = -x/|x|. Only the affine minimizer
-differs. On the affine hull the offset is an affine function, of slope d within the hull's own directions; with p the
-point nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none: the way is along
-d until a weight is used up. Every iterate brackets the margin: the query from below, the weights from above.
+Without offsets this is the distance of z_i to the hull of the others (`min_norm`). The method is Wolfe's: keep an
+active set whose points are affinely independent, go to the minimizer over its affine hull as far as the weights stay
+convex, drop the point that blocks, else add the point that scores highest under the query u = -x/|x|. Only the affine
+minimizer differs. On the affine hull the offset is an affine function, of slope d within the hull's own directions;
+with p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none:
+the way is along d until a weight is used up. Every iterate brackets the margin: the query from below, the weights from
+above.
 
 Source of the scheme: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 """
@@ -102,7 +103,8 @@ def _affine_minimizer(
 
 @compiled
 def _put(point: Floats, key: Floats, target: Floats, lead: float, unit: float) -> tuple[float, float]:
-    """The difference of two keys brought to length `unit` (far keys would drown near ones), its factor, and its lead."""
+    """The difference of two keys brought to length `unit` (far keys would drown near ones), its factor, and its
+    lead."""
     square = 0.0
     for t in range(point.shape[0]):
         point[t] = key[t] - target[t]

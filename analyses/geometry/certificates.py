@@ -1,24 +1,24 @@
 """What does a certificate prove? Nothing leaves the geometry that this did not prove first.
 
 Plain array arithmetic on the keys as the user gave them. Nothing is shared with what found the certificates but
-the compiler and `seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in, no
-representatives in place of keys.
+the compiler and `seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in,
+no representatives in place of keys.
 
 What is proved is proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
-multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), taken off lower bounds and added to
-upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding and that of the few
-operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and any shift common to
-all keys cancels.
+multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), taken off lower bounds and
+added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding and that of
+the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and any shift
+common to all keys cancels.
 
-The claims, for key i among points z (keys over their RMS norm, or `Aᵀk` over theirs; a bias over its own RMS is one more
-coordinate, in which a query looks upwards only):
+The claims, for key i among points z (keys over their RMS norm, or `Aᵀk` over theirs; a bias over its own RMS is one
+more coordinate, in which a query looks upwards only):
 
 * `selects`: a unit query q has q·z_i - q·z_j > tau for every j further than tau from z_i.
 * `reproduces`: convex weights of such keys have their mean within tau of z_i (and at least its bias).
-* `gap_at_least`, `gap_at_most`: what |u| ≤ 1 can do best, max_u min_j [(s_i - s_j)], is at least what one u gives; and for
-  convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a minimum
-  is no more than any mean.
+* `gap_at_least`, `gap_at_most`: what |u| ≤ 1 can do best, max_u min_j [(s_i - s_j)], is at least what one u gives; and
+  for convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a
+  minimum is no more than any mean.
 * `attention_at_least`, `attention_at_most`: the largest softmax weight is at least what one u gives; and for any convex
   weights p of all keys at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since
   log Σ exp s_j ≥ Σ p_j s_j + H(p) (Gibbs).
@@ -72,7 +72,8 @@ class Rows:
 
     @classmethod
     def gathered(cls, count: int, pieces: list[tuple[Ints, Ints, Ints, Floats]]) -> Rows:
-        """From pieces (which rows, their sizes, all their indices, all their values), each row in one piece or empty."""
+        """From pieces (which rows, their sizes, all their indices, all their values), each row in one piece or
+        empty."""
         sizes = np.zeros(count, np.int64)
         for rows, some, _, _ in pieces:
             sizes[rows] = some
@@ -107,7 +108,7 @@ class Space:
         found = queries @ self.rows.T
         if self.offset is not None:
             found += self.offset
-        return found
+        return np.asarray(found)
 
 
 class Checker:
@@ -186,7 +187,8 @@ class Checker:
     def selects(
         self, targets: Ints, queries: Float64[np.ndarray, "target dim"], until: Ints | None = None
     ) -> tuple[Between, Bool[np.ndarray, " target"]]:
-        """The smallest gap of each unit query over the keys that differ (up to position `until`), and whether some do not.
+        """The smallest gap of each unit query over the keys that differ (up to position `until`), and whether some do
+        not.
 
         Queries are over the judged points; of zero length or with NaN they prove nothing.
         """
@@ -475,7 +477,7 @@ def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float6
         points[:, -1] = np.maximum(points[:, -1], 0.0)
     length = np.linalg.norm(points, axis=1)
     ample = 1 + (points.shape[1] + 8) * _EPS
-    return points / np.maximum(length * ample, 1.0)[:, None]
+    return np.asarray(points / np.maximum(length * ample, 1.0)[:, None])
 
 
 def _sums(values: Floats, start: Ints) -> Floats:

@@ -57,7 +57,9 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
         _fail(checker, int(up[k]), f"its witness gives another key a score gap of {gap.upper[k]:.3g} (tau {tau:.3g})")
     for k in np.flatnonzero(near != (verdicts.code[up] == DUPLICATE))[:1]:
         have = "a key" if near[k] else "no key"
-        _fail(checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it")
+        _fail(
+            checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it"
+        )
     down = np.flatnonzero((verdicts.code == UNSELECTABLE) & proved.by_tolerance)
     miss = checker.reproduces(down, verdicts.weights.rows(verdicts.source[down]))
     for k in np.flatnonzero(~(miss.lower <= tau * (1 + SLACK)))[:1]:

@@ -13,8 +13,8 @@ from ln_probe.analyses.geometry.margins import measured, propose
 from ln_probe.analyses.geometry.verdicts import Verdicts
 
 _EPS = float(np.finfo(np.float64).eps)
-# Beyond these a figure is spoken of. Directions that differ more than this in spread are told apart by tau alone: what is
-# thinner than tau counts as flat. Keys that far from the origin have lost half of float32's digits to their offset.
+# Beyond these a figure is spoken of. Directions that differ more than this in spread are told apart by tau alone: what
+# is thinner than tau counts as flat. Keys that far from the origin have lost half of float32's digits to their offset.
 _SPREAD, _OFFSET = 1e6, 1e4
 # Scores that rounding moves by more than this (nats) have no attention worth stating.
 SCORE_NOISE = 1e-3
@@ -50,8 +50,8 @@ class Conditioning:
             )
         if self.offset_over_spread > _OFFSET:
             found.append(
-                f"the mean key is {self.offset_over_spread:.1e} times longer than keys are apart: if they were computed in "
-                "float32, few digits of their differences are left; centre them before rounding"
+                f"the mean key is {self.offset_over_spread:.1e} times longer than keys are apart: if they were computed "
+                "in float32, few digits of their differences are left; centre them before rounding"
             )
         if self.score_noise > SCORE_NOISE:
             found.append(
@@ -60,13 +60,15 @@ class Conditioning:
             )
         if self.near_tau > _NEAR_SHARE * number:
             found.append(
-                f"{self.near_tau} of {number} keys are within a factor 2 of the tolerance {TAU:g}, or undecided: strict=True "
-                "decides them exactly"
+                f"{self.near_tau} of {number} keys are within a factor 2 of the tolerance {TAU:g}, or undecided: "
+                "strict=True decides them exactly"
             )
         return tuple(found)
 
 
-def conditioning(sets: KeyCoordinates, where: Judged, verdicts: Verdicts, clear: Float64[np.ndarray, " key"]) -> Conditioning:
+def conditioning(
+    sets: KeyCoordinates, where: Judged, verdicts: Verdicts, clear: Float64[np.ndarray, " key"]
+) -> Conditioning:
     """Figures of one set, from its coordinates, its verdicts and how clear they are (`Proved.clear`)."""
     near = np.isnan(clear) | ((clear < 0) & (clear < -TAU / 2))
     weak = np.flatnonzero((clear > 0) & (clear < 2 * TAU))  # by the query that was found; is there a better one?

@@ -2,8 +2,8 @@
 
 A head has no basis of its own (`W_Q M, W_K M⁻ᵀ` is the same model), so with a set of queries `c + A u` everything is
 measured in `Aᵀk`: scores are `c·k + u·Aᵀk` with |u| ≤ 1, in nats, and equal for every equivalent model. The center acts
-as a bias per key, `c·k`. Verdicts ask for a query of any length, `c + A u` with any u: there the part of the center that
-lies in the range of A changes nothing, and only the rest counts.
+as a bias per key, `c·k`. Verdicts ask for a query of any length, `c + A u` with any u: there the part of the center
+that lies in the range of A changes nothing, and only the rest counts.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def judged(
         terms = sum(moving.shape)
     if not (np.isfinite(seen).all() and np.isfinite(extent) and np.isfinite(sizes).all()):
         raise ValueError(
-            f"the scores of the keys over the query set overflow float64 (keys up to {np.abs(keys).max():.3g}, queries up "
-            f"to {reach.max():.3g} per coordinate): scale keys or queries down"
+            f"the scores of the keys over the query set overflow float64 (keys up to {np.abs(keys).max():.3g}, queries "
+            f"up to {reach.max():.3g} per coordinate): scale keys or queries down"
         )
     if terms * np.finfo(np.float64).eps * sizes.max(initial=0.0) > _LOST * extent:
         seen = np.where(np.isfinite(again := seen_from(keys, mean, moving)), again, seen)

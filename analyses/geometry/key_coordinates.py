@@ -211,8 +211,8 @@ def _first_within(
 
 
 def _generic(dim: int) -> Float64[np.ndarray, " dim"]:
-    """A direction with nothing special (multiples of an irrational number modulo 1), of unit length: keys within tau are
-    within tau along it, and few others are."""
+    """A direction with nothing special (multiples of an irrational number modulo 1), of unit length: keys within tau
+    are within tau along it, and few others are."""
     direction = np.modf(np.arange(1, dim + 1) * ((1 + 5**0.5) / 2))[0] - 0.5
     return np.asarray(direction / float(np.linalg.norm(direction)))
 

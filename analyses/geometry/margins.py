@@ -61,7 +61,8 @@ class Measured:
         copy: another key with the same row; -1 if there is none.
         size: RMS norm of the centred rows.
         level: a u under which all keys score alike, if the set has one (the center lies among the axes, no further out
-            than they reach): it proves that no margin is below 0. The zero query without offsets; None if there is none.
+            than they reach): it proves that no margin is below 0. The zero query without offsets; None if there is
+            none.
     """
 
     rows: Float64[np.ndarray, "key r"]
@@ -134,7 +135,13 @@ def _gaps(
     assert space.offset is not None
     here = np.ascontiguousarray(space.rows[names])
     _, _, found, sizes, values, indices = best_gaps(
-        here, np.ascontiguousarray(here.T), space.offset[names], np.searchsorted(names, keys), gap, ZERO * space.size, budget
+        here,
+        np.ascontiguousarray(here.T),
+        space.offset[names],
+        np.searchsorted(names, keys),
+        gap,
+        ZERO * space.size,
+        budget,
     )
     return found, sizes, indices, values
 
@@ -161,8 +168,8 @@ def again(
 ) -> tuple[Float64[np.ndarray, " r"], Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
     """Another query and other weights for one key, by a method that shares nothing with the first.
 
-    The smallest gap is smoothed, `-T log Σ_j exp(-gap_j / T)`, which is off by at most T·log n, and maximized by Newton's
-    method; T follows the bracket down.
+    The smallest gap is smoothed, `-T log Σ_j exp(-gap_j / T)`, which is off by at most T·log n, and maximized by
+    Newton's method; T follows the bracket down.
     """
     rows = space.rows
     offset = np.zeros(len(rows)) if space.offset is None else space.offset
@@ -187,7 +194,14 @@ def again(
         own[-1] = -lower
         scaled = steps / heat
         weight, _, found, _, taken = largest_weights(
-            scaled, np.ascontiguousarray(scaled.T), own / heat, target, best[0][None, None], 1e-3, _STEPS, _SHARE * budget
+            scaled,
+            np.ascontiguousarray(scaled.T),
+            own / heat,
+            target,
+            best[0][None, None],
+            1e-3,
+            _STEPS,
+            _SHARE * budget,
         )
         spent += float(taken.sum() + 1) * (4.0 + rows.shape[1]) * steps.size  # a step forms and solves a d × d system
         u = found[0]

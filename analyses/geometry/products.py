@@ -21,9 +21,7 @@ _SLICES = 3
 LEFT_OUT = 2.0**-60
 
 
-def accurate_product(
-    left: Float64[np.ndarray, "n k"], right: Float64[np.ndarray, "k m"]
-) -> Float64[np.ndarray, "n m"]:
+def accurate_product(left: Float64[np.ndarray, "n k"], right: Float64[np.ndarray, "k m"]) -> Float64[np.ndarray, "n m"]:
     """`left @ right` with an error of at most 4 ulp of the result plus `k · LEFT_OUT · max|row| · max|column|`.
 
     Args:
@@ -41,7 +39,7 @@ def accurate_product(
         back = grown - total
         carried += (total - (grown - back)) + (part - back)
         total = grown
-    return total + carried
+    return np.asarray(total + carried)
 
 
 def seen_from(

@@ -1,9 +1,9 @@
 """Only what is proved is given out: every proposal goes to the checker, and what fails is tried again or given up.
 
 The solvers propose verdicts, queries and weights; `certificates.Checker` computes what these prove of the keys as they
-were given. A verdict that is not proved is sought again for that key alone, against every key that differs from it, by the
-careful active-set method and by a linear program; if that fails too, it is `undecided`. Bounds are never taken from a
-solver: what is given out is what the query and the weights prove, and where that is wider than was asked for, another
+were given. A verdict that is not proved is sought again for that key alone, against every key that differs from it, by
+the careful active-set method and by a linear program; if that fails too, it is `undecided`. Bounds are never taken from
+a solver: what is given out is what the query and the weights prove, and where that is wider than was asked for, another
 solver has a try.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64
 
 from ln_probe.analyses.geometry import linear_program
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable
@@ -73,7 +73,9 @@ class Margins:
     repaired: Bool[np.ndarray, " some"]
 
 
-def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True, budget: float = BUDGET) -> Proved:
+def prove_verdicts(
+    checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, seek: bool = True, budget: float = BUDGET
+) -> Proved:
     """Check the verdict of every key; repair or drop what fails. With `seek`, the undecided are solved for as well."""
     number = len(verdicts.code)
     code, clear = verdicts.code.copy(), np.full(number, np.nan)
@@ -97,7 +99,9 @@ def prove_verdicts(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, s
     return _repair(checker, sets, replace(verdicts, code=code), clear, todo, budget)
 
 
-def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints, budget: float) -> Proved:
+def _repair(
+    checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints, budget: float
+) -> Proved:
     number = len(verdicts.code)
     code, query, source = verdicts.code.copy(), verdicts.query.copy(), verdicts.source.copy()
     kept = np.setdiff1d(np.unique(source[verdicts.code == UNSELECTABLE]), todo)
@@ -107,7 +111,13 @@ def _repair(checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: F
     for i in map(int, todo):
         like = known.setdefault(sets.normalized[i].tobytes(), i)
         if like != i:  # an exact copy of one that was done
-            code[i], query[i], source[i], clear[i], repaired[i] = code[like], query[like], like, clear[like], repaired[like]
+            code[i], query[i], source[i], clear[i], repaired[i] = (
+                code[like],
+                query[like],
+                like,
+                clear[like],
+                repaired[like],
+            )
             continue
         if (verdicts.code[i] == UNSELECTABLE or i in rows) and source[i] != i:
             rows.setdefault(int(source[i]), verdicts.weights.row(int(source[i])))
@@ -188,8 +198,10 @@ def prove_margins(
     wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, inside))
     if len(wide):
         point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
-        for k in wide:
-            for u, index, value in _other_proposals(space, verdicts, int(asked[k]), gap, lower, upper, point, k, budget):
+        for k in map(int, wide):
+            for u, index, value in _other_proposals(
+                space, verdicts, int(asked[k]), gap, lower, upper, point, k, budget
+            ):
                 one = asked[k : k + 1]
                 better = checker.gap_at_least(one, np.append(u, np.zeros(point.shape[1] - dim))[None]).lower[0]
                 if better > lower[k]:

@@ -54,7 +54,8 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
         radius = float(given)
         if not (radius > 0.0 and np.isfinite(radius)):
             raise ValueError(
-                f"the radius of a query set must be positive and finite, got {radius}: give the length of the longest query"
+                f"the radius of a query set must be positive and finite, got {radius}: give the length of the "
+                "longest query"
             )
         if not 1.0 / _LARGEST <= radius <= _LARGEST:
             raise ValueError(
@@ -65,7 +66,9 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         what = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
         raise TypeError(f"query_set must be a radius or a pair (center, axes), got {what}")
-    center, axes = (floats(f"the {name} of the query set", part) for name, part in zip(("center", "axes"), given, strict=True))
+    center, axes = (
+        floats(f"the {name} of the query set", part) for name, part in zip(("center", "axes"), given, strict=True)
+    )
     for name, values in (("center", center), ("axes", axes)):
         if not np.isfinite(values).all():
             raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")

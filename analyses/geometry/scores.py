@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.compiled import compiled, room
 
-# From so many multiply-adds on a matrix product is faster than a loop over queries (its overhead is that of some 1e5), at
-# least so many queries at a time, and more while a block of scores stays below 16 MB.
+# From so many multiply-adds on a matrix product is faster than a loop over queries (its overhead is that of some 1e5),
+# at least so many queries at a time, and more while a block of scores stays below 16 MB.
 _PRODUCT, _QUERIES, _BLOCK = 1_000_000, 64, 2_000_000
 
 Floats = NDArray[np.float64]

@@ -1,8 +1,8 @@
 """Verdicts of exact arithmetic where the tolerance would decide.
 
 A key that was proved to win by more than tau against every other is a vertex in exact arithmetic too. All others
-(unselectable, copies within tau, undecided) are decided again, on the given numbers as fractions; what was found in float64
-is the place to start from.
+(unselectable, copies within tau, undecided) are decided again, on the given numbers as fractions; what was found in
+float64 is the place to start from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def decide_strictly(
         elif same_space and found.query is not None:
             query[i] = _over_normalized(sets, np.array([float(q) for q in found.query]))
     weights = SparseWeights.of_rows(rows, len(code))
-    return replace(proved, verdicts=replace(verdicts, code=code, query=query, weights=weights, source=source), exact=exact)
+    return replace(
+        proved, verdicts=replace(verdicts, code=code, query=query, weights=weights, source=source), exact=exact
+    )
 
 
 def _over_points(sets: KeyCoordinates, query: Floats) -> Floats | None:

@@ -6,8 +6,8 @@
    then, if rounding or the tolerance stood in the way, in flat ones (exact distances).
 3. *Linear program*.
 
-What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before they count,
-and what counts here is proved once more, key by key, before it is given out (`proofs`).
+What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before they
+count, and what counts here is proved once more, key by key, before it is given out (`proofs`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def decide(
     that it proves it of each (`proofs`).
 
     Args:
-        only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others that
+        only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
+        that
             white queries leave stay undecided.
         budget: multiply-adds per key, after which it stays undecided.
         prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
@@ -128,7 +129,9 @@ def decide(
         work.starts[:] = -1
     for careful in (False, True):
         work.nearest_points(careful)
-    if len(sets.leaders) <= LARGE:  # a program over a whole pool would take minutes: what is left of one stays undecided
+    if (
+        len(sets.leaders) <= LARGE
+    ):  # a program over a whole pool would take minutes: what is left of one stays undecided
         work.programs()
     return work.verdicts()
 

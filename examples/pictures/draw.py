@@ -18,9 +18,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import ln_probe
-from ln_probe.render.geometry import geometry
+from ln_probe.render.norm_geometry import geometry
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
-from ln_probe.report import Report
+from ln_probe.reporting.report import Report
 
 DPI = 110
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ln_probe.analyses.probes.registry import listing
+
 if TYPE_CHECKING:
     from ln_probe.batch.drive import Slice
     from ln_probe.batch.engines import Engine
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
     from ln_probe.batch.suite import Target
-    from ln_probe.passes import Settings
+    from ln_probe.measuring.settings import Settings
 
 DONE, SOME_FAILED, BAD_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 ENGINES = ("local", "ray")
@@ -33,7 +35,7 @@ Prompts = Annotated[
     str | None, typer.Option(help="A .txt, .jsonl or .npy file, a data set (folder or hf:NAME), or 'sampled'.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the reports.")]
-Probes = Annotated[str | None, typer.Option(help="Comma-separated; default all.")]
+Probes = Annotated[str | None, typer.Option(help=f"Comma-separated; default: all of ln_probe's own. {listing()}.")]
 Layers = Annotated[str | None, typer.Option(help="Comma-separated layers, ranges as 3-5; default all.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longer prompts are cut.")]
 MaxPrompts = Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")]
@@ -203,7 +205,7 @@ def merge(
 
 
 def _names(units: Sequence[Unit]) -> str:
-    shown = ", ".join(f"{u.kind} {u.shard}" for u in units[:3])
+    shown = ", ".join(map(str, units[:3]))
     return f"{len(units)} unit{'s' * (len(units) > 1)} ({shown}{', …' * (len(units) > 3)})"
 
 
@@ -299,13 +301,15 @@ def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_j
     """Write the index, say what was done, and exit."""
     from ln_probe.batch.drive import write_index
 
-    failures = write_index(run, targets, errors)
+    ended = write_index(run, targets, errors)
+    failures = ended.failed
     index = run.out / "index.html"
     if as_json:
         models = [
             {
                 "model": t.name, "revision": t.revision, "error": failures.get(t),
                 "page": None if t in failures else str(run.out / t.folder / "report.html"),
+                "failed_probes": list(ended.probes.get(t, ())),
             }
             for t in targets
         ]  # fmt: skip
@@ -313,8 +317,11 @@ def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_j
     else:
         for target, why in failures.items():
             typer.echo(f"{target.label}: failed: {why}", err=True)
+        for target, whys in ended.probes.items():
+            for why in whys:
+                typer.echo(f"{target.label}: {why}", err=True)
         typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models", err=True)
-    raise typer.Exit(SOME_FAILED if failures else DONE)
+    raise typer.Exit(SOME_FAILED if failures or ended.probes else DONE)
 
 
 def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
@@ -358,14 +365,21 @@ def _targets(wish: Wish) -> list[Target]:
 
 
 def _settings(wish: Wish) -> Settings:
-    from ln_probe.passes import KEYS, PROBES, Settings
+    from ln_probe.analyses.probes.protocol import ProbeError
+    from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+    from ln_probe.measuring.settings import KEYS, Settings
     from ln_probe.prompting.sources import check_source
 
-    wanted = PROBES if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
-    if unknown := [p for p in wanted if p not in PROBES]:
-        raise refuse(f"unknown probe {unknown[0]!r}: choose from {', '.join(PROBES)}")
+    known = ", ".join(entries())
+    wanted = DEFAULT if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
+    if unknown := [p for p in wanted if p not in entries()]:
+        raise refuse(f"unknown probe {unknown[0]!r}: choose from {known}")
     if not wanted:
-        raise refuse(f"--probes {wish.probes!r} names no probe: choose from {', '.join(PROBES)}")
+        raise refuse(f"--probes {wish.probes!r} names no probe: choose from {known}")
+    try:
+        chosen(wanted)
+    except ProbeError as error:
+        raise refuse(str(error)) from error
     if wish.keys not in KEYS:
         raise refuse(f"--keys must be one of {', '.join(KEYS)}, got {wish.keys!r}")
     if wish.prompts not in (None, "sampled"):

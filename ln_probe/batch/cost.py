@@ -10,24 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ln_probe.batch.plan import UNEMBEDDING, Run
+from ln_probe.analyses.probes.protocol import Shape
+from ln_probe.analyses.probes.registry import chosen
+from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
-from ln_probe.prompting.shards import ShardedCorpus, shard_file
+from ln_probe.prompting.shards import DEFAULT, ShardedCorpus, shard_file
 from ln_probe.prompting.sources import SAMPLED
 
-# Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt: 5.6e-5 measured on
-# lm-layernorm (d_head 8), 4.8e-4 on GPT-2 small's shape (d_head 64, bench/probe.py). In between, as a power.
-_SECONDS_PER_KEY = {128: 6e-5, 512: 5e-4}
-_VARIANTS = 4
 # A worker with a small model: Python, torch, TransformerLens, numba (650 MB at its peak with lm-layernorm).
 _WORKER_BYTES = 700 * 2**20
 # Copies of the weights while a model is loaded: the original's, ours, and what is underway between them.
 _COPIES = 3.0
-_BYTES_PER_KEY = 56  # of results: six numbers and two codes, until the report is made
 _MULTIPLICATIONS = 1e10  # a second, of one core on a forward pass
-# Forward passes of the causal probe for each norm: it alone and in groups, under three variants and once more without
-# scaling, of which the blocks before the edit are not computed again.
-_CAUSAL_PASSES = 2.5
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -51,7 +45,7 @@ class Cost:
 
 
 def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
-    """A rough estimate, from two shapes of model that were measured; `prompts` are lengths in tokens."""
+    """A rough estimate: what each probe says of itself, and forward passes; `prompts` are lengths in tokens."""
     units = len(list(run.units())) + 1
     shape = _shape(target)
     limit = min(run.settings.max_tokens, shape.get("context", math.inf))
@@ -59,25 +53,21 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     tokens = float(sum(lengths))
     layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
     heads = shape.get("heads", math.nan)
-    kinds = {u.kind for u in run.units()}
-    per_token = layers * (heads + 1) * _VARIANTS if {"selectability", "uniformity"} & set(run.settings.probes) else 0.0
-    rows = tokens * per_token
-    seconds = sum(n * per_token * _per_key(n) for n in lengths)
-    passes = 2.0  # calibration, and the keys'
-    if "causal" in run.settings.probes:
-        passes += _CAUSAL_PASSES * (2 * layers + 1)
+    default = run.corpus.given == DEFAULT
+    found = [
+        probe.cost(Shape(layers, heads, tuple(lengths[: probe.prompts] if default else lengths)))
+        for probe in chosen(run.settings.probes)
+    ]
+    passes = 1.0 + any(p.watches for p in run.probes) + sum(c.passes for c in found)  # the calibration, and the probes'
     forward = passes * tokens * target.weight_bytes / 4 / _MULTIPLICATIONS
-    unembedding = 5.0 if UNEMBEDDING in kinds else 0.0
     weights = target.weight_bytes if target.weight_bytes else math.nan
     return Cost(
-        units, tokens, seconds + forward + unembedding, _WORKER_BYTES + _COPIES * weights, rows * _BYTES_PER_KEY
+        units,
+        tokens,
+        sum(c.seconds for c in found) + forward,
+        _WORKER_BYTES + _COPIES * weights,
+        sum(c.disk_bytes for c in found),
     )
-
-
-def _per_key(tokens: float) -> float:
-    (short, low), (long, high) = sorted(_SECONDS_PER_KEY.items())
-    power = math.log(high / low) / math.log(long / short)
-    return float(low * (max(1.0, tokens) / short) ** power)
 
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:

@@ -20,7 +20,7 @@ from ln_probe.batch.progress import Display
 from ln_probe.batch.schedule import Schedule
 from ln_probe.batch.store import DamagedError, Stored
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import NO_STORAGE, is_done
+from ln_probe.batch.work import NO_STORAGE, awaited, is_done
 
 _TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
 
@@ -103,7 +103,7 @@ def remains(
             shutil.rmtree(run.folder(target), ignore_errors=True)
         elif part is None:
             done, why = is_done(run, target)
-            if done:
+            if done and not awaited(run, target):
                 display.say(f"{target.label}: already done")
                 continue
             if why:
@@ -153,12 +153,20 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
                 raise StoppedError(outcome.error)
 
 
-def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> dict[Target, str]:
-    """OUT/index.html: every checkpoint of the run, with its report or the reason why there is none; those reasons."""
-    from ln_probe.render.index import IndexEntry, index_page
-    from ln_probe.report import load_report
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: why checkpoints have no report, and which probes failed in the reports that there are."""
 
-    entries, failures = [], dict[Target, str]()
+    failed: Mapping[Target, str]
+    probes: Mapping[Target, tuple[str, ...]]
+
+
+def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> Ended:
+    """OUT/index.html: every checkpoint of the run, with its report or the reason why there is none."""
+    from ln_probe.render.index import IndexEntry, index_page
+    from ln_probe.reporting.report import load_report
+
+    entries, failures, probes = [], dict[Target, str](), dict[Target, tuple[str, ...]]()
     for target in targets:
         error = errors.get(target, target.error)
         if not error:
@@ -171,8 +179,10 @@ def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str
                 error = f"not finished{f' ({why})' if why else ''}: run its command again"
             else:
                 entries.append(IndexEntry(target.label, f"{target.folder}/report.html", report))
+                if report.failures:
+                    probes[target] = tuple(map(str, report.failures))
         if error:
             failures[target] = error
             entries.append(IndexEntry(target.label, error=error))
     write_atomically(run.out / "index.html", index_page(entries).encode())
-    return failures
+    return Ended(failures, probes)

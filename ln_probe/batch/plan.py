@@ -8,9 +8,9 @@
                   done/<model>.json           whose report OUT/<model>/ is, and the hashes of its files
 
 The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *prompts* for each shard of
-them and one *unembedding*, then the *report*. What a unit computes depends on its key alone: not on which worker
-does it, nor on what was done before, nor on how many shards there are (rows are joined in order before anything is
-summed).
+them, one of *weights* for every probe that needs no prompts, then the *report*. What a unit computes depends on its key
+alone: not on which worker does it, nor on what was done before, nor on how many shards there are (rows are joined in
+order before anything is summed).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import ln_probe
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.probes.protocol import Probe
+from ln_probe.analyses.probes.registry import OWN, chosen, package_of
 from ln_probe.batch.suite import Target
-from ln_probe.passes import Settings
+from ln_probe.measuring.settings import Settings
 from ln_probe.prompting.shards import ShardedCorpus
+from ln_probe.reporting.software import __version__
 
 WORK_FOLDER = ".ln_probe"
-FORMAT = 2
-CALIBRATION, PROMPTS, UNEMBEDDING, REPORT = "calibration", "prompts", "unembedding", "report"
+FORMAT = 3
+CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
@@ -39,14 +41,43 @@ _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "nu
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work on one checkpoint; `shard` counts the shards of the prompts, 0 where there is only one unit."""
+    """A piece of work on one checkpoint.
+
+    Attributes:
+        kind: one of the four above.
+        shard: of the prompts; 0 where there is only one unit.
+        probe: whose weights are measured; empty otherwise.
+    """
 
     kind: str
     shard: int = 0
+    probe: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.probe or self.shard}"
 
     @property
     def file(self) -> str:
-        return f"{self.kind}-{self.shard:05d}.safetensors"
+        return f"{self.kind}-{self.probe or f'{self.shard:05d}'}.safetensors"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A probe of the run, as it is known where it may not be installed.
+
+    Attributes:
+        name, package: of the probe.
+        watches: whether it sees prompts; weighs: whether the model's weights are enough.
+    """
+
+    name: str
+    package: str
+    watches: bool
+    weighs: bool
+
+    @classmethod
+    def of(cls, probe: Probe) -> Asked:
+        return cls(probe.name, package_of(probe), probe.needs.prompts, probe.needs.nothing)
 
 
 @dataclass(frozen=True)
@@ -60,6 +91,11 @@ class Run:
     device: str | None = None
     allow_pickle: bool = False
     command: str = ""
+    probes: tuple[Asked, ...] = ()  # those of the settings; looked up where they are not given
+
+    def __post_init__(self) -> None:
+        if not self.probes:
+            object.__setattr__(self, "probes", tuple(map(Asked.of, chosen(self.settings.probes))))
 
     @property
     def work(self) -> Path:
@@ -84,25 +120,27 @@ class Run:
     def units(self) -> Iterator[Unit]:
         """The units of one checkpoint, its report left out, calibration first."""
         yield Unit(CALIBRATION)
-        if {"selectability", "uniformity", "causal"} & set(self.settings.probes):
+        if any(p.watches for p in self.probes):
             for shard in range(self.corpus.shards):
                 yield Unit(PROMPTS, shard)
-        if "unembedding" in self.settings.probes:
-            yield Unit(UNEMBEDDING)
+        for probe in self.probes:
+            if probe.weighs:
+                yield Unit(WEIGHTS, probe=probe.name)
 
     def key(self, target: Target) -> str:
         """Hash of everything that decides what is found out about a checkpoint."""
         versions = {name: version(name) for name in _LIBRARIES}
+        versions |= {p.name: p.package for p in self.probes if p.package != OWN}
         content = {
             "checkpoint": target.identity, "name": target.name, "revision": target.revision, **self.identity,
-            "ln_probe": ln_probe.__version__, "versions": versions, "format": FORMAT,
+            "ln_probe": __version__, "versions": versions, "format": FORMAT,
         }  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def unit_key(self, target: Target, unit: Unit) -> str:
         """The same for one unit: with the prompts of its shard."""
         size = self.corpus.per_shard if unit.kind == PROMPTS else 0
-        return hashlib.sha256(f"{self.key(target)} {unit.kind} {unit.shard} of {size}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.key(target)} {unit} of {size}".encode()).hexdigest()
 
     def folder(self, target: Target) -> Path:
         """Where results about a checkpoint lie until its report is made."""
@@ -138,6 +176,7 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> list[T
     content = {
         "format": FORMAT, "identity": run.identity, "command": run.command, "allow_pickle": run.allow_pickle,
         "corpus": asdict(run.corpus), "targets": [asdict(t) for t in everything],
+        "probes": [asdict(p) for p in run.probes],
     }  # fmt: skip
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return everything
@@ -157,6 +196,7 @@ def reopen(out: Path) -> tuple[Run, list[Target]]:
     run = Run(
         out, Settings.of_plain(held["identity"]), ShardedCorpus(**held["corpus"]), command=held["command"],
         allow_pickle=held["allow_pickle"], dtype=held["identity"]["dtype"], device=held["identity"]["device"],
+        probes=tuple(Asked(**p) for p in held["probes"]),
     )  # fmt: skip
     return run, [Target(**t) for t in held["targets"]]
 

@@ -28,7 +28,7 @@ class _Work:
 
     target: Target
     waiting: deque[Unit]
-    calibrate: bool  # still to be done, before anything but the unembedding
+    calibrate: bool  # still to be done, before anything else
     reports: bool  # whether a report is to be made at the end
     running: set[Unit] = field(default_factory=set)
     begun: bool = False

@@ -133,8 +133,37 @@ class Stored:
         with safe_open(self.path, framework="np") as file:
             return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
 
-    def has_table(self, name: str) -> bool:
-        return _TABLE + name in self.names
+    def lazily(self, prefix: str) -> Mapping[str, np.ndarray]:
+        """The same, each read when it is asked for."""
+        return _Lazy(self, prefix)
+
+    def tables(self, prefix: str = "") -> dict[str, pd.DataFrame]:
+        """The tables whose names begin with `prefix`, by the rest of their names."""
+        start = _TABLE + prefix
+        return {n.removeprefix(start): self.table(n.removeprefix(_TABLE)) for n in self.names if n.startswith(start)}
 
     def table(self, name: str) -> pd.DataFrame:
         return pd.read_parquet(io.BytesIO(self.arrays(_TABLE + name)[""].tobytes()))
+
+
+class _Lazy(Mapping[str, np.ndarray]):
+    """Arrays of a result that are read when they are asked for."""
+
+    def __init__(self, stored: Stored, prefix: str) -> None:
+        self.stored, self.prefix = stored, prefix
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        from safetensors import safe_open
+
+        whole = self.prefix + name
+        if whole not in self.stored.names:
+            raise KeyError(name)
+        with safe_open(self.stored.path, framework="np") as file:
+            found: np.ndarray = file.get_tensor(whole)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (n.removeprefix(self.prefix) for n in self.stored.names if n.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ln_probe.report import slug
+from ln_probe.reporting.report import slug
 
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # beside the weights: configuration and tokenizer
 

@@ -6,34 +6,36 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import pandas as pd
 import torch
 from filelock import FileLock
 from torch import nn
 
-from ln_probe.analyses import key_tables, unembedding
+from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.geometry.parallel import use_processors
-from ln_probe.analyses.key_tables import MEASURES, Block, KeyRows
-from ln_probe.analyses.variants import VARIANTS
+from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.registry import chosen, entries, find
 from ln_probe.batch import store
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, UNEMBEDDING, Run, Unit
+from ln_probe.batch.pieces import packed, unpacked
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target
-from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
-from ln_probe.loading.provenance import ModelSource
-from ln_probe.passes import Calibration, Passes, effects_table
-from ln_probe.prompting.prompts import cut_notes, namer, summary
+from ln_probe.loading.provenance import ModelSource, source_of
+from ln_probe.measuring.assembly import assemble, provenance
+from ln_probe.measuring.passes import Passes
+from ln_probe.measuring.recording import SAMPLED_PROMPTS
+from ln_probe.prompting.prompts import cut_notes, summary
+from ln_probe.prompting.shards import DEFAULT
 from ln_probe.prompting.token_shards import TokenShards
-from ln_probe.recording import SAMPLED_PROMPTS, marked
+from ln_probe.reporting.exhibits import Exhibits
 
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
@@ -96,11 +98,13 @@ class Worker:
 
     def _do(self, target: Target, unit: Unit) -> int:
         if unit.kind == REPORT:
-            Report(self.run, target).make()
+            Joining(self.run, target).make()
             return 0
         doing: dict[str, Callable[[Target, Unit], tuple[Result, int]]] = {
-            CALIBRATION: self._calibrate, PROMPTS: self._measure, UNEMBEDDING: self._unembedding,
-        }  # fmt: skip
+            CALIBRATION: self._calibrate,
+            PROMPTS: self._measure,
+            WEIGHTS: self._weigh,
+        }
         path, key = self.run.path(target, unit), self.run.unit_key(target, unit)
         with ExitStack() as stack:
             if unit.kind == CALIBRATION:  # two slices of a run may want the same one
@@ -134,8 +138,6 @@ class Worker:
         return self._passes
 
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        from ln_probe.models import source_of
-
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         shards = range(self.run.corpus.shards)
@@ -147,13 +149,17 @@ class Worker:
         exhibits, index = self._record(passes, tokens, len(given)).plain()
         info = {
             "exhibits": index,
-            "constants": dict(found.constants), "unsupported": {str(k): v for k, v in found.unsupported.items()},
-            "notes": [*tokens[0].notes, *cut, *found.notes], "prompts": prompts, "tokens": tokens.key,
-            "model": asdict(source_of(cast(nn.Module, passes.model))), "d_model": int(passes.model.cfg.d_model),
-        }  # fmt: skip
+            "constants": dict(found.constants),
+            "unsupported": {str(k): v for k, v in found.unsupported.items()},
+            "notes": [*tokens[0].notes, *cut, *found.notes],
+            "prompts": prompts,
+            "tokens": tokens.key,
+            "model": asdict(source_of(cast(nn.Module, passes.model))),
+            "d_model": int(passes.model.cfg.d_model),
+        }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
-        return Result(arrays, {"layernorms": found.layernorms}, info), prompts["tokens"]
+        return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
     def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
         """What the report will show of the first prompts; the marks of their keys come when all are joined."""
@@ -171,35 +177,22 @@ class Worker:
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         if self._calibration is None:
-            self._calibration = calibration(_opened(self.run, target, Unit(CALIBRATION)))
+            self._calibration = calibration(_opened(self.run, target, Unit(CALIBRATION))[0])
         shard = tokens[unit.shard]
-        measured = passes.measure(shard.numbered(), self._calibration)
-        arrays: dict[str, np.ndarray] = {}
-        for r in measured.keys:
-            place = f"{r.space}/{r.layer}/{r.variant}"
-            arrays |= {f"{place}/{m}": a for m, a in r.measures.items()}
-            arrays |= {f"{place}/prompts": r.prompts, f"{place}/lengths": r.lengths}
-            if r.uniform is not None:
-                arrays[f"{place}/uniform"] = r.uniform
-        about = [
-            {"layer": r.layer, "space": r.space, "variant": r.variant, "heads": list(r.heads), "dim": r.dim,
-             "theorem": r.theorem, "no_op": r.no_op}
-            for r in measured.keys
-        ]  # fmt: skip
-        tables = {} if measured.effects is None else {"effects": measured.effects}
-        info = {"rows": about, "notes": list(measured.notes)}
-        return Result(arrays, tables, info), sum(map(len, shard.rows))
+        default = self.run.corpus.given == DEFAULT
+        found = passes.measure(shard.numbered(), self._calibration, default=default)
+        return packed(found), sum(map(len, shard.rows))
 
-    def _unembedding(self, target: Target, unit: Unit) -> tuple[Result, int]:
+    def _weigh(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes = self._load(target)
-        table, notes = passes.unembedding(namer(passes.model))
-        return Result({}, {"unembedding": table}, {"notes": list(notes)}), 0
+        probe = next(p for p in passes.probes if p.name == unit.probe)
+        return packed({probe.name: passes.weigh(probe)}), 0
 
 
 def calibration(stored: Stored) -> Calibration:
     """What a calibration unit found."""
     return Calibration(
-        layernorms=stored.table("layernorms"),
+        norms=stored.table("norms"),
         constants=stored.info["constants"],
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
@@ -215,7 +208,7 @@ def _whole(path: Path, key: str) -> bool:
     return True
 
 
-def _opened(run: Run, target: Target, *units: Unit) -> Any:
+def _opened(run: Run, target: Target, *units: Unit) -> list[Stored]:
     """Results of units, verified.
 
     Raises:
@@ -231,24 +224,24 @@ def _opened(run: Run, target: Target, *units: Unit) -> Any:
             run.path(target, unit).unlink(missing_ok=True)
     if missing:
         raise _MissingError(missing, why)
-    return found[0] if len(units) == 1 else found
+    return found
 
 
-class Report:
+class Joining:
     """Makes the report of a checkpoint from its units' results; the model is not needed any more."""
 
     def __init__(self, run: Run, target: Target) -> None:
         self.run, self.target = run, target
 
     def make(self) -> None:
-        """Join, save, and write down that it is done; then the units' results go."""
-        from ln_probe import report as reports
-        from ln_probe.probing import provenance
+        """Join, save, and write down that it is done; then the units' results go.
 
+        Where a probe of the run is not installed, the report is made of the others' pieces and says so; all pieces are
+        kept, and the report does not count as done.
+        """
         run, target = self.run, self.target
         units = list(run.units())
-        found = _opened(run, target, *units) if len(units) > 1 else [_opened(run, target, *units)]
-        by_unit = dict(zip(units, found, strict=True))
+        by_unit = dict(zip(units, _opened(run, target, *units), strict=True))
         base = by_unit[Unit(CALIBRATION)]
         made = calibration(base)
         tokens = TokenShards(run, target, key=base.info["tokens"])
@@ -257,38 +250,40 @@ class Report:
         except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
             run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
             raise _MissingError([Unit(CALIBRATION)], str(error)) from error
-        shards = [stored for unit, stored in by_unit.items() if unit.kind == PROMPTS]
-        heads, keys = key_tables.tables(
-            _blocks(shards), made.radii, token,
-            every=run.settings.keys == "all", seed=run.settings.seed,
-        )  # fmt: skip
-        effects, causal_notes = _effects(shards, run.settings.seed)
-        last = by_unit.get(Unit(UNEMBEDDING))
-        source = ModelSource(**_tuples(base.info["model"]))
+        pieces: dict[str, list[Piece | Failure]] = {}
+        for unit, stored in by_unit.items():
+            for name, piece in unpacked(stored).items() if unit.kind != CALIBRATION else ():
+                pieces.setdefault(name, []).append(piece)
+        probes, missing = self._installed()
+        settings, source = run.settings, ModelSource(**_tuples(base.info["model"]))
         request = {**run.identity, "model": target.name, "revision": target.revision}
-        report = reports.Report(
-            layernorms=made.layernorms,
-            heads=heads,
-            keys=keys,
-            causal=effects,
-            unembedding=pd.DataFrame(columns=list(unembedding.COLUMNS)) if last is None else last.table("unembedding"),
-            exhibits=marked(Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]), _blocks(shards)),
-            provenance=provenance(source, base.info["prompts"], run.settings, made, base.info["d_model"])
+        report = assemble(
+            probes,
+            pieces,
+            Context(made, settings.layers, token, settings.keys, settings.seed),
+            exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
+            provenance=provenance(source, base.info["prompts"], settings, made, base.info["d_model"], probes)
             | {"request": request, "command": run.command},
-            notes=(*made.notes, *causal_notes, *([] if last is None else last.info["notes"])),
+            notes=made.notes,
+            failures=missing,
         )
         folder = run.out / target.folder
         with store.storing(run.out):
             report.save(folder)
-            mark_done(run, target)
-            shutil.rmtree(run.folder(target), ignore_errors=True)
+            mark_done(run, target, missing)
+            if not missing:
+                shutil.rmtree(run.folder(target), ignore_errors=True)
 
-
-def _effects(shards: list[Stored], seed: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The causal table and its notes."""
-    measured = [stored.table("effects") for stored in shards if stored.has_table("effects")]
-    table, notes = effects_table(measured, seed)
-    return table, (*dict.fromkeys(note for stored in shards for note in stored.info["notes"]), *notes)
+    def _installed(self) -> tuple[tuple[Probe, ...], list[Failure]]:
+        """The probes of the run, and those that are not here."""
+        here, missing = [], []
+        for asked in self.run.probes:
+            try:
+                here.append(find(asked.name))
+            except ProbeError as error:
+                why = f"it is not installed here ({error}); its pieces are kept: install it and run the same command"
+                missing.append(Failure(asked.name, asked.package, why))
+        return chosen(here), missing
 
 
 def _tuples(plain: Any) -> Any:
@@ -307,39 +302,11 @@ def _strings(tokens: TokenShards, shards: int) -> Callable[[int, int], str]:
     return lambda prompt, position: names[int(ids[prompt][position])]
 
 
-def _blocks(shards: list[Stored]) -> Iterator[Block]:
-    """What the shards measured, a (layer, space) at a time, in the order of the tables."""
-    about: dict[tuple[int, str, str], dict[str, Any]] = {}
-    for stored in shards:
-        for row in stored.info["rows"]:
-            about.setdefault((row["layer"], row["space"], row["variant"]), row)
-    places = sorted({(layer, space) for layer, space, _ in about}, key=lambda p: key_tables.order(*p))
-    for layer, space in places:
-        block: dict[str, KeyRows] = {}
-        for variant in VARIANTS:
-            row = about.get((layer, space, variant))
-            if row is None:
-                continue
-            parts = []
-            for stored in shards:
-                arrays = stored.arrays(f"{space}/{layer}/{variant}/")
-                if arrays:
-                    parts.append(
-                        KeyRows(
-                            **{**row, "heads": tuple(row["heads"])},
-                            prompts=arrays["prompts"],
-                            lengths=arrays["lengths"],
-                            measures={m: arrays[m] for m in MEASURES if m in arrays},
-                            uniform=arrays.get("uniform"),
-                        )
-                    )
-            block[variant] = key_tables.join(parts)
-        yield block
-
-
-def mark_done(run: Run, target: Target) -> None:
-    """Write down whose report a folder holds, and what its files are."""
-    content = {"key": run.key(target), "files": _hashes(run.out / target.folder)}
+def mark_done(run: Run, target: Target, missing: Sequence[Failure] = ()) -> None:
+    """Write down whose report a folder holds, and what its files are; `missing` probes are still to be joined."""
+    content = {
+        "key": run.key(target), "files": _hashes(run.out / target.folder), "missing": [f.probe for f in missing],
+    }  # fmt: skip
     write_atomically(done_file(run, target), json.dumps(content, indent=1).encode())
 
 
@@ -360,6 +327,16 @@ def is_done(run: Run, target: Target) -> tuple[bool, str]:
     now = _hashes(folder)
     wrong = [name for name, digest in files.items() if now.get(name) != digest]
     return not wrong, f"{folder / wrong[0]} is damaged or missing" if wrong else ""
+
+
+def awaited(run: Run, target: Target) -> bool:
+    """Whether a report that is done lacks results of a probe that can be joined now."""
+    try:
+        missing = json.loads(done_file(run, target).read_text(encoding="utf-8"))["missing"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    known = entries()
+    return any(name in known for name in missing)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

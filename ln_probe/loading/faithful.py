@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
-from ln_probe.loading import equivalence
+from ln_probe.loading import same_logits
 from ln_probe.loading.provenance import ModelSource, remember
 from ln_probe.loading.worlds import (
     CLASS_OF_WORLD,
@@ -53,10 +53,10 @@ def into_world(
             changed its log-probabilities.
     """
     hugging_face = cast(Any, pretrained.model)
-    tokens = equivalence.probe_tokens(pretrained.config, device)
+    tokens = same_logits.probe_tokens(pretrained.config, device)
     # Before any wrapping: the bridge changes the very model it wraps.
     try:
-        reference = equivalence.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+        reference = same_logits.logits_of(lambda ids: hugging_face(ids).logits, tokens)
     except Exception as error:
         raise ValueError(
             f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
@@ -67,7 +67,7 @@ def into_world(
             f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
             "ordinary tokens. Load it in float32 or bfloat16."
         )
-    bound = equivalence.CONVERSION_BOUND[source.dtype]
+    bound = same_logits.CONVERSION_BOUND[source.dtype]
 
     obstacle = hooked_obstacle(pretrained)
     if world == "hooked" and obstacle is not None:
@@ -90,7 +90,7 @@ def into_world(
                 model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
-            logits = equivalence.logits_of(cast(Any, model), tokens)
+            logits = same_logits.logits_of(cast(Any, model), tokens)
             difference = relative_difference(logits, reference)
             failure = f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
             cause = None
@@ -109,10 +109,10 @@ def into_world(
 
     if processing.names():
         _check_centring(model, source, processing)
-        raw = equivalence.logits_of(cast(Any, model), tokens)
+        raw = same_logits.logits_of(cast(Any, model), tokens)
         with _explained(source, processing):
             process(model, chosen, processing)
-            processed = equivalence.logits_of(cast(Any, model), tokens)
+            processed = same_logits.logits_of(cast(Any, model), tokens)
         change = relative_difference(centred(processed), centred(raw))
         allowed = PROCESSING_BOUND[dtype]
         if not change <= allowed:

@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.variants import VARIANTS
+from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.figures import COLOURS, LABELS, MARKERS, SIZE, dress, legend, name_sites
 from ln_probe.render.svg import GRID
 
 if TYPE_CHECKING:
-    from ln_probe.report import Report
+    from ln_probe.reporting.contents import Contents
 
 GROUPS = ("attention", "mlp", "final", "all")
 # Where the largest change is this many times the median one, the axis is linear near 0 and logarithmic beyond: a frozen
@@ -22,7 +22,7 @@ GROUPS = ("attention", "mlp", "final", "all")
 WIDE = 30.0
 
 
-def causal_effects(report: Report) -> Figure:
+def causal_effects(report: Contents) -> Figure:
     """Change of the loss when a term is switched off, 95 % intervals: per group of norms, and each norm alone.
 
     Terms that are not there to take away (`no_op`) are left out.

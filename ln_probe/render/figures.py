@@ -10,12 +10,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from ln_probe.analyses.variants import VARIANTS
+from ln_probe.analyses.wording import disarmed
+from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
-from ln_probe.render.text import disarmed
 
 if TYPE_CHECKING:
-    from ln_probe.report import Report
+    from ln_probe.reporting.contents import Contents
 
 COLOURS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "neither": PINK}
 MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "neither": "D"}  # told apart without colour as well
@@ -31,7 +31,7 @@ TICKS = 24  # labels on an axis
 VECTOR_CELLS = 2500  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
 
 
-def norms_over_depth(report: Report) -> Figure:
+def norms_over_depth(report: Contents) -> Figure:
     """Mean length of vectors before and after each norm (± one deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
     rows = _sites_of(report)
@@ -47,7 +47,7 @@ def norms_over_depth(report: Report) -> Figure:
     return figure
 
 
-def projection_over_depth(report: Report) -> Figure:
+def projection_over_depth(report: Contents) -> Figure:
     """What projection removes at each norm: the share of squared length along the ones-vector, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -71,29 +71,29 @@ def projection_over_depth(report: Report) -> Figure:
     return figure
 
 
-def margins_over_depth(report: Report) -> Figure:
+def margins_over_depth(report: Contents) -> Figure:
     """How far keys can be raised above all others: the median head's median key, and its hardest twentieth (dashes)."""
     return _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=True)
 
 
-def attainable_over_depth(report: Report) -> Figure:
+def attainable_over_depth(report: Contents) -> Figure:
     """Attention that queries of the size that occur can give a key: median head's median key, hardest twentieth."""
     figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
     figure.axes[0].set_ylim(bottom=0)
     return figure
 
 
-def unselectable_by_head(report: Report) -> Figure:
+def unselectable_by_head(report: Contents) -> Figure:
     """Share of keys that no query can select, layer × head, for each variant."""
     return heat_maps(report, "unselectable_fraction", "share of keys")
 
 
-def margins_by_head(report: Report) -> Figure:
+def margins_by_head(report: Contents) -> Figure:
     """Median margin of each head's keys, layer × head, for each variant."""
     return heat_maps(report, "margin_median", "margin, nats")
 
 
-def heat_maps(report: Report, column: str, label: str) -> Figure:
+def heat_maps(report: Contents, column: str, label: str) -> Figure:
     """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where it is not known.
 
     Raises:
@@ -130,7 +130,7 @@ def heat_maps(report: Report, column: str, label: str) -> Figure:
     return figure
 
 
-def uniform_angle_by_layer(report: Report) -> Figure:
+def uniform_angle_by_layer(report: Contents) -> Figure:
     """Angle of each head's queries to the direction that attends uniformly, beside that of a random direction."""
     figure, axes = _figure("angle, degrees")
     rows = dict(by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
@@ -143,7 +143,7 @@ def uniform_angle_by_layer(report: Report) -> Figure:
     return figure
 
 
-def entropy_by_layer(report: Report) -> Figure:
+def entropy_by_layer(report: Contents) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
     for place, (variant, rows) in enumerate(by_variant(report)):
@@ -159,13 +159,13 @@ def entropy_by_layer(report: Report) -> Figure:
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-def by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
+def by_variant(report: Contents) -> list[tuple[str, pd.DataFrame]]:
     """The rows of head space of each variant there is, in the vocabulary's order."""
     heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
     return [(v, heads[heads["variant"] == v]) for v in VARIANTS if len(heads) and (heads["variant"] == v).any()]
 
 
-def _sites_of(report: Report) -> pd.DataFrame:
+def _sites_of(report: Contents) -> pd.DataFrame:
     return report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
 
 
@@ -174,7 +174,7 @@ def _tail(rows: pd.DataFrame, column: str) -> pd.Series[float]:
     return rows[f"{column}_tail"].fillna(rows[column])
 
 
-def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool) -> Figure:
+def _over_depth(report: Contents, middle: str, hard: str, label: str, *, log: bool) -> Figure:
     figure, axes = _figure(label, log=log)
     dashed = False
     for variant, rows in by_variant(report):
@@ -231,7 +231,7 @@ def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=8)
 
 
-def _layers(axes: mpl.axes.Axes, report: Report) -> None:
+def _layers(axes: mpl.axes.Axes, report: Contents) -> None:
     axes.set_xlabel("layer")
     layers = sorted({int(v) for v in report.heads["layer"]})
     axes.set_xticks(layers[:: -(-len(layers) // TICKS) or 1])

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pandas as pd
 from markupsafe import Markup
 
+from ln_probe.analyses.tables import SUMMARY
 from ln_probe.render.figures import by_variant
 from ln_probe.render.multiples import MEASURES, PANELS, over_depth, over_training
-from ln_probe.render.page import Drawing, Picture, environment
+from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy
+from ln_probe.render.pictures import Drawing, Shown
 from ln_probe.render.svg import svg
-from ln_probe.render.tables import table
-
-if TYPE_CHECKING:
-    from ln_probe.comparison import Comparison
-    from ln_probe.report import Report
+from ln_probe.render.table_html import table
+from ln_probe.reporting.contents import Contents
+from ln_probe.reporting.findings import findings
+from ln_probe.reporting.overview import overview, step_of
 
 SENTENCES = 8  # models whose first finding stands above the table
-_ABOUT = (
-    "A row per model. mean_share: median over norms; unselectable: share of all keys; the others: medians over heads. "
-    "Columns ending in _no_scaling: with scaling replaced by a constant."
-)
 
 
 @dataclass(frozen=True)
@@ -35,29 +31,27 @@ class IndexEntry:
 
     name: str
     href: str = ""
-    report: Report | None = None
+    report: Contents | None = None
     error: str = ""
 
 
 def index_page(entries: Sequence[IndexEntry]) -> str:
     """The index of several reports as one HTML page that opens offline: comparison, small multiples, failures.
 
-    Reports that name their training step (see `comparison.step_of`) are drawn over training where a model has several.
+    Reports that name their training step (see `overview.step_of`) are drawn over training where a model has several.
     """
-    from ln_probe.comparison import SUMMARY_COLUMNS, overview
-
     done = [(e, e.report) for e in entries if e.report is not None]
     rows = [{"model": entry.name, **overview(report)} for entry, report in done]
-    summary = pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS)).dropna(axis=1, how="all")
+    summary = pd.DataFrame(rows, columns=SUMMARY.names).dropna(axis=1, how="all")
     links = [quote(entry.href) for entry, _ in done]
     script = own_script("unpack.js", "page.js")
-    first = [(e.name, quote(e.href), next(iter(r.findings()), "")) for e, r in done[:SENTENCES]]
+    first = [(e.name, quote(e.href), next((f.text for f in findings(r)), "")) for e, r in done[:SENTENCES]]
     return (
         environment()
         .get_template("index.html")
         .render(
             count=len(entries),
-            table=table("comparison", "Comparison", _ABOUT, summary, links=links) if rows else None,
+            table=table(SUMMARY, summary, links=links) if rows else None,
             pictures=_pictures([r for _, r in done], [e.name for e, _ in done]),
             first=first,
             failed=[e for e in entries if e.error],
@@ -67,26 +61,23 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
     )
 
 
-def comparison_cell(comparison: Comparison) -> str:
+def comparison_cell(names: Sequence[str], reports: Sequence[Contents], summary: pd.DataFrame) -> str:
     """A comparison as a notebook cell: the summary and one picture, no scripts."""
-    summary = comparison.summary.dropna(axis=1, how="all")
-    pictures = _pictures(comparison.reports, comparison.names)[:1]
+    pictures = _pictures(reports, names)[:1]
     return (
         environment()
         .get_template("cell.html")
         .render(
-            name=" · ".join(comparison.names),
+            name=" · ".join(names),
             findings=[],
             notes=[],
-            tables=[table("comparison", "", _ABOUT, summary, interactive=False)],
+            tables=[table(SUMMARY, summary.dropna(axis=1, how="all"), interactive=False)],
             pictures=[d.svg for p in pictures for d in p.drawings],
         )
     )
 
 
-def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Picture]:
-    from ln_probe.comparison import step_of
-
+def _pictures(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     steps = [step_of(r) for r in reports]
     models = [r.name for r in reports]
     runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
@@ -109,7 +100,7 @@ def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Picture]:
     return found
 
 
-def _picture(name: str, title: str, figure: object, count: int) -> Picture:
+def _picture(name: str, title: str, figure: object, count: int) -> Shown:
     from matplotlib.figure import Figure
 
     assert isinstance(figure, Figure)
@@ -117,4 +108,4 @@ def _picture(name: str, title: str, figure: object, count: int) -> Picture:
     if count > PANELS:
         caption += f" The first {PANELS} of {count} models are drawn."
     drawn = Drawing(title, Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}")), caption)
-    return replace(Picture(name, title, (drawn,)), wide=count > 2)
+    return replace(Shown(name, title, (drawn,)), wide=count > 2)

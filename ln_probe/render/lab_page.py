@@ -11,9 +11,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.schema import Table
 from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy
-from ln_probe.render.tables import table
+from ln_probe.render.table_html import table
 
 PAGE_FILE = "page.html"
 FIRST = 12  # findings that stand open
@@ -42,7 +43,7 @@ def write_lab_page(folder: Path) -> Path:
             first=FIRST,
             facts=_facts(about),
             pictures=[_picture(folder / name) for name in about["figures"]],
-            table=table("summary", "Means and 95 % intervals over seeds", _ABOUT, summary),
+            table=table(Table("summary", "Means and 95 % intervals over seeds", _ABOUT, (), ()), summary),
             settings=json.dumps(about["settings"], indent=1),
             policy=policy(script),
             script=Markup(script),

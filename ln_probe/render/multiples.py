@@ -10,13 +10,13 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.variants import VARIANTS
+from ln_probe.analyses.wording import disarmed
+from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.figures import COLOURS, LABELS, MARKERS, SIZE, by_variant
 from ln_probe.render.svg import GRID
-from ln_probe.render.text import disarmed
 
 if TYPE_CHECKING:
-    from ln_probe.report import Report
+    from ln_probe.reporting.contents import Contents
 
 MEASURES = {  # column of the `heads` table: title, label of the axis
     "unselectable_fraction": ("keys no query can select", "share of keys"),
@@ -28,7 +28,7 @@ PANELS = 24  # models drawn: more would be too small to read; the table has all
 ACROSS = 4
 
 
-def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) -> Figure:
+def over_depth(reports: Sequence[Contents], names: Sequence[str], measure: str) -> Figure:
     """A measure over depth, a panel per model and a line per variant, all on the same scale.
 
     Args:
@@ -53,9 +53,11 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
     return figure
 
 
-def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequence[int | None], measure: str) -> Figure:
+def over_training(
+    reports: Sequence[Contents], names: Sequence[str], steps: Sequence[int | None], measure: str
+) -> Figure:
     """A measure over training steps, a panel per model and a line per variant; reports without a step are left out."""
-    runs: dict[str, list[tuple[int, Report]]] = {}
+    runs: dict[str, list[tuple[int, Contents]]] = {}
     for report, name, step in zip(reports, names, steps, strict=True):
         if step is not None:
             runs.setdefault(name, []).append((step, report))

@@ -17,7 +17,8 @@ class Table {
     section.querySelectorAll("thead th").forEach((head, c) => {
       const button = document.createElement("button");
       button.textContent = head.textContent;
-      button.title = "Sort by this column";
+      button.title = head.title ? `${head.title}. Click to sort` : "Sort by this column";
+      head.removeAttribute("title");
       button.addEventListener("click", () => this.sort(c, head));
       head.replaceChildren(button);
     });

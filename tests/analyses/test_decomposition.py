@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.analyses.decomposition import COLUMNS, SiteStatistics, table
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.norm_statistics import SiteStatistics, table
+from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.sites import Site, find_sites
 
@@ -31,7 +32,7 @@ def test_terms_add_up(arch: str, dtype: torch.dtype, bound: float, make_bridge: 
     rows = table(list(statistics_of(make_bridge(arch, dtype)).values()))
     if dtype == torch.float64 and arch in ("llama", "gemma", "qwen3"):
         bound = 1e-6  # Hugging Face's RMSNorms compute in float32 whatever the model's format
-    assert list(rows.columns) == list(COLUMNS)
+    assert list(rows.columns) == LAYERNORMS.names
     assert rows["reconstruction_error"].max() < bound
     assert rows["reconstruction_error"].notna().all()
 

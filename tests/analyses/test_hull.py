@@ -67,7 +67,8 @@ def test_margins_count_the_center_of_the_queries():
     others = [np.delete(keys[:, 0], i).max() for i in range(8)]
     expected = [max(x * (own - best) for x in (9, 11)) for own, best in zip(keys[:, 0], others, strict=True)]
     np.testing.assert_allclose((geometry.margin_lower + geometry.margin_upper) / 2, expected, rtol=1e-5, atol=1e-9)
-    assert geometry.margin_lower[0] > 2 and (geometry.margin_upper[3:6] < -10).all()
+    assert geometry.margin_lower[0] > 2
+    assert (geometry.margin_upper[3:6] < -10).all()
     geometry.certify()
 
 

@@ -13,10 +13,10 @@ from scipy.optimize import linprog
 
 import ln_probe
 from ln_probe.analyses import key_tables
-from ln_probe.analyses.key_tables import HEAD_COLUMNS, KEY_COLUMNS
-from ln_probe.analyses.selectability import observed_radius
-from ln_probe.analyses.uniformity import received
-from ln_probe.analyses.variants import VARIANTS, no_op, variant_outputs
+from ln_probe.analyses.attention_spread import received
+from ln_probe.analyses.calibration import observed_radius
+from ln_probe.analyses.tables import HEADS, KEYS
+from ln_probe.analyses.variant_outputs import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.sites import Site, find_sites
@@ -84,8 +84,8 @@ def test_tables_agree_with_an_lp_on_the_models_own_keys(arch: str, make_bridge: 
     model = make_bridge(arch)
     tokens = torch.randint(0, 50, (1, 32), generator=torch.Generator().manual_seed(5))
     report = ln_probe.analyze(model, tokens, keys="all", progress=False)
-    assert set(HEAD_COLUMNS) <= set(report.heads.columns)
-    assert set(KEY_COLUMNS) <= set(report.keys.columns)
+    assert set(HEADS.names) <= set(report.heads.columns)
+    assert set(KEYS.names) <= set(report.keys.columns)
     sites, found = find_sites(model), []
 
     def keep(seen: AttentionInput) -> None:

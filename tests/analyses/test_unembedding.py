@@ -12,8 +12,9 @@ import torch
 from scipy.optimize import minimize
 
 import ln_probe
-from ln_probe.analyses import unembedding
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.probes import unembedding
+from ln_probe.analyses.tables import UNEMBEDDING
 from ln_probe.hooks.sites import Site, find_sites
 
 
@@ -36,7 +37,7 @@ def test_planted_rows_are_found() -> None:
     table = table.set_index("token_id")
     assert table.loc[7, "verdict"] == "unselectable"
     assert set(table.index[table["verdict"] == "duplicate"]) == {9, 50}
-    assert (table.loc[[7, 9, 50], "margin_upper"] < 1e-9).all()  # the bias of the final norm may leave less than nothing
+    assert (table.loc[[7, 9, 50], "margin_upper"] < 1e-9).all()
     assert table.loc[[7, 9, 50], "attainable"].max() <= 0.5 + 1e-9
     assert list(table["attainable"]) == sorted(table["attainable"])
 
@@ -140,7 +141,7 @@ def test_heavy_tails_leave_some_undecided_and_say_how_many(monkeypatch: pytest.M
 
 def test_worlds_agree(make_bridge: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[1, 2, 3]]), probes=("unembedding",), progress=False)
-    assert set(report.unembedding.columns) == set(unembedding.COLUMNS)
+    assert set(report.unembedding.columns) == set(UNEMBEDDING.names)
     assert len(report.unembedding) == unembedding.HARDEST
     with pytest.raises(ValueError, match="unknown probes"):
         ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[1]]), probes=("unembeding",), progress=False)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.analyses import uniformity
-from ln_probe.analyses.variants import variant_outputs
+from ln_probe.analyses import attention_spread as uniformity
+from ln_probe.analyses.variant_outputs import variant_outputs
 from ln_probe.hooks.attention import Heads, Rotary, attention_pattern
 from ln_probe.hooks.sites import Site, find_sites
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.causal_table import COLUMNS as CAUSAL_COLUMNS
-from ln_probe.report import Report
+from ln_probe.analyses.tables import CAUSAL
+from ln_probe.reporting.report import Report
 
 # In the browser `fired()` records a call; whatever calls it has escaped.
 HOSTILE = [
@@ -134,7 +134,7 @@ def causal() -> pd.DataFrame:
         for sites in ("attention", "all", "blocks.0.ln1")
         for variant, d in changes.items()
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=list(CAUSAL_COLUMNS))
+    return pd.DataFrame(rows, columns=list(CAUSAL.names))
 
 
 PER_REPORT = 30  # strings in one report, a row of each table for each
@@ -164,11 +164,13 @@ def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
         )
         found.append(
             Report(
-                norms,
-                report.heads.assign(by_theorem=spread(len(report.heads)), no_op=spread(len(report.heads))),
-                report.keys.assign(token=spread(len(report.keys)), verdict=spread(len(report.keys))),
-                interventions.assign(sites=spread(len(interventions))),
-                report.unembedding.assign(token=spread(len(report.unembedding))),
+                {
+                    "layernorms": norms,
+                    "heads": report.heads.assign(by_theorem=spread(len(report.heads)), no_op=spread(len(report.heads))),
+                    "keys": report.keys.assign(token=spread(len(report.keys)), verdict=spread(len(report.keys))),
+                    "causal": interventions.assign(sites=spread(len(interventions))),
+                    "unembedding": report.unembedding.assign(token=spread(len(report.unembedding))),
+                },
                 {**report.provenance, **{f"{t}{i}": t for i, t in enumerate(some)}, "list": some},
                 (*report.notes, *some),
                 exhibits,
@@ -183,7 +185,7 @@ def single(report: Report) -> list[Report]:
     places = ("name", "architecture", "world", "dtype", "revision", "commit", "weights_sha256", "kind")
     return [
         Report(
-            pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), provenance={
+            provenance={
                 "model": dict.fromkeys(places, text), "command": text, "started": text, "ln_probe": text, text: text,
                 "prompts": {"source": text, "count": text, "tokens": text, "sha256": text},
                 "arguments": {"probes": [text], "keys": text}, "versions": {text: text},

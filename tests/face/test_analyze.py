@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.report import TABLES
+from ln_probe.analyses.tables import BUILT_IN
 
 
 def test_a_report_says_where_it_came_from(capp: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_wrong_fold_is_a_note(make_hooked: Callable[..., Any]) -> None:
 
 def test_a_model_without_norms_is_reported_as_such(make_hooked: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_hooked(normalization_type=None), torch.arange(9)[None], progress=False)
-    assert [len(getattr(report, t)) for t in TABLES] == [0] * 5
+    assert [len(report.tables[t.name]) for t in BUILT_IN] == [0] * 5
     assert "the model has no normalization" in report.notes[0]
     assert report.findings() == ["The model has no normalization: there is nothing to take apart."]
     assert "no normalization" in report._repr_html_()

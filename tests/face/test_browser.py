@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 
 import ln_probe
 from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.render import attention as frames
+from ln_probe.analyses.wording import disarmed, shortened, visible
+from ln_probe.render import attention_view as frames
 from ln_probe.render import page as pages
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.render.lab_page import write_lab_page
 from ln_probe.render.payload import own_script
-from ln_probe.render.text import disarmed, shortened, visible
-from ln_probe.report import Report
+from ln_probe.reporting.report import Report
 
 REQUIRED = os.environ.get("LN_PROBE_NEEDS_BROWSER") == "1"  # set by .ci/run: there, a missing browser is a failure
 WATCH = "window.fired = () => { window.hasFired = true; };"

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.comparison import step_of, told_apart
 from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.report import Report
+from ln_probe.reporting.overview import step_of, told_apart
+from ln_probe.reporting.report import Report
 
 
 def named(report: Report, name: str, **model: Any) -> Report:
@@ -22,7 +21,7 @@ def named(report: Report, name: str, **model: Any) -> Report:
 
 
 def test_tables_stand_side_by_side(report: Report) -> None:
-    moved = replace(report, heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
+    moved = report.with_tables(heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
     both = ln_probe.compare([named(report, "a"), named(moved, "b")])
     assert list(both.causal["delta_loss"].columns) == ["a", "b"]
     assert both.names == ("a", "b")
@@ -75,7 +74,7 @@ def test_the_index_draws_training_over_steps_and_models_over_depth(
     assert {"training-margin_median", "depth-margin_median", "training-entropy_ratio"} <= ids
     assert {"training step", "depth"} <= set(page.text.split("\n")) or "training step" in page.text
     unbounded = report.heads.assign(margin_median=report.heads["margin_median"].where(report.heads["head"] == -1))
-    without = parsed(index_page([IndexEntry("x", "x/report.html", replace(report, heads=unbounded))]))
+    without = parsed(index_page([IndexEntry("x", "x/report.html", report.with_tables(heads=unbounded))]))
     assert "depth-margin_median" not in {a.get("id") for t, a in without.tags if t == "figure"}
     alone = parsed(index_page([IndexEntry("other", "o/report.html", named(report, "other", revision="step5"))]))
     assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]
@@ -83,7 +82,7 @@ def test_the_index_draws_training_over_steps_and_models_over_depth(
 
 def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Callable[[str], Any]) -> None:
     heads = report.heads[report.heads["layer"] == 0]
-    small = Report(report.layernorms, heads, report.keys.head(0), provenance=report.provenance)
+    small = Report({"layernorms": report.layernorms, "heads": heads}, report.provenance)
     page = parsed(index_page([IndexEntry(f"m{i}", f"m{i}/report.html", small) for i in range(30)]))
     assert "The first 24 of 30 models are drawn." in page.text
     assert all(f"m{i}" in page.text for i in range(30))
@@ -102,5 +101,5 @@ def test_bad_input(report: Report) -> None:
     for names in (["a"], ["a", "a"], ["a", "b", "c"]):
         with pytest.raises(ValueError, match="names must be 2 different ones, one per report, got"):
             ln_probe.compare([report, report], names)
-    empty = Report(pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+    empty = Report()
     assert np.isnan(ln_probe.compare([empty]).summary.loc[0, "margin"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.report import Report
+from ln_probe.reporting.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.exhibits import SiteSample
-from ln_probe.render import effects, figures, geometry, multiples
+from ln_probe.render import effects, figures, multiples
+from ln_probe.render import norm_geometry as geometry
 from ln_probe.render.svg import svg
-from ln_probe.report import Report
+from ln_probe.reporting.exhibits import SiteSample
+from ln_probe.reporting.report import Report
 
 DRAWN: list[Callable[[Report], Figure]] = [
     figures.norms_over_depth, figures.projection_over_depth, figures.margins_over_depth, figures.attainable_over_depth,
@@ -117,7 +118,7 @@ def test_an_unknown_measure_is_a_key_error(report: Report) -> None:
 
 
 def test_interventions_are_bars_for_groups_and_points_for_norms(report: Report, causal: pd.DataFrame) -> None:
-    figure = effects.causal_effects(replace(report, causal=causal))
+    figure = effects.causal_effects(report.with_tables(causal=causal))
     above, below = figure.axes
     assert [t.get_text() for t in above.get_yticklabels()] == ["attention", "all"]
     bars = sorted(round(p.get_width(), 6) for p in above.patches)
@@ -131,12 +132,12 @@ def test_terms_that_do_nothing_are_not_drawn_and_huge_losses_do_not_hide_the_res
     report: Report, causal: pd.DataFrame
 ) -> None:
     still = causal.assign(no_op=["it has no projection" if v == "no_projection" else "" for v in causal["variant"]])
-    above = effects.causal_effects(replace(report, causal=still)).axes[0]
+    above = effects.causal_effects(report.with_tables(causal=still)).axes[0]
     assert len(above.patches) == 4
     assert above.get_xscale() == "linear"
     huge = pd.concat(
         [causal, causal[causal["variant"] == "no_scaling"].head(1).assign(sites="mlp", delta_loss=32.0)],
         ignore_index=True,
     )
-    assert effects.causal_effects(replace(report, causal=huge)).axes[0].get_xscale() == "symlog"
-    assert not effects.causal_effects(replace(report, causal=causal.head(0))).axes[0].patches
+    assert effects.causal_effects(report.with_tables(causal=huge)).axes[0].get_xscale() == "symlog"
+    assert not effects.causal_effects(report.with_tables(causal=causal.head(0))).axes[0].patches

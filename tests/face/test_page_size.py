@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
-from ln_probe.recording import FULL_HEADS, plan
+from ln_probe.measuring.recording import FULL_HEADS, plan
 from ln_probe.render.page import report_page
-from ln_probe.report import Report
+from ln_probe.reporting.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
+from ln_probe.reporting.report import Report
 
 LIMIT = 5_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
 LAYERS, HEADS, TOKENS = 12, 12, 512
@@ -66,7 +66,7 @@ def test_without_structure_to_compress(report: Report) -> None:
     keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
     numbers = keys.select_dtypes("float").columns
     keys[numbers] = rng.lognormal(size=(len(keys), len(numbers)))
-    big = replace(report, heads=pd.concat(heads, ignore_index=True), keys=keys, exhibits=exhibits)
+    big = replace(report.with_tables(heads=pd.concat(heads, ignore_index=True), keys=keys), exhibits=exhibits)
     assert len(keys) > 10_000
     page = report_page(big)
     assert len(page.encode()) <= LIMIT

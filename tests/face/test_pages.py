@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.render import geometry
+from ln_probe.analyses.schema import Table
+from ln_probe.analyses.wording import disarmed, shortened, visible
+from ln_probe.render import norm_geometry as geometry
 from ln_probe.render.effects import causal_effects
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.render.multiples import PANELS, over_depth
 from ln_probe.render.page import report_page
 from ln_probe.render.svg import svg
-from ln_probe.render.tables import STATIC_ROWS, figure_text, table
-from ln_probe.render.text import disarmed, shortened, visible
-from ln_probe.report import Report
+from ln_probe.render.table_html import STATIC_ROWS, figure_text, table
+from ln_probe.reporting.report import Report
 
 Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
@@ -80,14 +81,14 @@ def test_five_findings_come_first_and_link_to_their_pictures(report: Report, par
 def test_interventions_are_drawn_when_there_are_some(
     report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
 ) -> None:
-    without = parsed(report_page(replace(report, causal=causal.head(0))))
+    without = parsed(report_page(report.with_tables(causal=causal.head(0))))
     assert "Not run: what happens to the loss when a term is switched off" in without.text
-    page = parsed(report_page(replace(report, causal=causal)))
+    page = parsed(report_page(report.with_tables(causal=causal)))
     assert "Not run" not in page.text
     assert "change of loss, nats per token" in page.text
     assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
     unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
-    assert "change of loss" in svg(causal_effects(replace(report, causal=unknown)), "x")
+    assert "change of loss" in svg(causal_effects(report.with_tables(causal=unknown)), "x")
 
 
 def test_reductions_are_stated(long_report: Report) -> None:
@@ -95,7 +96,7 @@ def test_reductions_are_stated(long_report: Report) -> None:
     exhibits = replace(long_report.exhibits, notes=notes)
     assert notes[0] in report_page(replace(long_report, exhibits=exhibits))
     frame = pd.DataFrame({"a": np.arange(30_000)})
-    cut = table("x", "", "", frame)
+    cut = table(Table.of_frame("x", frame), frame)
     assert (cut.kept, cut.total, len(cut.rows)) == (20_000, 30_000, STATIC_ROWS)
 
 
@@ -198,10 +199,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
         numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
         return frame.assign(**dict.fromkeys(numbers, np.nan))
 
-    blank = replace(
-        report, layernorms=emptied(report.layernorms), heads=emptied(report.heads), keys=emptied(report.keys),
-        unembedding=emptied(report.unembedding), causal=emptied(causal),
-    )  # fmt: skip
+    blank = report.with_tables(**{n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
     page = parsed(report_page(blank))
     assert "–" in page.text
     assert "nan" not in page.text.lower().split()
@@ -214,11 +212,11 @@ def test_some_unknown_numbers(column: str, report: Report) -> None:
     heads = report.heads.copy()
     heads.loc[heads.index % 2 == 0, column] = np.nan
     heads.loc[heads.index % 7 == 1, column] = np.inf
-    assert "<svg" in report_page(replace(report, heads=heads))
+    assert "<svg" in report_page(report.with_tables(heads=heads))
 
 
 def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
-    empty = Report(pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+    empty = Report()
     assert "no normalization" in parsed(report_page(empty)).text
     assert "no normalization" in empty._repr_html_()
     assert "model" in index_page([IndexEntry("model", report=empty)])
@@ -242,7 +240,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
     norms = norms.drop_duplicates("site", ignore_index=True)
     inside = report.heads[report.heads["layer"] == 0]
     heads = pd.concat([inside.assign(layer=i) for i in range(200)], ignore_index=True)
-    html = report_page(replace(report, layernorms=norms, heads=heads))
+    html = report_page(report.with_tables(layernorms=norms, heads=heads))
     assert "200 layers × 4 heads" in parsed(html).text
     assert len(html) < 5_000_000
 

@@ -20,11 +20,9 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.causal_table import COLUMNS as CAUSAL_COLUMNS
-from ln_probe.analyses.decomposition import COLUMNS as LAYERNORM_COLUMNS
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.key_tables import HEAD_COLUMNS, KEY_COLUMNS
+from ln_probe.analyses.tables import CAUSAL, HEADS, KEYS, LAYERNORMS
 from ln_probe.loading.worlds import World, has_hooked_transformer
 
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
@@ -39,11 +37,11 @@ SAME = {
 }  # fmt: skip
 # Formulas of activations and weights: as near as the arithmetic allows.
 CLOSED_FORM = {
-    "layernorms": [c for c in LAYERNORM_COLUMNS if c not in (*SAME["layernorms"], "reconstruction_error", "evidence")],
+    "layernorms": [c for c in LAYERNORMS.names if c not in (*SAME["layernorms"], "reconstruction_error", "evidence")],
     "heads": ["pattern_max_median", "query_radius", "entropy_ratio", "uniform_angle_deg", "score_spread",
               "score_spread_floor"],
     "keys": ["pattern_max"],
-    "causal": [c for c in CAUSAL_COLUMNS if c not in SAME["causal"]],
+    "causal": [c for c in CAUSAL.names if c not in SAME["causal"]],
     "unembedding": [],
 }  # fmt: skip
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.
@@ -242,7 +240,7 @@ def test_every_column_is_compared() -> None:
     """A new column has to be put in one of the lists above."""
     searched = {"verdict", "margin_lower", "margin_upper", "first_unselectable_at", "margin_median", "margin_p05"}
     for table, columns in (
-        ("layernorms", LAYERNORM_COLUMNS), ("heads", HEAD_COLUMNS), ("keys", KEY_COLUMNS), ("causal", CAUSAL_COLUMNS),
+        ("layernorms", LAYERNORMS.names), ("heads", HEADS.names), ("keys", KEYS.names), ("causal", CAUSAL.names),
     ):  # fmt: skip
         known = {*SAME[table], *CLOSED_FORM[table], *BRACKETED.get(table, []), *searched}
         assert set(columns) - known == ({"reconstruction_error", "evidence"} if table == "layernorms" else set()), table

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.report import TABLES, Report, slug
+from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.reporting.report import Report, slug
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
-    for table in TABLES:
+    for table in (t.name for t in BUILT_IN):
         pd.testing.assert_frame_equal(getattr(loaded, table), getattr(report, table), check_dtype=False)
     assert dict(loaded.provenance) == json.loads(json.dumps(report.provenance))
     assert (loaded.notes, loaded.findings(), repr(loaded)) == (report.notes, report.findings(), repr(report))
     assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in TABLES)]
+        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in (d.name for d in BUILT_IN))]
     )
 
 
@@ -52,8 +55,73 @@ def test_damaged_reports(report: Report, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"report\.json is damaged"):
         ln_probe.load_report(folder)
     (folder / "report.json").write_text('{"format": 99, "provenance": {}, "notes": []}')
-    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 2"):
+    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 3"):
         ln_probe.load_report(folder)
+
+
+OLD = Path(__file__).parent / "report_0_1_0"  # made by ln_probe 0.1.0: one layer, two heads, two prompts of 6 tokens
+
+
+def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
+    report = ln_probe.load_report(OLD)
+    assert {n: len(t) for n, t in report.tables.items()} == {
+        "layernorms": 3, "heads": 12, "keys": 92, "causal": 28, "unembedding": 0,
+    }  # fmt: skip
+    for table in BUILT_IN:
+        assert report.tables[table.name].columns.tolist() == table.names
+        if len(report.tables[table.name]):
+            written = pd.read_parquet(OLD / f"{table.name}.parquet")
+            pd.testing.assert_frame_equal(report.tables[table.name], written, check_exact=True)
+    assert report.provenance["ln_probe"] == "0.1.0"
+    assert any(text.startswith("Taken away at every attention norm") for text in report.findings())
+    assert report.attention(0).document()
+    again = ln_probe.load_report(report.save(tmp_path / "again"))
+    assert all(again.tables[n].equals(t) for n, t in report.tables.items())
+    assert again.findings() == report.findings()
+
+
+def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -> None:
+    """An earlier ln_probe may have known fewer columns, a later one more."""
+    folder = Path(shutil.copytree(OLD, tmp_path / "r"))
+    heads = pd.read_parquet(folder / "heads.parquet")
+    heads.drop(columns=["score_spread", "no_op"]).assign(extra=1.5).to_parquet(folder / "heads.parquet", index=False)
+    report = ln_probe.load_report(folder)
+    assert report.heads["score_spread"].isna().all()
+    assert (report.heads["no_op"] == "").all()
+    assert report.heads.columns.tolist() == [*heads.columns, "extra"]
+    assert report.describe("heads").set_index("column").loc["extra", "meaning"].startswith("not described")
+    assert "<svg" in report.to_html(tmp_path / "page.html").read_text()
+
+
+def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:
+    folder = report.save(tmp_path / "r")
+    mine = pd.DataFrame({"word": ["a", "<b>"], "count": [1, 2]})
+    mine.to_parquet(folder / "mine.parquet", index=False)
+    loaded = ln_probe.load_report(folder)
+    pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
+    assert loaded.describe("mine")["dtype"].tolist() == ["text", "int"]
+    page = loaded.to_html(tmp_path / "page.html").read_text()
+    assert 'id="table-mine"' in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
+    joined = ln_probe.compare([loaded, loaded], ["a", "b"])
+    assert set(joined.tables) == {t.name for t in BUILT_IN}  # nobody said what tells its rows apart
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda t: t.drop(columns="layer"), r"heads\.parquet is damaged \(table 'heads' lacks the column 'layer'"),
+    (lambda t: t.assign(keys="many"), r"heads\.keys is declared as int, and holds"),
+    (lambda t: pd.concat([t, t]), "table 'heads' has two rows about the same thing"),
+])  # fmt: skip
+def test_tables_that_are_not_what_they_should_be(
+    change: Callable[[pd.DataFrame], pd.DataFrame], said: str, report: Report, tmp_path: Path
+) -> None:
+    for folder in (report.save(tmp_path / "new"), Path(shutil.copytree(OLD, tmp_path / "old"))):
+        file = folder / "heads.parquet"
+        change(pd.read_parquet(file)).to_parquet(file, index=False)
+        with pytest.raises(ValueError, match=said):
+            ln_probe.load_report(folder)
 
 
 @pytest.mark.parametrize(("name", "folder"), [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention, to_bytes
-from ln_probe.report import Report
-from ln_probe.tokens import COLUMNS, by_token
+from ln_probe.analyses.tables import TOKENS
+from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_bytes
+from ln_probe.reporting.report import Report
+from ln_probe.reporting.token_places import by_token
 
 
 def shown(tokens: list[str], attainable: list[float], frozen: list[float], **options: object) -> PromptAttention:
@@ -30,7 +31,7 @@ def test_tokens_that_lose_come_first_and_position_0_and_sinks_stand_apart() -> N
         verdict_frozen=np.array([[[0, 1, 0, 2, *[0] * 10]]], np.uint8),
     )  # fmt: skip
     table = by_token(Exhibits((one,)))
-    assert list(table.columns) == list(COLUMNS)
+    assert list(table.columns) == TOKENS.names
     assert table[["token", "place", "keys"]].to_numpy().tolist() == [
         ["a", "position 0", 1], ["c", "sink", 1], ["b", "elsewhere", 2], ["x", "elsewhere", 10],
     ]  # fmt: skip

@@ -14,17 +14,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
 
-from ln_probe.exhibits import SiteSample
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE
+from ln_probe.reporting.exhibits import SiteSample
 
 if TYPE_CHECKING:
-    from ln_probe.report import Report
+    from ln_probe.reporting.contents import Contents
 
 EDGE = 1.15  # of the circle's radius: what is farther out is drawn there, hollow
 _VIEW = {"elev": 18, "azim": -60}
 
 
-def geometry(report: Report, site: str | None = None) -> Figure:
+def geometry(report: Contents, site: str | None = None) -> Figure:
     """Tokens before a norm, after its projection and after its scaling, on the ones-direction and two principal axes.
 
     Args:
@@ -41,7 +41,7 @@ def geometry(report: Report, site: str | None = None) -> Figure:
     return draw(found)
 
 
-def most_spread(report: Report) -> SiteSample | None:
+def most_spread(report: Contents) -> SiteSample | None:
     """The sample whose lengths vary most, position 0 left out: where scaling has most to do."""
 
     def spread(sample: SiteSample) -> float:

@@ -16,9 +16,9 @@ import numpy as np
 from markupsafe import Markup
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
+from ln_probe.analyses.wording import shortened, visible
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
-from ln_probe.render.text import shortened, visible
+from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention
 
 # A key is marked hard to select if it is among this share of its head's keys that can get the least attention …
 HARDEST_SHARE = 0.05

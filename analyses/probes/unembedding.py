@@ -1,15 +1,17 @@
-"""Which tokens can a model predict at all, and with how much probability? The unembedding's rows as keys.
+"""The probe `unembedding`: which tokens can a model predict at all, and with how much probability?
 
-A logit is `W_Uᵀ y + b_U` with y the final norm's output, so a token that lies in the convex hull of the others (with at
-least its bias) is never the most likely one: unargmaxable (Demeter, Kimmel & Downey 2020; Grivas, Bogoychev & Lopez
-2022). The final norm bounds y: gain·x̂ + bias with x̂ in a ball of radius √d, so the largest probability that any
-residual vector can give a token is a concave problem over an ellipsoid, solved with a certificate.
+The unembedding's rows are keys. A logit is `W_Uᵀ y + b_U` with y the final norm's output, so a token that lies in the
+convex hull of the others (with at least its bias) is never the most likely one: unargmaxable (Demeter, Kimmel & Downey
+2020; Grivas, Bogoychev & Lopez 2022). The final norm bounds y: gain·x̂ + bias with x̂ in a ball of radius √d, so the
+largest probability that any residual vector can give a token is a concave problem over an ellipsoid, solved with a
+certificate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,9 +25,11 @@ from ln_probe.analyses.geometry.margins import RELATIVE_GAP
 from ln_probe.analyses.geometry.proofs import prove_attention, prove_margins, prove_verdicts
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE, decide
+from ln_probe.analyses.probes.protocol import Cost, Finding, Observer, Piece, Probe, Shape, View
+from ln_probe.analyses.tables import UNEMBEDDING
+from ln_probe.analyses.wording import percent, visible
+from ln_probe.hooks.model import read_unembedding
 from ln_probe.hooks.sites import Site
-
-COLUMNS = ("token_id", "token", "verdict", "margin_lower", "margin_upper", "attainable", "attainable_upper")
 
 # Tokens shown beside those that no residual vector predicts: the ones that get the least probability from the vector
 # that points at them.
@@ -35,6 +39,44 @@ _BLOCK = 2_000_000  # scores computed at once: 16 MB
 # d_model tokens, each found by a product with all. About two minutes; enough for every such token of MGM (9669 × 256),
 # for 35 of 5000 × 768 with lognormal lengths, where all of them would take hours.
 _BUDGET = 3e11
+
+
+_SECONDS = 5.0  # of one core, of an ordinary vocabulary
+
+
+class Unembedding(Probe):
+    name = "unembedding"
+    summary = "which tokens can be predicted at all"
+    tables = (UNEMBEDDING,)
+
+    def start(self, view: View) -> Observer:
+        return _OfWeights(view)
+
+    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
+        return [Finding(text, "table-unembedding", 90) for text in _hardest(tables[UNEMBEDDING.name])]
+
+    def cost(self, shape: Shape) -> Cost:
+        return Cost(_SECONDS)
+
+
+class _OfWeights(Observer):
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    def piece(self) -> Piece:
+        view = self.view
+        if not view.sites:
+            return Piece()
+        final = [s for s in view.sites if s.reads == "unembed"]
+        weights = read_unembedding(view.model)
+        if not final or weights is None:
+            return Piece(notes=("the unembedding was not measured: the model shows no W_U behind a final norm",))
+        found, undecided = measure(*weights, final[0], view.name_of)
+        note = (
+            f"{undecided} of {len(weights[0])} tokens of the unembedding are undecided: solving for all would cost "
+            "too much, so the hardest were solved for, and the easy ones decided by a query that selects them"
+        )
+        return Piece(tables={UNEMBEDDING.name: found}, notes=(note,) * bool(undecided))
 
 
 def final_queries(site: Site) -> QuerySet | None:
@@ -64,7 +106,7 @@ def measure(
         hardest: number of predictable tokens shown.
 
     Returns:
-        the table (COLUMNS), and how many tokens of all stay undecided. Margins (nats: the largest lead over all other logits,
+        the table, and how many tokens of all stay undecided. Margins (nats: the largest lead over all other logits,
         negative if no output puts the token on top) and probabilities are over all outputs of the final norm (both NaN
         where it does not bound them).
     """
@@ -92,7 +134,8 @@ def measure(
         }  # fmt: skip
     names = [name(int(i)) for i in chosen]
     made = pd.DataFrame(
-        {"token_id": chosen, "token": names, "verdict": NAMES[verdicts.code[chosen]], **columns}, columns=list(COLUMNS)
+        {"token_id": chosen, "token": names, "verdict": NAMES[verdicts.code[chosen]], **columns},
+        columns=UNEMBEDDING.names,
     )
     if queries is not None:
         made = made.sort_values("attainable", kind="stable", ignore_index=True)
@@ -118,3 +161,21 @@ def _pointed_at(where: Judged) -> Float64[np.ndarray, " token"]:
         own = scores[np.arange(len(scores)), np.arange(first, first + len(scores))]
         found[block] = own - np.log(np.exp(scores, out=scores).sum(axis=1))
     return found
+
+
+def _hardest(tokens: pd.DataFrame) -> list[str]:
+    if not len(tokens):
+        return []
+    stuck = int((tokens["verdict"] != "selectable").sum())
+    text = f"{stuck} tokens can never be the most likely one" if stuck else "Every token can be the most likely one"
+    if not tokens["attainable"].isna().all():
+        low = tokens.iloc[int(np.nanargmin(tokens["attainable"].to_numpy(float)))]
+        hardest = f"the hardest of those looked at ({visible(low['token'])})"
+        if low["attainable"] > 0.5:
+            text += f", and even {hardest} can get {percent(low['attainable'])} of the probability"
+        else:
+            text += (
+                f"; {hardest} can get at most {percent(low['attainable_upper'])} of the probability, from any "
+                "residual vector"
+            )
+    return [text + "."]

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.uniformity import entropy_ratio
+from ln_probe.analyses.attention_spread import entropy_ratio
 from ln_probe.hooks.edits import Change, LostEditError, installed
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
@@ -72,8 +72,8 @@ class _Unedited:
     entropy: dict[int, tuple[float, float]]
 
 
-class Causal:
-    """What the causal table of one model is made of: `measure` a prompt at a time, then `table` of all of them.
+class EditedRuns:
+    """What the causal table of one model is made of: `measure` a prompt at a time.
 
     Args:
         model: any hooked model.

@@ -1,4 +1,4 @@
-"""Text from models and users as it may be shown: nothing in it acts, everything in it can be seen."""
+"""Text and numbers as they may be shown: nothing in text from models and users acts, everything in it can be seen."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def visible(text: object) -> str:
 def shortened(text: str, longest: int = LONGEST) -> str:
     """Text of at most `longest` characters; what was cut is counted."""
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share in per cent, two digits where it is small."""
+    if 0 < share < 1e-5:
+        return "less than 0.001 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

@@ -20,18 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.sites import Site
-
-COLUMNS = (
-    "site", "layer", "kind", "reads", "state", "tokens", "mean_share", "angle_to_ones_deg", "norm_before_mean",
-    "norm_before_cv", "norm_after_mean", "scale_mean", "scale_cv", "gain_mean", "gain_cv", "bias_norm",
-    "reconstruction_error",
-    # with `_tail`: without position 0, where attention sinks dominate
-    "mean_share_tail", "angle_to_ones_deg_tail", "norm_before_mean_tail", "norm_before_cv_tail",
-    "norm_after_mean_tail", "scale_mean_tail", "scale_cv_tail",
-    # the divisor itself: its mean without position 0 is the constant c of the variants without scaling
-    "sigma_mean", "sigma_mean_tail", "eps", "reconstruction_bound", "evidence",
-)  # fmt: skip
 
 # Largest `reconstruction_error` that rounding explains. float32: measured up to 3e-6 (SmolLM2, MiniLM). A norm in half
 # precision is computed in float32 and then rounded, to the format's eps/2 of each entry: once for itself, and once each
@@ -188,5 +178,5 @@ class SiteStatistics:
 
 
 def table(statistics: list[SiteStatistics]) -> pd.DataFrame:
-    """The `layernorms` table: a row per site, columns as in the README."""
-    return pd.DataFrame([s.row() for s in statistics], columns=list(COLUMNS))
+    """The `layernorms` table: a row per site."""
+    return LAYERNORMS.frame([s.row() for s in statistics])

@@ -18,11 +18,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.analyses.geometry.verdicts import NAMES
-from ln_probe.analyses.key_tables import HEAD, Block, KeyRows
-from ln_probe.exhibits import CELLS, VERDICTS, Exhibits, PromptAttention, SiteSample, bin_edges, pooled, to_bytes
+from ln_probe.analyses.probes.protocol import Marks
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.sites import Site
+from ln_probe.reporting.exhibits import (
+    CELLS,
+    VERDICTS,
+    Exhibits,
+    PromptAttention,
+    SiteSample,
+    bin_edges,
+    pooled,
+    to_bytes,
+)
 
 # Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.6 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
@@ -72,25 +81,26 @@ def record(
     return recorder.exhibits()
 
 
-def marked(exhibits: Exhibits, blocks: Iterable[Block]) -> Exhibits:
+def marked(exhibits: Exhibits, marks: Iterable[Marks]) -> Exhibits:
     """The same exhibits with the marks of their keys.
 
     Args:
         exhibits: what `record` made.
-        blocks: what was measured of the keys, a (layer, space) at a time; layers and prompts of which nothing was
-            recorded are passed over.
+        marks: what was found about keys, a layer at a time; layers, variants and prompts of which nothing is shown are
+            passed over.
     """
-    marks = [_Marks(shown) for shown in exhibits.attention]
-    for block in blocks:
-        for variant in ("intact", "no_scaling"):
-            rows = block.get(variant)
-            if rows is not None and rows.space == HEAD and rows.measures:
-                for mark in marks:
-                    mark.take(rows)
-    return replace(exhibits, attention=tuple(mark.done() for mark in marks))
+    drawn = [_Marked(shown) for shown in exhibits.attention]
+    for found in marks:
+        if found.variant in _ENDINGS:
+            for each in drawn:
+                each.take(found)
+    return replace(exhibits, attention=tuple(each.done() for each in drawn))
 
 
-class _Marks:
+_ENDINGS = {"intact": "", "no_scaling": "_frozen"}  # of the arrays, by variant
+
+
+class _Marked:
     """The marks of one prompt's keys, filled a layer at a time."""
 
     def __init__(self, shown: PromptAttention) -> None:
@@ -98,16 +108,16 @@ class _Marks:
         names = ("verdict", "margin", "attainable", "verdict_frozen", "attainable_frozen")
         self.arrays: dict[str, Any] = {name: getattr(shown, name).copy() for name in names}
 
-    def take(self, rows: KeyRows) -> None:
+    def take(self, marks: Marks) -> None:
         """Put in what was measured at one layer under one variant."""
-        numbers = rows.prompts.tolist()
-        if self.shown.prompt not in numbers or rows.layer not in self.shown.layers:
+        numbers = marks.prompts.tolist()
+        if self.shown.prompt not in numbers or marks.layer not in self.shown.layers:
             return
-        place, at = self.shown.layers.index(rows.layer), numbers.index(self.shown.prompt)
-        first = int(rows.lengths[:at].sum())
-        keys = slice(first, first + int(rows.lengths[at]))
-        found = {m: values[: len(self.shown.heads), keys] for m, values in rows.measures.items()}
-        ending = "" if rows.variant == "intact" else "_frozen"
+        place, at = self.shown.layers.index(marks.layer), numbers.index(self.shown.prompt)
+        first = int(marks.lengths[:at].sum())
+        keys = slice(first, first + int(marks.lengths[at]))
+        found = {m: values[: len(self.shown.heads), keys] for m, values in marks.measures.items()}
+        ending = _ENDINGS[marks.variant]
         self.arrays[f"verdict{ending}"][place] = _CODES[found["verdict"]]
         self.arrays[f"attainable{ending}"][place] = found["attainable"]
         if not ending:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.schema import Column
+from ln_probe.analyses.schema import Table as Declared
+from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render.payload import packed
-from ln_probe.render.text import disarmed, shortened, visible
 
 STATIC_ROWS = 40  # rows that are there without scripts
 DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
@@ -25,7 +27,7 @@ class Table:
 
     Attributes:
         name: its id and file name; title, about: what stands above it.
-        columns: names; text: those that hold text.
+        columns: names; text: those that hold text; meanings: what each means, for a tooltip.
         rows: the first rows, as shown.
         total: rows of the frame; kept: rows that were sent as data.
         data: all columns, packed for the scripts; empty if the static rows are all there are to see.
@@ -35,6 +37,7 @@ class Table:
     title: str
     about: str
     columns: list[str]
+    meanings: list[str]
     text: frozenset[str]
     rows: list[list[str]]
     total: int
@@ -43,19 +46,22 @@ class Table:
 
 
 def table(
-    name: str, title: str, about: str, frame: pd.DataFrame, *, links: Sequence[str] = (), interactive: bool = True
+    declared: Declared, frame: pd.DataFrame, *, links: Sequence[str] = (), interactive: bool = True, about: str = ""
 ) -> Table:
-    """A frame as it is shown on a page.
+    """A frame as it is shown on a page; columns that are declared as not shown are left out.
 
     Args:
-        name, title, about: see `Table`.
-        frame: any table.
+        declared: what the table is.
+        frame: rows of it, with all its columns or some.
         links: where the first column's cells lead, a row each; relative addresses.
         interactive: send the data too (a notebook's cell has no scripts).
+        about: what stands above it instead of what a row is.
     """
-    columns = [str(c) for c in frame.columns]
+    known = {c.name: c for c in declared.columns}
+    columns = [str(c) for c in frame.columns if str(c) not in known or known[str(c)].shown]
+    meanings = [_meaning(known.get(c)) for c in columns]
     text = frozenset(c for c in columns if not pd.api.types.is_numeric_dtype(frame[c]))
-    kept = frame.head(DATA_ROWS)
+    kept = frame[columns].head(DATA_ROWS)
     rows = [
         [_cell(value, column) for column, value in zip(columns, row, strict=True)]
         for row in kept.head(STATIC_ROWS).itertuples(index=False, name=None)
@@ -64,7 +70,14 @@ def table(
     if interactive:
         sent = {c: _strings(kept[c], c) if c in text else _numbers(kept[c]) for c in columns}
         data = packed({"columns": columns, "text": sorted(text), "rows": len(kept), "data": sent, "links": links})
-    return Table(name, title, about, columns, text, rows, len(frame), len(kept), data)
+    shown = about or declared.about
+    return Table(declared.name, declared.title, shown, columns, meanings, text, rows, len(frame), len(kept), data)
+
+
+def _meaning(column: Column | None) -> str:
+    if column is None:
+        return ""
+    return f"{column.meaning} ({column.unit})" if column.unit else column.meaning
 
 
 def figure_text(value: Any) -> str:

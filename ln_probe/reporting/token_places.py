@@ -8,28 +8,25 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
+from ln_probe.analyses.tables import TOKENS
+from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
 
 # A sink: a key that gets more than this share of the attention of the average query that sees it. Threshold and
 # definition of Gu et al. 2025, When Attention Sink Emerges in Language Models, section 3.
 SINK = 0.3
 SINK_QUERIES = 10  # a key that fewer queries see is no sink: the last one is seen by itself alone
 PLACES = ("position 0", "sink", "elsewhere")
-COLUMNS = (
-    "token", "place", "keys", "unselectable", "unselectable_no_scaling", "attainable_median",
-    "attainable_no_scaling_median", "attainable_change", "margin_median", "received_mean",
-)  # fmt: skip
 
 
 def by_token(exhibits: Exhibits) -> pd.DataFrame:
-    """A row per token and place (COLUMNS), the tokens that scaling helps most first.
+    """A row per token and place (`ln_probe.analyses.tables.TOKENS`), the tokens that scaling helps most first.
 
     `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is what taking
     scaling away does to the median attainable attention: negative where the token loses.
     """
     rows = [_keys(shown) for shown in exhibits.attention]
     if not rows:
-        return pd.DataFrame(columns=list(COLUMNS))
+        return TOKENS.empty()
     keys = pd.concat(rows, ignore_index=True)
     grouped = keys.groupby(["token", "place"], sort=False)
     table = grouped.agg(
@@ -48,7 +45,7 @@ def by_token(exhibits: Exhibits) -> pd.DataFrame:
     order = table.assign(rank=table["place"].map(PLACES.index)).sort_values(
         ["rank", "attainable_change", "keys"], ascending=[True, True, False], kind="stable"
     )
-    return order[list(COLUMNS)].reset_index(drop=True)
+    return order[TOKENS.names].reset_index(drop=True)
 
 
 def _keys(shown: PromptAttention) -> pd.DataFrame:

@@ -1,0 +1,62 @@
+"""What the first pass over the prompts finds out, which measuring builds on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.sites import Site
+
+QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What the first pass finds out.
+
+    Attributes:
+        norms: a row per norm that was looked at (columns of the `layernorms` table).
+        constants: c of each of them, by name.
+        radii: rho of each layer whose queries are bounded, by head.
+        unsupported: why head space is left out, by layer.
+        notes: what a reader has to know about this model, in sentences.
+    """
+
+    norms: pd.DataFrame
+    constants: Mapping[str, float]
+    radii: Mapping[int, Float64[np.ndarray, " head"]]
+    unsupported: Mapping[int, str]
+    notes: tuple[str, ...]
+
+    def radius(self, layer: int, head: int) -> float:
+        """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""
+        return float(self.radii[layer][head]) if head >= 0 and layer in self.radii else float("nan")
+
+    @property
+    def projection_matters(self) -> bool:
+        """Whether any norm that projects has a mean to take away."""
+        projects = self.norms["kind"].isin(["layernorm", "projection_only"])
+        return bool((projects & (self.norms["mean_share"] > 0)).any())
+
+
+def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
+    """|A⁺(q - c)| of the queries of one prompt, before rotary positions: 1 on the edge of the reachable ellipsoid.
+
+    None if the norm does not scale (the reachable set is unbounded).
+    """
+    plain = replace(heads, rotary=None)
+    ellipsoid = plain.query_ellipsoid(site, 0)
+    if ellipsoid is None:
+        return None
+    center, axes = ellipsoid
+    q = plain.queries(y).cpu() / heads.divisor
+    inverse = torch.linalg.pinv(axes)
+    distance: Tensor = torch.einsum("had,phd->pha", inverse, q - center).norm(dim=-1)
+    return distance

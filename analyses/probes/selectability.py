@@ -1,0 +1,246 @@
+"""The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
+
+Two spaces. `normalized`: the norm's output before gain and bias (the paper's claim is about it; one row per layer,
+head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions; margins
+there are distances after multiplying keys by the axes A of the reachable query ellipsoid, so they are in nats and the
+same for every equivalent model. The queries of all variants are the intact model's.
+
+Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses import key_tables
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE
+from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.hull import KeyGeometry, attainable_attention, key_geometry
+from ln_probe.analyses.key_rows import HEAD, NORMALIZED, Collected, blocks
+from ln_probe.analyses.probes.protocol import (
+    Context,
+    Cost,
+    Finding,
+    Found,
+    Marks,
+    Needs,
+    Observer,
+    Piece,
+    Probe,
+    Shape,
+    View,
+)
+from ln_probe.analyses.probes.sentences import NOT_SIZE_MATCHED, NOTEWORTHY, medians, of_variant
+from ln_probe.analyses.schema import Part
+from ln_probe.analyses.tables import HEADS, KEYS
+from ln_probe.analyses.variant_outputs import no_op
+from ln_probe.analyses.wording import number, percent
+from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import VARIANTS
+
+_UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
+
+# Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt: 5.6e-5 measured on
+# lm-layernorm (d_head 8), 4.8e-4 on GPT-2 small's shape (d_head 64, bench/probe.py). In between, as a power.
+_SECONDS_PER_KEY = {128: 6e-5, 512: 5e-4}
+_BYTES_PER_KEY = 56  # of a piece: six numbers and two codes
+
+
+class Selectability(Probe):
+    name = "selectability"
+    summary = "which keys a query can select, by what margin"
+    tables = (Part(HEADS, tuple(c for c in HEADS.names if c not in _UNIFORMITY)), KEYS)
+    needs = Needs(attention=True, calibration=True)
+    thresholds = {  # noqa: RUF012 - a constant of the class
+        "query_radius_quantile": QUERY_RADIUS_QUANTILE,
+        "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,
+        "keys_sampled": key_tables.SAMPLED,
+    }
+
+    def start(self, view: View) -> Observer:
+        return _Watching()
+
+    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+        heads, keys = key_tables.tables(
+            pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
+        )
+        frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
+        return Found(frames, (NOT_SIZE_MATCHED,) * (bool(heads) and context.calibration.projection_matters))
+
+    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
+        heads = tables[HEADS.name]
+        said = (
+            (20, "attainable", _attainable(heads)),
+            (30, "unselectable", _selectable(heads, "head", "As attention sees them, per head")),
+            (70, "margins", _margins(heads)),
+            (80, "geometry", _selectable(heads, "normalized", "At the norm's output")),
+        )
+        return [Finding(text, picture, rank) for rank, picture, texts in said for text in texts]
+
+    def marks(self, pieces: Sequence[Piece]) -> Iterator[Marks]:
+        for block in blocks(pieces):
+            for rows in block.values():
+                if rows.space == HEAD:
+                    yield Marks(rows.layer, rows.variant, rows.prompts, rows.lengths, rows.measures)
+
+    def cost(self, shape: Shape) -> Cost:
+        per_token = shape.layers * (shape.heads + 1) * len(VARIANTS)
+        seconds = sum(n * per_token * _per_key(n) for n in shape.lengths)
+        return Cost(seconds, disk_bytes=sum(shape.lengths) * per_token * _BYTES_PER_KEY)
+
+
+class _Watching(Observer):
+    def __init__(self) -> None:
+        self.collected = Collected()
+
+    def attention(self, prompt: int, attended: Attended) -> None:
+        self._normalized(prompt, attended)
+        if attended.heads is not None:
+            self._heads(prompt, attended, attended.heads.W_K.shape[-1], causal=attended.heads.causal)
+
+    def piece(self) -> Piece:
+        return self.collected.piece()
+
+    def _normalized(self, prompt: int, attended: Attended) -> None:
+        site = attended.site
+        known: dict[str, KeyGeometry] = {}
+        for variant, keys in attended.outputs.items():
+            nothing = no_op(site, variant)
+            same = "intact" if nothing else variant
+            if same not in known:
+                known[same] = key_geometry(keys.cpu().numpy()[None], causal=attended.seen.causal)
+            self.collected.add(
+                (attended.layer, NORMALIZED, variant), prompt, attended.length, _measures(known[same], None),
+                heads=(-1,), dim=site.d - 1 if site.projects else site.d, no_op=nothing,
+                theorem=_theorem(site, NORMALIZED, variant),
+            )  # fmt: skip
+
+    def _heads(self, prompt: int, attended: Attended, dim: int, *, causal: bool) -> None:
+        known: dict[str, dict[str, np.ndarray]] = {}
+        for variant in attended.outputs:
+            nothing = attended.no_op(variant)
+            same = "intact" if nothing else variant
+            if same not in known:
+                known[same] = _in_head_space(attended, same, causal=causal)
+            self.collected.add(
+                (attended.layer, HEAD, variant), prompt, attended.length, known[same],
+                heads=attended.chosen, dim=dim, no_op=nothing, theorem=_theorem(attended.site, HEAD, variant),
+            )  # fmt: skip
+
+
+def _in_head_space(attended: Attended, variant: str, *, causal: bool) -> dict[str, np.ndarray]:
+    """Measures of the chosen heads' keys."""
+    reachable, radii = attended.query_set, attended.calibration.radii
+    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
+    _, most = attended.spread(variant)
+    # Without a bound on queries there are no nats to give a margin in.
+    geometry = key_geometry(keys, query_set=reachable, causal=causal, margins=reachable is not None)
+    observed = None
+    if reachable is not None and attended.layer in radii:
+        rho = radii[attended.layer][attended.chosen][:, None, None]
+        smaller = reachable[0], reachable[1] * rho
+        observed, _ = attainable_attention(keys, smaller, starts=geometry.attainable_at)
+    return _measures(geometry, most[attended.chosen], observed)
+
+
+def _measures(
+    geometry: KeyGeometry, most: np.ndarray | None, observed: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """What is kept of every key; `verdict` as an index into NAMES, the others as in the `keys` table."""
+    nothing = np.full(geometry.verdict.shape, np.nan)
+    return {
+        "verdict": (geometry.verdict[..., None] == NAMES).argmax(-1).astype(np.int8),
+        "margin_lower": geometry.margin_lower,
+        "margin_upper": geometry.margin_upper,
+        "attainable": nothing if observed is None else observed,
+        # The observed set lies in the reachable one: a weight found there counts here too.
+        "attainable_reachable": np.fmax(geometry.attainable, nothing if observed is None else observed),
+        "pattern_max": nothing if most is None else most,
+        "first_unselectable_at": nothing if (at := geometry.first_unselectable_at) is None else at,
+    }
+
+
+def _theorem(site: Site, space: str, variant: str) -> str:
+    """Why keys of this kind can never be unselectable; empty if they can."""
+    if space == NORMALIZED and site.scales and (variant == "intact" or no_op(site, variant)):
+        return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
+    return ""
+
+
+def _per_key(tokens: float) -> float:
+    (short, low), (long, high) = sorted(_SECONDS_PER_KEY.items())
+    power = math.log(high / low) / math.log(long / short)
+    return float(low * (max(1.0, tokens) / short) ** power)
+
+
+# --------------------------------------------------------------------------------------------------------- findings
+
+
+def _margins(heads: pd.DataFrame) -> list[str]:
+    """How far the strongest query can raise a key above the others."""
+    one, two = medians(heads, "margin_median")
+    if math.isnan(one):
+        return []
+    text = (
+        f"A typical key can be raised {number(one)} nats above every other key by the strongest query its head can make"
+    )
+    if not math.isnan(two):
+        text += f"; with scaling replaced by a constant, {number(two)}"
+    low_one, low_two = medians(heads, "margin_p05")
+    if not math.isnan(low_two) and max(low_one, low_two) > 0:
+        text += f". For the hardest twentieth of keys: {number(low_one)} against {number(low_two)} nats"
+    return [text + "."]
+
+
+def _attainable(heads: pd.DataFrame) -> list[str]:
+    """How much attention keys can get, and how much less or more without scaling."""
+    one, two = medians(heads, "attainable_median")
+    if math.isnan(one):
+        return []
+    low_one, low_two = medians(heads, "attainable_p05")
+    if math.isnan(two):
+        return [
+            f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
+            f"position, one of the hardest twentieth {percent(low_one)}."
+        ]
+    text = (
+        f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
+        f"position ({percent(two)} without scaling), one of the hardest twentieth {percent(low_one)} "
+        f"({percent(low_two)})"
+    )
+    per_layer = {v: of_variant(heads, v).groupby("layer")["attainable_p05"].median() for v in ("intact", "no_scaling")}
+    change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
+    if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
+        layer = int(change.index[int(change.abs().to_numpy().argmax())])
+        before, after = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
+        text += (
+            f"; it matters most in layer {layer}, where without scaling its hardest keys can get {percent(after)} "
+            f"instead of {percent(before)}"
+        )
+    return [text + "."]
+
+
+def _selectable(heads: pd.DataFrame, space: str, where: str) -> list[str]:
+    """Keys in the hull of the others, in one space."""
+    if not len(heads) or heads["keys"].isna().all():
+        return []
+    parts = []
+    for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
+        rows = of_variant(heads, variant, space)
+        if len(rows) and rows["keys"].sum():
+            parts.append(f"{100 * rows['unselectable'].sum() / rows['keys'].sum():.1f} % {name}")
+    if not parts:
+        return []
+    rows = heads[heads["space"] == space]
+    known = ""
+    if (rows["by_theorem"] != "").all():
+        known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
+    elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
+        known = " The intact figure is so by theorem (keys on a sphere)."
+    return [f"{where}, keys that no query can select: {', '.join(parts)}.{known}"]

@@ -1,0 +1,240 @@
+"""What a table is: its columns with type, unit and meaning, and what a row is about; frames are checked against it.
+
+A table is declared once. Empty frames, the page's titles and tooltips, `Report.describe`, the column reference and the
+tests read the declaration, and no frame goes into a report that does not match it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+
+Kind = Literal["int", "float", "text", "bool"]
+_DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "text": object, "bool": np.bool_}
+
+
+class TableError(ValueError):
+    """A frame does not match its table's declaration, or a declaration contradicts itself or another one."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        name: as in the frame.
+        kind: "int" (float where a value is missing: NaN), "float", "text" or "bool".
+        meaning: a sentence; where it can be NaN, when.
+        unit: of its numbers; empty for counts and text.
+        shown: whether a page shows it.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    unit: str = ""
+    shown: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise TableError(
+                f"column {self.name!r}: kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}"
+            )
+        if not self.name or not self.meaning:
+            raise TableError(f"column {self.name!r} needs a name and a meaning")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: in `Report.tables`, and of its parquet file.
+        title: above it on a page.
+        about: what a row is, in a sentence.
+        key: the columns that tell rows apart: no two rows have the same values in all of them.
+        columns: all of them, in order.
+    """
+
+    name: str
+    title: str
+    about: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():  # it names a file and an element of a page
+            raise TableError(f"a table's name must be letters, digits and _, got {self.name!r}")
+        twice = sorted({n for n in self.names if self.names.count(n) > 1})
+        if twice:
+            raise TableError(f"table {self.name!r} declares the column {twice[0]!r} twice")
+        if lost := [k for k in self.key if k not in self.names]:
+            raise TableError(f"table {self.name!r}: {lost[0]!r} of its row key is not among its columns")
+
+    @property
+    def names(self) -> list[str]:
+        return [c.name for c in self.columns]
+
+    def column(self, name: str) -> Column | None:
+        return next((c for c in self.columns if c.name == name), None)
+
+    def empty(self) -> pd.DataFrame:
+        """No rows, the declared columns and their types."""
+        return pd.DataFrame({c.name: pd.Series(dtype=_DTYPES[c.kind]) for c in self.columns})
+
+    def frame(self, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+        """Rows as a frame with the declared columns in their order."""
+        return pd.DataFrame(list(rows), columns=self.names) if rows else self.empty()
+
+    def check(self, frame: object, *, unique: bool = True) -> pd.DataFrame:
+        """`frame` itself, if it has these columns, of these types, and no two rows about the same thing.
+
+        Raises:
+            TableError: it does not (says which column, and what was found).
+        """
+        if not isinstance(frame, pd.DataFrame):
+            raise TableError(f"table {self.name!r} is a {type(frame).__name__}, not a DataFrame")
+        found = list(frame.columns)
+        if missing := [n for n in self.names if n not in found]:
+            raise TableError(
+                f"table {self.name!r} lacks the column {missing[0]!r}: it has {', '.join(map(str, found))}"
+            )
+        if extra := [n for n in found if n not in self.names]:
+            raise TableError(f"table {self.name!r} has a column {extra[0]!r} that is not declared")
+        if found != self.names:
+            raise TableError(f"table {self.name!r} has its columns in another order: {', '.join(found)}")
+        if not len(frame):
+            return self.empty()
+        for column in self.columns:
+            if not _is_kind(frame[column.name], column.kind):
+                raise TableError(
+                    f"{self.name}.{column.name} is declared as {column.kind}, and holds {frame[column.name].dtype}"
+                )
+        if unique and self.key and frame.duplicated(list(self.key)).any():
+            row = frame[frame.duplicated(list(self.key))].iloc[0]
+            said = ", ".join(f"{k} {row[k]!r}" for k in self.key)
+            raise TableError(f"table {self.name!r} has two rows about the same thing ({said})")
+        return frame
+
+    def describe(self) -> pd.DataFrame:
+        """A row per column: `column`, `dtype`, `unit`, `meaning`."""
+        rows = [(c.name, c.kind, c.unit, c.meaning) for c in self.columns]
+        return pd.DataFrame(rows, columns=["column", "dtype", "unit", "meaning"])
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it: what a saved report keeps, so that it can be read where its probe is not installed."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Table:
+        """What `plain` was made from.
+
+        Raises:
+            TableError: it is not a table's description.
+        """
+        try:
+            columns = tuple(Column(**c) for c in plain["columns"])
+            return cls(plain["name"], plain["title"], plain["about"], tuple(plain["key"]), columns)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TableError(f"this describes no table ({error!r})") from error
+
+    @classmethod
+    def of_frame(cls, name: str, frame: pd.DataFrame) -> Table:
+        """A description of a frame of which nothing is known but what it holds."""
+        kinds: dict[str, Kind] = {"i": "int", "u": "int", "f": "float", "b": "bool"}
+        said = "not described: its probe is not known"
+        columns = tuple(
+            Column(str(c), kinds.get(getattr(frame[c].dtype, "kind", ""), "text"), said) for c in frame.columns
+        )
+        return cls(name, name, "A table that no known probe declares.", (), columns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The columns of a shared table that one probe fills; the others' are missing where it runs alone.
+
+    Only probes that declare parts of the same table may share it. `columns` includes the table's key.
+    """
+
+    table: Table
+    columns: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        lost = [c for c in self.columns if c not in self.table.names]
+        lost += [k for k in self.table.key if k not in self.columns]
+        if lost:
+            raise TableError(f"a part of table {self.table.name!r} cannot have or leave out {lost[0]!r}")
+
+
+def joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Parts of a table side by side, row by row as its key says; rows stand in the order of the first part.
+
+    What no part fills is NaN, or empty text. Columns that two parts fill must agree.
+
+    Raises:
+        TableError: two parts disagree, or a part has two rows about the same thing.
+    """
+    key = list(table.key)
+    made: pd.DataFrame | None = None
+    for frame in frames:
+        if not len(frame):
+            continue
+        if frame.duplicated(key).any():
+            raise TableError(f"a part of table {table.name!r} has two rows about the same thing")
+        if made is None:
+            made = frame
+            continue
+        one, two = made.set_index(key), frame.set_index(key)
+        for column in one.columns.intersection(two.columns):
+            a, b = one[column].align(two[column], join="inner")
+            if not a.equals(b):
+                raise TableError(f"two probes fill {table.name}.{column} and do not agree")
+        rows = (
+            one.index
+            if two.index.isin(one.index).all()
+            else one.index.append(two.index.difference(one.index, sort=False))
+        )
+        new = two[two.columns.difference(one.columns, sort=False)]
+        both = pd.concat([one.reindex(rows) if len(rows) > len(one) else one, new.reindex(rows)], axis=1)
+        for column in one.columns.intersection(two.columns) if len(rows) > len(one) else ():
+            both[column] = both[column].where(both.index.isin(one.index), two[column].reindex(rows))
+        made = both.reset_index()
+    if made is None or not len(made):
+        return table.empty()
+    made = made.copy()
+    for each in table.columns:
+        if each.name not in made:
+            made[each.name] = "" if each.kind == "text" else np.nan
+        elif each.kind == "text" and made[each.name].isna().any():
+            made[each.name] = made[each.name].fillna("")
+    return made[table.names]
+
+
+def _is_kind(values: pd.Series[Any], kind: str) -> bool:
+    types = pd.api.types
+    if kind == "int":  # missing values make a column of whole numbers one of floats
+        return types.is_integer_dtype(values) or (types.is_float_dtype(values) and bool(values.isna().any()))
+    if kind == "float":
+        return types.is_float_dtype(values)
+    if kind == "bool":
+        return types.is_bool_dtype(values)
+    return not (types.is_numeric_dtype(values) or types.is_bool_dtype(values))
+
+
+def reference(tables: Iterable[Table]) -> str:
+    """The column reference of these tables, as Markdown."""
+    said = []
+    for table in tables:
+        said += [f"## `{table.name}`", "", table.about, ""]
+        if table.key:
+            said += [f"Rows are told apart by {', '.join(f'`{k}`' for k in table.key)}.", ""]
+        said += ["| column | type | unit | meaning |", "|---|---|---|---|"]
+        said += [
+            f"| `{c.name}` | {c.kind} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |" for c in table.columns
+        ]
+        said.append("")
+    return "\n".join(said)

@@ -1,0 +1,333 @@
+"""The tables of the built-in probes: every column's name, type, unit and meaning, written here and nowhere else.
+
+`python -m ln_probe.analyses.tables` prints them as Markdown (`docs/columns.md`).
+"""
+
+from __future__ import annotations
+
+from ln_probe.analyses.schema import Column, Kind, Table, reference
+
+
+def _without_first(column: Column) -> Column:
+    """The same statistic over all positions but 0, where attention sinks live."""
+    return Column(f"{column.name}_tail", column.kind, f"`{column.name}` without position 0", column.unit)
+
+
+def _column(name: str, kind: Kind, meaning: str, unit: str = "") -> Column:
+    return Column(name, kind, meaning, unit)
+
+
+# ------------------------------------------------------------------------------------------------------------ norms
+
+_MEAN_SHARE = _column(
+    "mean_share", "float", "mean over tokens of d·mu²/‖x‖²: the share of squared length that projection removes"
+)
+_ANGLE = _column(
+    "angle_to_ones_deg",
+    "float",
+    "mean angle of the norm's input to the ones-vector, 0–90; 90 leaves projection nothing to do",
+    "degrees",
+)
+_BEFORE = _column("norm_before_mean", "float", "mean length of the norm's input", "L2 norm")
+_BEFORE_CV = _column("norm_before_cv", "float", "standard deviation over mean of the input's length")
+_AFTER = _column("norm_after_mean", "float", "mean length of the norm's output, gain and bias included", "L2 norm")
+_SCALE = _column("scale_mean", "float", "mean of 1/sigma")
+_SCALE_CV = _column("scale_cv", "float", "standard deviation over mean of 1/sigma")
+
+LAYERNORMS = Table(
+    "layernorms",
+    "Norms",
+    "A row per norm; columns ending in _tail leave position 0 out.",
+    ("site",),
+    (
+        _column("site", "text", "the norm's name in the model"),
+        _column("layer", "int", "block it stands in; 0 after the embedding, the number of blocks for the final norm"),
+        _column("kind", "text", "what it computes: layernorm, rmsnorm, projection_only, scaling_only or none"),
+        _column("reads", "text", "who reads its output, joined by +: attention, mlp, unembed, query, key, …"),
+        _column("state", "text", "of the weights around it: raw, folded, centred or folded+centred"),
+        _column("tokens", "int", "vectors seen"),
+        _MEAN_SHARE,
+        _ANGLE,
+        _BEFORE,
+        _BEFORE_CV,
+        _AFTER,
+        _SCALE,
+        _SCALE_CV,
+        _column("gain_mean", "float", "mean of the gain; NaN where there is none"),
+        _column("gain_cv", "float", "standard deviation over absolute mean of the gain; NaN where there is none"),
+        _column("bias_norm", "float", "length of the bias; NaN where there is none", "L2 norm"),
+        _column("reconstruction_error", "float", "max |LN(x) − sum of its terms| over the RMS of LN(x)"),
+        *map(_without_first, (_MEAN_SHARE, _ANGLE, _BEFORE, _BEFORE_CV, _AFTER, _SCALE, _SCALE_CV)),
+        _column("sigma_mean", "float", "mean divisor"),
+        _column(
+            "sigma_mean_tail", "float", "`sigma_mean` without position 0: the constant c of variants without scaling"
+        ),
+        _column("eps", "float", "inside the square root of sigma; NaN where the norm does not scale"),
+        _column(
+            "reconstruction_bound",
+            "float",
+            "what rounding explains of reconstruction_error: 1e-5 in float32, 1e-12 in float64, in half precision three "
+            "half-ulps of the largest entry over the RMS",
+        ),
+        Column("evidence", "text", "why `state` is believed", shown=False),
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+_PLACE = (
+    _column("layer", "int", "block whose attention it is"),
+    _column("head", "int", "head; -1: the whole layer, at the norm's output"),
+    _column(
+        "space",
+        "text",
+        "normalized: the norm's output before gain and bias; head: keys as attention sees them (gain, bias, W_K, b_K, "
+        "QK-norm, rotary)",
+    ),
+    _column("variant", "text", "intact, no_scaling, no_projection or neither"),
+)
+
+HEADS = Table(
+    "heads",
+    "Heads",
+    "A row per (layer, head, space, variant); head −1 is the whole layer at the norm's output.",
+    ("layer", "head", "space", "variant"),
+    (
+        *_PLACE,
+        _column("keys", "int", "keys of all prompts; NaN where selectability was not measured"),
+        _column("unselectable", "int", "keys in the convex hull of their prompt's others: no query puts them on top"),
+        _column("duplicate", "int", "keys on the hull that occur more than once"),
+        _column("undecided", "int", "keys whose verdict could not be proved within the tolerance"),
+        _column("unselectable_fraction", "float", "unselectable / keys"),
+        _column(
+            "margin_median",
+            "float",
+            "median over keys of the best score gap over all others: in head space by the strongest query the head can "
+            "make (the same in every basis of the head); in normalized space over the RMS norm of the centred keys",
+            "nats; normalized: relative",
+        ),
+        _column(
+            "margin_p05",
+            "float",
+            "the same of the hardest twentieth of keys (5 % quantile)",
+            "nats; normalized: relative",
+        ),
+        _column(
+            "attainable_median",
+            "float",
+            "median over keys of the largest softmax weight from queries of the size that occur (observed set)",
+            "share",
+        ),
+        _column("attainable_p05", "float", "the same of the hardest twentieth of keys (5 % quantile)", "share"),
+        _column(
+            "attainable_reachable_median",
+            "float",
+            "the same median over every query the head can make from any residual vector (reachable set)",
+            "share",
+        ),
+        _column("pattern_max_median", "float", "median over keys of the largest weight they really received", "share"),
+        _column(
+            "query_radius",
+            "float",
+            "rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN without a bound",
+        ),
+        _column(
+            "entropy_ratio",
+            "float",
+            "attention entropy over log(visible keys), mean over queries; NaN where uniformity was not measured",
+        ),
+        _column(
+            "uniform_angle_deg",
+            "float",
+            "mean angle of gain·(W_K q) to the ones-vector: 0 would attend uniformly whatever the keys; NaN without "
+            "projection (a random direction's angle is in the provenance)",
+            "degrees",
+        ),
+        _column("score_spread", "float", "mean standard deviation of a query's scores over the keys it sees", "nats"),
+        _column("score_spread_floor", "float", "least spread that a reachable query of full length could have", "nats"),
+        _column("by_theorem", "text", "why no key could be unselectable here (n ≤ d, a sphere); empty if one could"),
+        _column(
+            "no_op", "text", "why the variant changes nothing here by construction; empty if it does change something"
+        ),
+    ),
+)
+
+KEYS = Table(
+    "keys",
+    "Keys",
+    "The hardest keys of each head and a sample, each under all variants; hardest first.",
+    ("layer", "head", "space", "variant", "prompt", "position"),
+    (
+        *_PLACE,
+        _column("prompt", "int", "number of the prompt, from 0"),
+        _column("position", "int", "of the key in its prompt, from 0"),
+        _column("token", "text", "the token there"),
+        _column(
+            "verdict",
+            "text",
+            "selectable: some query gives it strictly the highest score; unselectable: in the hull of the others; "
+            "duplicate: on the hull more than once; undecided",
+        ),
+        _column(
+            "margin_lower",
+            "float",
+            "lower bound of the best score gap; NaN for a single key or unbounded queries",
+            "nats; normalized: relative",
+        ),
+        _column("margin_upper", "float", "upper bound of the same", "nats; normalized: relative"),
+        _column(
+            "attainable",
+            "float",
+            "largest softmax weight found from queries of the observed set; NaN if unbounded",
+            "share",
+        ),
+        _column(
+            "attainable_reachable", "float", "largest softmax weight found from queries of the reachable set", "share"
+        ),
+        _column("pattern_max", "float", "the largest weight it really received", "share"),
+        _column(
+            "first_unselectable_at",
+            "int",
+            "first position at which a causal query can no longer select it; -1 if never, NaN if attention is not causal",
+            "position",
+        ),
+    ),
+)
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+CAUSAL = Table(
+    "causal",
+    "Interventions",
+    "A row per group of norms and variant: the running model with a term switched off.",
+    ("sites", "variant"),
+    (
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: intact, no_scaling, no_projection or neither"),
+        _column("loss", "float", "mean next-token loss; NaN where the model has none", "nats per token"),
+        _column("delta_loss", "float", "its change against the unedited model", "nats per token"),
+        _column(
+            "delta_loss_low",
+            "float",
+            "lower end of its 95 % bootstrap interval over prompts; NaN with one prompt",
+            "nats per token",
+        ),
+        _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
+        _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
+        _column(
+            "entropy_change",
+            "float",
+            "change of attention entropy over log(visible keys), mean over layers, heads, queries",
+        ),
+        _column(
+            "delta_loss_tail",
+            "float",
+            "delta_loss of no_scaling if position 0 keeps its own sigma: the rest is the attention sink, whose vectors a "
+            "frozen scale leaves hundreds of times too long; NaN for other variants",
+            "nats per token",
+        ),
+        _column("prompts", "int", "number of prompts"),
+        _column("divisor", "float", "c, what stands for sigma; NaN for groups and where scaling stays"),
+        _column("matched", "bool", "whether the divisor is the site's own mean sigma"),
+        _column("no_op", "text", "why nothing changes by construction; empty if something does"),
+    ),
+)
+
+UNEMBEDDING = Table(
+    "unembedding",
+    "Unembedding",
+    "Tokens that are hard to predict, over everything the final norm can put out.",
+    ("token_id",),
+    (
+        _column("token_id", "int", "the token"),
+        _column("token", "text", "as it is written"),
+        _column(
+            "verdict",
+            "text",
+            "whether some output of the final norm makes it the most likely one; undecided if not solved for",
+        ),
+        _column(
+            "margin_lower",
+            "float",
+            "lower bound of the best logit gap over unit steps of the final norm's ball",
+            "nats",
+        ),
+        _column("margin_upper", "float", "upper bound of the same", "nats"),
+        _column(
+            "attainable",
+            "float",
+            "largest probability found from any residual vector; NaN where the final norm does not scale",
+            "share",
+        ),
+        _column("attainable_upper", "float", "upper bound of that probability", "share"),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- computed from others
+
+TOKENS = Table(
+    "tokens",
+    "Tokens",
+    "What keys of each token can get, over all heads of the prompts kept here: position 0 and attention sinks apart, then "
+    "the tokens that lose most when scaling is taken away.",
+    ("token", "place"),
+    (
+        _column("token", "text", "the token"),
+        _column(
+            "place",
+            "text",
+            "position 0, sink (over 30 % from the average query that sees it, of at least ten), or elsewhere",
+        ),
+        _column("keys", "int", "(layer, head, prompt, position) counted"),
+        _column("unselectable", "float", "of them, in the hull of the others; NaN where not measured"),
+        _column("unselectable_no_scaling", "float", "the same with scaling replaced by a constant"),
+        _column(
+            "attainable_median", "float", "median attention a key can get from queries of the size that occur", "share"
+        ),
+        _column("attainable_no_scaling_median", "float", "the same with scaling replaced by a constant", "share"),
+        _column(
+            "attainable_change",
+            "float",
+            "what taking scaling away does to that median: negative where the token loses",
+            "share",
+        ),
+        _column("margin_median", "float", "median margin", "nats"),
+        _column("received_mean", "float", "mean attention received from queries that see it", "share"),
+    ),
+)
+
+SUMMARY = Table(
+    "comparison",
+    "Comparison",
+    "A row per model. mean_share: median over norms; unselectable: share of all keys; the others: medians over heads. "
+    "Columns ending in _no_scaling: with scaling replaced by a constant.",
+    ("model",),
+    (
+        _column("model", "text", "what the report is called"),
+        _column("step", "int", "training step; NaN if not known"),
+        _column("norms", "int", "number of norms"),
+        _column("mean_share", "float", "median over norms of layernorms.mean_share"),
+        _column("unselectable", "float", "share of keys that no query can select, head space", "share"),
+        _column("unselectable_no_scaling", "float", "the same with scaling replaced by a constant", "share"),
+        _column("attainable", "float", "median over heads of heads.attainable_median", "share"),
+        _column("attainable_no_scaling", "float", "the same with scaling replaced by a constant", "share"),
+        _column("margin", "float", "median over heads of heads.margin_median", "nats"),
+        _column("margin_no_scaling", "float", "the same with scaling replaced by a constant", "nats"),
+        _column("entropy_ratio", "float", "median over heads of heads.entropy_ratio"),
+        _column("entropy_ratio_no_scaling", "float", "the same with scaling replaced by a constant"),
+    ),
+)
+
+# In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
+
+
+def document() -> str:
+    """`docs/columns.md`."""
+    made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,1 @@
+"""From a model and prompts to a report: the passes over the prompts, and what is made of their pieces."""

@@ -1,0 +1,260 @@
+"""The two passes over the prompts, and what each is for.
+
+The first, *calibration*, takes statistics of every norm (and with them the constants that replace sigma) and of the
+queries that occur. In the second, which needs them, the probes watch every prompt; it can be made on any part of the
+prompts, in any order, and the pieces joined afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ln_probe.analyses import norm_statistics
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius
+from ln_probe.analyses.norm_statistics import SiteStatistics
+from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
+from ln_probe.analyses.probes.registry import chosen, package_of
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
+from ln_probe.hooks.model import HookedModel, n_layers
+from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.loading.pretrained import NO_HEAD
+from ln_probe.loading.provenance import source_of
+from ln_probe.measuring import recording
+from ln_probe.measuring.settings import Settings
+from ln_probe.prompting.prompts import namer
+from ln_probe.reporting.exhibits import Exhibits
+
+Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
+
+
+class Passes:
+    """The passes over the prompts of one model.
+
+    Args:
+        model: in evaluation mode.
+        settings: what to measure.
+        probes: those that were asked for; None: as the settings name them.
+
+    Raises:
+        ValueError: a layer, head or probe that does not exist.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        settings: Settings,
+        *,
+        probes: Sequence[Probe] | None = None,
+        progress: bool = False,
+    ) -> None:
+        settings.check(model)
+        self.model, self.settings, self.progress = model, settings, progress
+        self.probes = chosen(settings.probes if probes is None else probes)
+        self.sites = find_sites(model)
+        self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
+        self.heads = None if settings.heads is None else sorted(set(settings.heads))
+        self.attends = any("attention" in s.reads.split("+") for s in self.sites)
+        self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
+
+    def _bar(self, text: str, prompts: Iterable[tuple[int, Tensor]]) -> Any:
+        return tqdm(prompts, desc=text, unit="prompt", disable=not self.progress, leave=False)
+
+    def _heads_of(self, seen: AttentionInput) -> Heads:
+        norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
+        return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+
+    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
+        """The first pass, over all prompts (number and token ids) in their order."""
+        # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
+        wanted = self.settings.layers
+        statistics = [
+            SiteStatistics(s)
+            for s in self.sites
+            if wanted is None or s.layer in wanted or set(s.attention_layers) & set(self.layers)
+        ]
+        by_name = {s.site.name: s for s in statistics}
+        unsupported: dict[int, str] = {}
+        bidirectional = False
+        observed: dict[int, list[np.ndarray]] = defaultdict(list)
+        length = 0
+
+        def on_norm(site: Site, x: Tensor, y: Tensor) -> None:
+            if site.name in by_name:
+                by_name[site.name].add(x, y, heads=max(1, len(x) // length))
+
+        def on_attention(seen: AttentionInput) -> None:
+            nonlocal bidirectional
+            bidirectional |= not seen.causal
+            if seen.layer in unsupported:
+                return
+            try:
+                heads = self._heads_of(seen)
+            except UnsupportedAttentionError as error:
+                unsupported[seen.layer] = str(error)
+                return
+            radius = observed_radius(heads, seen.site, seen.y)
+            if radius is not None:
+                observed[seen.layer].append(radius.numpy())
+
+        for _, row in self._bar("norms", prompts):
+            length = len(row)
+            stream(
+                self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
+                on_attention=on_attention if self.wants_heads else None,
+            )  # fmt: skip
+        return_free_memory()
+        return Calibration(
+            norms=norm_statistics.table(statistics),
+            constants={s.site.name: s.constant for s in statistics},
+            radii={
+                layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
+                for layer, found in observed.items()
+            },
+            unsupported=unsupported,
+            notes=self._notes(statistics, unsupported, bidirectional),
+        )
+
+    def measure(
+        self, prompts: Sequence[tuple[int, Int[Tensor, " _"]]], calibration: Calibration, *, default: bool = False
+    ) -> Pieces:
+        """The second pass, over any of the prompts (number and token ids): what each probe keeps of them.
+
+        `default`: nobody chose the prompts, so a probe takes no more of them than it says.
+        """
+        view = self._view(calibration)
+        watching = [_Watching(p, view, p.prompts if default else None) for p in self.probes if p.needs.prompts]
+        if not watching:
+            return {}
+        bar = self._bar("probes", prompts)
+        for number, row in bar:
+            self._watch(number, row, [w for w in watching if w.takes(number)], calibration, bar)
+        return_free_memory()
+        return {w.probe.name: w.piece() for w in watching}
+
+    def _watch(
+        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration, bar: Any
+    ) -> None:
+        norms = [w for w in watching if w.probe.needs.norms]
+        attention = [w for w in watching if w.probe.needs.attention and self.attends]
+
+        def on_norm(site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+            for w in norms:
+                w.see(lambda o: o.norm(number, site, x, y))
+
+        def on_attention(seen: AttentionInput) -> None:
+            bar.set_postfix(layer=seen.layer)
+            heads = None if seen.layer in calibration.unsupported else self._heads_of(seen)
+            attended = Attended(seen, heads, calibration, self.heads)
+            for w in attention:
+                w.see(lambda o: o.attention(number, attended))
+
+        if norms or attention:
+            stream(
+                self.model, row, self.sites, on_norm=on_norm if norms else None, layers=self.layers,
+                on_attention=on_attention if attention else None,
+            )  # fmt: skip
+        for w in watching:
+            if w.probe.needs.output:
+                w.see(lambda o: o.prompt(number, row))
+
+    def weigh(self, probe: Probe) -> Piece | Failure:
+        """What a probe that needs no prompts finds out."""
+        return _Watching(probe, self._view(None)).piece()
+
+    def record(self, prompts: Sequence[Int[Tensor, " _"]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
+        """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet.
+
+        Nothing, if no probe looks at attention: the pass would cost as much as the statistics of the norms themselves.
+        """
+        wanted = self.settings.layers
+        if not any(p.needs.attention for p in self.probes):
+            return Exhibits()
+        return recording.record(
+            self.model, self.sites, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
+            heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
+            drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
+        )  # fmt: skip
+
+    def _view(self, calibration: Calibration | None) -> View:
+        notes = source_of(cast(nn.Module, self.model)).notes
+        return View(
+            self.model, self.sites, self.layers, self.heads, calibration, namer(self.model),
+            next((n for n in notes if n.startswith(NO_HEAD)), ""),
+        )  # fmt: skip
+
+    def _notes(
+        self, statistics: list[SiteStatistics], unsupported: Mapping[int, str], bidirectional: bool
+    ) -> tuple[str, ...]:
+        notes = []
+        if not self.sites:
+            notes.append("the model has no normalization: there is no site to decompose, and no norm before attention")
+        elif not self.attends:
+            idle = " and ".join(p.name for p in self.probes if p.needs.attention)
+            said = f": {idle} {'was' if idle.count(' and ') == 0 else 'were'} not measured" if idle else ""
+            notes.append(f"no norm of this model is read by attention{said}")
+        notes += [f"head space was not measured. {text}" for text in unsupported.values()]
+        if bidirectional:
+            notes.append(
+                "attention is not causal: every query sees all keys, and first_unselectable_at does not apply (NaN)"
+            )
+        if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
+            notes.append(
+                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare with the unfolded model: "
+                "ln_probe.hooks.check_equivalent(raw, folded)"
+            )
+        if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
+            worst = max(beyond, key=lambda s: s.reconstruction_error)
+            notes.append(
+                f"{len(beyond)} of {len(statistics)} norms differ from the sum of their terms by more than "
+                f"rounding in {str(worst.dtype).removeprefix('torch.')} explains (reconstruction_bound), most "
+                f"{worst.site.name}, by {worst.reconstruction_error:.1e}: do they compute in a lower precision?"
+            )
+        centred = sum("centred" in s.state for s in self.sites)
+        if centred:
+            notes.append(
+                f"{centred} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op "
+                "there by construction: its zeros are not findings"
+            )
+        if any(s.kind in ("rmsnorm", "scaling_only") for s in self.sites):
+            notes.append(
+                "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
+            )
+        return tuple(notes)
+
+
+class _Watching:
+    """A probe's observer; whatever it raises ends its part, and nobody else's."""
+
+    def __init__(self, probe: Probe, view: View, limit: int | None = None) -> None:
+        self.probe, self.limit = probe, limit
+        self.failure: Failure | None = None
+        self._observer: Observer | None = None
+        self.see(lambda _: setattr(self, "_observer", probe.start(view)))
+
+    def takes(self, prompt: int) -> bool:
+        return self.limit is None or prompt < self.limit
+
+    def see(self, what: Callable[[Observer], Any]) -> Any:
+        """Let the observer see something, unless it has failed."""
+        if self.failure is None:
+            try:
+                return what(self._observer)  # type: ignore[arg-type]  # None before it is started
+            except Exception as error:
+                self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
+        return None
+
+    def piece(self) -> Piece | Failure:
+        made = self.see(lambda o: o.piece())
+        if self.failure is None and not isinstance(made, Piece):
+            wrong = TypeError(f"its observer's piece is a {type(made).__name__}, not a Piece")
+            self.failure = Failure.of(self.probe.name, package_of(self.probe), wrong)
+        return made if self.failure is None else self.failure

@@ -1,0 +1,1 @@
+"""The result: tables, what they say, what is kept for pictures, several reports side by side."""

@@ -1,0 +1,84 @@
+"""What a report holds, apart from how it is drawn and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from ln_probe.analyses import tables as declared_here
+from ln_probe.analyses.probes.protocol import Failure, Probe
+from ln_probe.analyses.schema import Table
+from ln_probe.reporting.exhibits import Exhibits
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Contents:
+    """What LayerNorm does in one model on some prompts.
+
+    Attributes:
+        tables: every table by name: those of the built-in probes (empty where one did not run), then those of other
+            packages' probes. `describe` says what their columns mean.
+        provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
+        notes: what a reader has to know before believing the tables.
+        exhibits: what is kept for pictures: attention patterns, marks of keys, vectors around the norms.
+        declared: what the tables are, by name.
+        probes: of other packages, that ran and are installed here.
+        failures: probes that failed, and why.
+    """
+
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    exhibits: Exhibits = field(default_factory=Exhibits)
+    declared: Mapping[str, Table] = field(default_factory=dict)
+    probes: tuple[Probe, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = {t.name: t for t in declared_here.BUILT_IN}
+        declared = own | {n: Table.of_frame(n, f) for n, f in self.tables.items() if n not in own} | dict(self.declared)
+        tables = {n: t.empty() for n, t in declared.items()} | dict(self.tables)
+        object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "tables", tables)
+
+    @property
+    def layernorms(self) -> pd.DataFrame:
+        """A row per norm."""
+        return self.tables["layernorms"]
+
+    @property
+    def heads(self) -> pd.DataFrame:
+        """A row per (layer, head, space, variant)."""
+        return self.tables["heads"]
+
+    @property
+    def keys(self) -> pd.DataFrame:
+        """A row per chosen key and variant."""
+        return self.tables["keys"]
+
+    @property
+    def causal(self) -> pd.DataFrame:
+        """A row per (sites, variant)."""
+        return self.tables["causal"]
+
+    @property
+    def unembedding(self) -> pd.DataFrame:
+        """A row per token that is hard to predict."""
+        return self.tables["unembedding"]
+
+    @property
+    def name(self) -> str:
+        return str(self.provenance.get("model", {}).get("name", "model"))
+
+    def describe(self, table: str) -> pd.DataFrame:
+        """What the columns of a table mean: a row per column with `column`, `dtype`, `unit`, `meaning`.
+
+        Raises:
+            ValueError: the report has no such table (says which there are).
+        """
+        if table not in self.declared:
+            raise ValueError(f"this report has no table {table!r}: there are {', '.join(self.declared)}")
+        return self.declared[table].describe()

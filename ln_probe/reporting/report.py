@@ -1,0 +1,192 @@
+"""The result of `analyze`: tables, where they came from, and what they say in a few sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ln_probe.analyses import tables as declared_here
+from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.probes.protocol import Failure, Probe, ProbeError
+from ln_probe.analyses.probes.registry import find, package_of
+from ln_probe.analyses.schema import Column, Table, TableError
+from ln_probe.reporting.contents import Contents
+from ln_probe.reporting.exhibits import EXHIBITS_FILE, Exhibits
+
+if TYPE_CHECKING:
+    from ln_probe.render.attention_view import AttentionView
+
+REPORT_FILE = "report.json"
+FORMAT = 3
+READ = (2, 3)  # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions
+
+
+class Report(Contents):
+    """What LayerNorm does in one model on some prompts: see `Contents` for what it holds."""
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
+        return f"Report({self.name!r}: {sizes or 'empty'})"
+
+    def _repr_html_(self) -> str:
+        from ln_probe.render.page import notebook_cell
+
+        return notebook_cell(self)
+
+    def findings(self) -> list[str]:
+        """What the tables say, in plain sentences computed from them."""
+        from ln_probe.reporting.findings import findings
+
+        return [f.text for f in findings(self)]
+
+    def with_tables(self, **tables: pd.DataFrame) -> Report:
+        """The same report with some tables replaced."""
+        return replace(self, tables={**self.tables, **tables})
+
+    def with_notes(self, *notes: str) -> Report:
+        """The same report with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def attention(self, layer: int | None = None, prompt: int = 0) -> AttentionView:
+        """Attention patterns with circuitsvis, keys marked by how hard they are to select; shows without a network.
+
+        Args:
+            layer: the layer shown first (None: the first); the others can be chosen in the picture.
+            prompt: the prompt shown first.
+
+        Raises:
+            ValueError: nothing was kept of that layer or prompt (says what there is).
+        """
+        from ln_probe.render.attention_view import AttentionView
+
+        return AttentionView(self.exhibits, layer, prompt)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page that opens offline; the path written."""
+        from ln_probe.render.page import report_page
+
+        path = Path(path)
+        write_atomically(path, report_page(self).encode())
+        return path
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
+
+        Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPORT_FILE).unlink(missing_ok=True)
+        for name, table in self.tables.items():
+            aside = folder / f".{name}.parquet.partial"
+            table.to_parquet(aside, index=False)
+            os.replace(aside, folder / f"{name}.parquet")
+        self.exhibits.save(folder / EXHIBITS_FILE)
+        self.to_html(folder / "report.html")
+        content = {
+            "format": FORMAT,
+            "provenance": dict(self.provenance),
+            "notes": list(self.notes),
+            "tables": {name: self.declared[name].plain() for name in self.tables},
+            "probes": {p.name: package_of(p) for p in self.probes},
+            "failures": [asdict(f) for f in self.failures],
+        }
+        write_atomically(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        return folder
+
+
+def load_report(folder: str | Path) -> Report:
+    """A report that `Report.save` wrote, of this version or an earlier one.
+
+    Tables of probes that are not installed here are kept, with what the report says their columns mean.
+
+    Raises:
+        FileNotFoundError: no such folder, no report.json (unfinished, or not a report), or a table is missing.
+        ValueError: a file is truncated, of another format, or a table is not what the report says it is.
+    """
+    folder = Path(folder)
+    path = folder / REPORT_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version, notes = content["format"], tuple(content["notes"])
+        provenance = dict(content["provenance"])
+        failures = tuple(Failure(**f) for f in content.get("failures", ()))
+        described = {n: Table.of_plain(t) for n, t in content.get("tables", {}).items()}
+        makers = dict(content.get("probes", {}))
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): make the report again") from error
+    if version not in READ:
+        raise ValueError(f"{path} has format {version}, this ln_probe reads {READ[-1]}: make the report again")
+    own = {t.name: t for t in declared_here.BUILT_IN}
+    names = dict.fromkeys((*own, *described, *sorted(p.stem for p in folder.glob("[!.]*.parquet"))))
+    tables, declared = dict[str, pd.DataFrame](), dict[str, Table]()
+    for name in names:
+        tables[name], declared[name] = _read(folder / f"{name}.parquet", described.get(name), own.get(name))
+    kept = folder / EXHIBITS_FILE
+    if not kept.exists():
+        raise FileNotFoundError(f"{kept} is missing: make the report again")
+    probes, missing = _installed(makers)
+    return Report(
+        tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
+    )
+
+
+def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
+    """A table and what it is: as the report describes it, and with the columns that this ln_probe knows of."""
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: make the report again")
+    try:
+        frame = pd.read_parquet(file)
+        table = described or known or Table.of_frame(file.stem, frame)
+        if described is None and known is not None:  # an earlier version may lack columns, a later one have more
+            table = _narrowed(known, frame)
+        frame = table.check(frame)
+    except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
+        raise ValueError(f"{file} is damaged ({error}): make the report again") from error
+    if known is None:
+        return frame, table
+    more = tuple(c for c in table.columns if c.name not in known.names)
+    absent = {c.name: "" if c.kind == "text" else float("nan") for c in known.columns if c.name not in frame}
+    whole = replace(known, columns=(*known.columns, *more))
+    return (frame.assign(**absent)[whole.names] if len(frame) else whole.empty()), whole
+
+
+def _narrowed(known: Table, frame: pd.DataFrame) -> Table:
+    """The table with the columns that the frame has; those of its row key must be there."""
+    if lost := [k for k in known.key if k not in frame]:
+        raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
+    found = Table.of_frame(known.name, frame)
+    columns: list[Column] = [known.column(c.name) or c for c in found.columns]
+    return replace(known, columns=tuple(columns))
+
+
+def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]:
+    """The probes that made a report's tables, and notes on those that are not here."""
+    found, missing = [], []
+    for name, package in makers.items():
+        try:
+            found.append(find(name))
+        except ProbeError:
+            missing.append(
+                f"the probe {name!r} of {package} is not installed here: its tables are kept, what it says of them and "
+                "draws is left out"
+            )
+    return tuple(found), missing
+
+
+def slug(name: str) -> str:
+    """A folder name for a model name or path: letters, digits, '.', '_' and '-'."""
+    last = Path(name).name if os.sep in name and Path(name).exists() else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "model"

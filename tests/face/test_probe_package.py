@@ -1,0 +1,374 @@
+"""A probe of another package: into the report, the page, `describe`, the command line and a batch run that is killed;
+and what becomes of one that raises, lies about its tables, takes another's name or is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ln_probe
+from ln_probe.analyses.probes import registry
+from ln_probe.analyses.probes.protocol import Found, Needs, Observer, Piece, Probe, ProbeError
+from ln_probe.analyses.schema import Column, Table
+from ln_probe.analyses.tables import BUILT_IN, LAYERNORMS
+from ln_probe.cli import app
+from ln_probe.measuring.analyze import ProbeFailedWarning
+
+HERE = Path(__file__).parent / "probe_package"
+TOKENS = [[1, 7, 30, 4, 22, 9], [5, 5, 17, 46, 3], [44, 8, 19, 6]]
+PACKAGE = "package ln-probe-lengths 1.0"
+
+
+def installed(package: Path, home: Path) -> Path:
+    """The package as an installer leaves it: its modules, and its metadata made from its pyproject.toml."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    shutil.copytree(package, home, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    info = home / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    said = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(f"{said}Summary: {project['description']}\n")
+    lines = [f"{name} = {target}" for name, target in project["entry-points"][registry.GROUP].items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines, ""]))
+    return home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return installed(HERE, tmp_path / "site")
+
+
+@pytest.fixture
+def package(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package, installed in this process."""
+    monkeypatch.syspath_prepend(str(home))
+    yield home
+    sys.modules.pop("lengths_probe", None)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
+    return path
+
+
+def command(*args: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(map(str, args)))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_it_is_thirty_lines() -> None:
+    lines = (HERE / "lengths_probe.py").read_text().splitlines()
+    body = lines[lines.index("class Watching(Observer):") :]
+    assert sum(bool(line.strip()) for line in body) <= 30
+
+
+def test_its_table_reaches_report_page_and_describe(
+    package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_bridge("gpt2")
+    report = ln_probe.analyze(model, prompts, probes=["lengths", "decomposition"], progress=False)
+    table = report.tables["lengths"]
+    assert len(table) == 5 * len(TOKENS)
+    assert list(table["prompt"].unique()) == [0, 1, 2]
+    longest = table.groupby("site")["longest"].max()
+    assert (longest >= report.layernorms.set_index("site")["norm_before_mean"]).all()
+    said = report.describe("lengths").set_index("column")
+    assert said.loc["longest"].tolist() == ["float", "L2 norm", "length of the longest vector"]
+    assert any(text.startswith("The longest vector has length") for text in report.findings())
+    assert report.provenance["probes"] == {"lengths": PACKAGE}
+    page = report.to_html(tmp_path / "page.html").read_text()
+    for part in (
+        'id="table-lengths"',
+        "A row per norm and prompt.",
+        'id="lengths-drawn"',
+        "The longest vector has length",
+    ):
+        assert part in page
+    assert 'title="length of the longest vector (L2 norm)"' in page
+
+    folder = report.save(tmp_path / "saved")
+    loaded = ln_probe.load_report(folder)
+    pd.testing.assert_frame_equal(loaded.tables["lengths"], table)
+    assert loaded.findings() == report.findings()
+    monkeypatch.undo()  # the package is gone
+    sys.modules.pop("lengths_probe")
+    alone = ln_probe.load_report(folder)
+    pd.testing.assert_frame_equal(alone.tables["lengths"], table)
+    pd.testing.assert_frame_equal(alone.describe("lengths"), report.describe("lengths"))
+    assert f"the probe 'lengths' of {PACKAGE} is not installed here: its tables are kept" in alone.notes[-1]
+    assert 'id="table-lengths"' in alone.to_html(tmp_path / "again.html").read_text()
+
+
+def test_the_command_line_lists_it(home: Path) -> None:
+    path = os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    run = [sys.executable, "-m", "ln_probe.cli"]
+    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"}
+    done = subprocess.run([*run, "report", "--help"], env=environment, capture_output=True, text=True, check=True)
+    said = " ".join(done.stdout.replace("│", " ").split())
+    for name, (_, summary) in registry.BUILT_IN.items():
+        assert f"{name}: {summary}" in said
+    assert f"lengths: how long the vectors are that each norm reads ({PACKAGE})" in said
+
+
+def test_a_batch_run_that_is_killed_and_resumed(
+    home: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path
+) -> None:
+    path = os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    line = [
+        sys.executable, "-m", "ln_probe.cli", "report", str(lab_suite[0]), "--prompts", str(prompts), "--shard", "1",
+        "--max-tokens", "12", "--workers", "1", "--probes", "lengths,causal", "--quiet", "--out",
+    ]  # fmt: skip
+
+    def tables(out: Path) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
+
+    subprocess.run([*line, str(tmp_path / "whole")], env=environment, check=True)
+    expected = tables(tmp_path / "whole")
+    assert set(expected) == {f"{t.name}.parquet" for t in BUILT_IN} | {"lengths.parquet"}
+
+    out = tmp_path / "killed"
+    process = subprocess.Popen([*line, str(out)], env=environment, start_new_session=True)
+    end = time.monotonic() + 300
+    while not list(out.rglob("prompts-*.safetensors")) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(out.rglob("units/*/*.safetensors")), "nothing was measured before it was killed"
+    assert not tables(out), "it was over before it was killed"
+    subprocess.run([*line, str(out)], env=environment, check=True)
+    assert tables(out) == expected
+    report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
+    assert list(report.tables["lengths"]["prompt"].unique()) == [0, 1, 2]
+    assert (report.causal["prompts"] == 3).all()
+
+
+def test_pieces_where_its_package_is_gone(
+    package: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' results are written, its pieces are kept, and joined once it is back."""
+    out = tmp_path / "out"
+    line = [lab_suite[0], "--prompts", prompts, "--shard", 2, "--probes", "lengths,decomposition", "--workers", 0]
+    code, _, said = command("report", *line, "--out", out, "--unit", "1/1")
+    assert code == 0, said
+    with monkeypatch.context() as gone:
+        gone.setattr(sys, "path", [p for p in sys.path if p != str(package)])
+        sys.modules.pop("lengths_probe", None)
+        code, _, said = command("merge", out, "--workers", 0)
+        assert code == 1
+        assert f"the probe 'lengths' of {PACKAGE} failed: it is not installed here" in said
+        report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
+        assert len(report.layernorms) == 5
+        assert "lengths" not in report.tables
+        assert [f.probe for f in report.failures] == ["lengths"]
+        code, _, said = command("report", *line, "--out", out)
+        assert code == 2
+        assert "unknown probe 'lengths': choose from decomposition" in said
+    assert list(out.rglob("prompts-*.safetensors"))
+    code, _, said = command("merge", out, "--workers", 0)
+    assert code == 0, said
+    report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
+    assert len(report.tables["lengths"]) == 5 * len(TOKENS)
+    assert not report.failures
+
+
+# ------------------------------------------------------------------------------------------------------- bad probes
+
+TABLE = Table("sizes", "Sizes", "A row per prompt.", ("prompt",), (
+    Column("prompt", "int", "its number"), Column("size", "float", "tokens"),
+))  # fmt: skip
+
+
+class Sizes(Probe):
+    name, summary, tables, needs = "sizes", "tokens of each prompt", (TABLE,), Needs(output=True)
+
+    def start(self, view: Any) -> Observer:
+        return Counting()
+
+
+class Counting(Observer):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def prompt(self, prompt: int, tokens: Any) -> None:
+        self.rows.append({"prompt": prompt, "size": float(len(tokens))})
+
+    def piece(self) -> Piece:
+        return Piece(tables={"sizes": TABLE.frame(self.rows)})
+
+
+def raising(where: str) -> Probe:
+    """A probe that raises in one of its places."""
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError(f"in {where}")
+
+    made = Sizes()
+    if where in ("prompt", "piece"):
+        watching = Counting()
+        setattr(watching, where, fail)
+        made.start = lambda view: watching  # type: ignore[method-assign]
+    else:
+        setattr(made, where, fail)
+    return made
+
+
+def returning(frame: Any) -> Probe:
+    """A probe that makes this table."""
+    made = Sizes()
+    made.finish = lambda pieces, context: Found({"sizes": frame})  # type: ignore[method-assign]
+    return made
+
+
+def test_a_probe_may_be_an_object(make_bridge: Callable[..., Any]) -> None:
+    report = ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=[Sizes()], progress=False)
+    assert report.tables["sizes"].to_dict("records") == [{"prompt": 0, "size": 9.0}]
+    assert report.provenance["arguments"]["probes"] == ["sizes"]
+
+
+GOOD = pd.DataFrame({"prompt": [0, 1], "size": [1.0, 2.0]})
+
+
+@pytest.mark.parametrize(("bad", "said"), [
+    *((raising(where), f"RuntimeError: in {where}") for where in ("start", "prompt", "piece", "finish", "marks")),
+    (returning(GOOD[["prompt"]]), "TableError: table 'sizes' lacks the column 'size': it has prompt"),
+    (returning(GOOD.assign(more=1)), "TableError: table 'sizes' has a column 'more' that is not declared"),
+    (returning(GOOD[["size", "prompt"]]), "TableError: table 'sizes' has its columns in another order: size, prompt"),
+    (returning(GOOD.assign(size=["a", "b"])), "TableError: sizes.size is declared as float, and holds"),
+    (returning(GOOD.assign(prompt=[1, 1])), "TableError: table 'sizes' has two rows about the same thing (prompt"),
+    (returning([1]), "TableError: table 'sizes' is a list, not a DataFrame"),
+])  # fmt: skip
+def test_a_bad_probe_fails_alone(bad: Probe, said: str, make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+    model, tokens = make_bridge("gpt2"), torch.arange(9)[None]
+    with pytest.warns(ProbeFailedWarning, match=r"the probe 'sizes' of module .*test_probe_package failed: "):
+        report = ln_probe.analyze(model, tokens, probes=["decomposition", bad], progress=False)
+    (failure,) = report.failures
+    assert (failure.probe, failure.package) == ("sizes", f"module {__name__}")
+    assert said in failure.error
+    assert str(failure) in report.notes
+    expected = ln_probe.analyze(model, tokens, probes=["decomposition"], progress=False)
+    pd.testing.assert_frame_equal(report.layernorms, expected.layernorms)
+    assert not len(report.tables["sizes"])
+    loaded = ln_probe.load_report(report.save(tmp_path / "r"))
+    assert loaded.failures == report.failures
+    with pytest.warns(ProbeFailedWarning), pytest.raises(ProbeError, match="the probe 'sizes' of module"):
+        ln_probe.analyze(model, tokens, probes=[bad], progress=False)
+
+
+def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
+    class Other(Sizes):
+        name = "causal"
+
+    class Thief(Sizes):
+        tables = (Table("heads", "Heads", "Mine.", (), (Column("size", "float", "tokens"),)),)
+
+    class Again(Sizes):
+        name = "again"
+
+    def asked(*probes: Any) -> None:
+        ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=probes, progress=False)
+
+    with pytest.raises(
+        ProbeError, match=r"the probe 'causal' of module .*test_probe_package has the name of one of ln_"
+    ):
+        asked(Other())
+    with pytest.raises(
+        ProbeError, match=r"the probe 'sizes' of module .* declares a table 'heads': that is the name of"
+    ):
+        asked(Thief())
+    with pytest.raises(ProbeError, match=r"declares a table 'sizes', which another probe declares too: rename it"):
+        asked(Sizes(), Again())
+    with pytest.raises(ProbeError, match=r"a probe is a name or a Probe, got int"):
+        asked(3)
+    with pytest.raises(ProbeError, match=r"needs a tables \(tuple\)"):
+        asked(type("Bare", (Sizes,), {"tables": ()})())
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("raise OSError('no weights here')", r"cannot be loaded \(OSError: no weights here\)"),
+    ("Lengths = 3", "is a int, not a Probe"),
+    ("from ln_probe.analyses.probes.causal import Causal as Lengths", "calls itself 'causal': use one name"),
+])  # fmt: skip
+def test_packages_that_cannot_be_used(
+    source: str, said: str, package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path
+) -> None:
+    (package / "lengths_probe.py").write_text(source)
+    sys.modules.pop("lengths_probe", None)
+    with pytest.raises(ProbeError, match=f"the probe 'lengths' of {PACKAGE} {said}"):
+        ln_probe.analyze(make_bridge("gpt2"), prompts, probes=["lengths"], progress=False)
+    code, _, error = command(
+        "report", "lm-none", "--probes", "lengths", "--out", tmp_path / "out", "--prompts", prompts
+    )
+    assert code == 2
+    assert f"the probe 'lengths' of {PACKAGE}" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_package_that_takes_a_built_in_name(package: Path) -> None:
+    points = next(package.glob("*.dist-info")) / "entry_points.txt"
+    points.write_text(f"[{registry.GROUP}]\ncausal = lengths_probe:Lengths\n")
+    with pytest.warns(UserWarning, match=f"the probe 'causal' of {PACKAGE} is left out: ln_probe has one of that name"):
+        found = registry.entries()
+    assert found["causal"].package == registry.OWN
+
+
+def test_a_failure_in_a_work_unit_leaves_the_others(
+    package: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path
+) -> None:
+    """It raises on the second prompt alone; its exit status says so, and the page."""
+    text = (package / "lengths_probe.py").read_text()
+    (package / "lengths_probe.py").write_text(
+        text.replace("        self.rows.append(", "        1 / (1 - prompt)\n        self.rows.append(", 1)
+    )
+    line = [lab_suite[0], "--prompts", prompts, "--shard", 1, "--workers", 0, "--out", tmp_path / "out"]
+    code, printed, said = command("report", *line, "--probes", "lengths,decomposition", "--json")
+    assert code == 1, said
+    (model,) = json.loads(printed)["models"]
+    assert model["error"] is None
+    assert model["failed_probes"] == [f"the probe 'lengths' of {PACKAGE} failed: ZeroDivisionError: division by zero"]
+    report = ln_probe.load_report(Path(model["page"]).parent)
+    assert len(report.layernorms) == 5
+    assert not len(report.tables["lengths"])
+    assert "ZeroDivisionError" in Path(model["page"]).read_text()
+
+
+def test_pieces_join_in_the_order_of_prompts(make_bridge: Callable[..., Any]) -> None:
+    """Any division of the prompts gives the same table."""
+    from ln_probe.hooks.model import evaluating
+    from ln_probe.measuring.passes import Passes
+    from ln_probe.measuring.settings import Settings
+
+    model = make_bridge("gpt2")
+    rows = list(enumerate(torch.tensor(row) for row in TOKENS))
+    probe = registry.find("uniformity")
+    with evaluating(model):
+        passes = Passes(model, Settings(probes=("uniformity",)))
+        calibration = passes.calibrate(rows)
+        parts = [passes.measure(rows[:1], calibration), passes.measure(rows[1:], calibration)]
+        whole = passes.measure(rows, calibration)
+    from ln_probe.analyses.probes.protocol import Context
+
+    context = Context(calibration, None, lambda p, i: "")
+    divided = probe.finish([p["uniformity"] for p in parts], context).tables["heads"]  # type: ignore[misc]
+    together = probe.finish([whole["uniformity"]], context).tables["heads"]  # type: ignore[list-item]
+    pd.testing.assert_frame_equal(divided, together, check_exact=True)
+    assert np.isfinite(together["entropy_ratio"]).all()
+    assert LAYERNORMS.name not in whole
