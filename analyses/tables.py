@@ -102,8 +102,9 @@ HEADS = Table(
         _column(
             "margin_median",
             "float",
-            "median over keys of the best score gap over all others: in head space by the strongest query the head can "
-            "make (the same in every basis of the head); in normalized space over the RMS norm of the centred keys",
+            "median over keys of the best score gap over all others: in head space by any query the head can make, biases "
+            "included, negative if none puts the key on top (the same in every basis of the head); in normalized space by a "
+            "query of unit length, over the RMS norm of the centred keys",
             "nats; normalized: relative",
         ),
         _column(
@@ -165,20 +166,29 @@ KEYS = Table(
         _column(
             "verdict",
             "text",
-            "selectable: some query gives it strictly the highest score; unselectable: in the hull of the others; "
-            "duplicate: on the hull more than once; undecided",
+            "selectable: some query (of any length) gives it strictly the highest score; unselectable: in the hull of the "
+            "others; duplicate: selectable but for keys within the tolerance of it; undecided",
         ),
         _column(
             "margin_lower",
             "float",
-            "lower bound of the best score gap; NaN for a single key or unbounded queries",
+            "proven lower bound of the best score gap over all other keys that a reachable query gives, negative if none "
+            "puts the key on top; normalized: distance to the hull of the others over the keys' RMS norm; NaN for a single "
+            "key or unbounded queries",
             "nats; normalized: relative",
         ),
         _column("margin_upper", "float", "upper bound of the same", "nats; normalized: relative"),
         _column(
             "attainable",
             "float",
-            "largest softmax weight found from queries of the observed set; NaN if unbounded",
+            "largest softmax weight found from queries of the observed set (a proven lower bound); NaN if unbounded",
+            "share",
+        ),
+        _column(
+            "attainable_upper",
+            "float",
+            "what no query of the observed set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
+            "known less well relative to itself",
             "share",
         ),
         _column(
@@ -250,7 +260,8 @@ UNEMBEDDING = Table(
         _column(
             "margin_lower",
             "float",
-            "lower bound of the best logit gap over unit steps of the final norm's ball",
+            "proven lower bound of the best lead over all other logits that an output of the final norm gives; negative if "
+            "none puts the token on top",
             "nats",
         ),
         _column("margin_upper", "float", "upper bound of the same", "nats"),

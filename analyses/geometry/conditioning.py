@@ -50,8 +50,8 @@ class Conditioning:
             )
         if self.offset_over_spread > _OFFSET:
             found.append(
-                f"the mean key is {self.offset_over_spread:.1e} times longer than keys are apart: if they were computed "
-                "in float32, few digits of their differences are left; centre them before rounding"
+                f"the mean key is {self.offset_over_spread:.1e} times longer than keys are apart: if they were "
+                "computed in float32, few digits of their differences are left; centre them before rounding"
             )
         if self.score_noise > SCORE_NOISE:
             found.append(

@@ -54,7 +54,7 @@ def seen_from(
     lost = (keys - (near - back)) - (shift + back)
     exponent = np.frexp(np.abs(near).max(axis=0))[1]
     near, lost, moving = np.ldexp(near, -exponent), np.ldexp(lost, -exponent), np.ldexp(moving, exponent[:, None])
-    return accurate_product(near, moving) + lost @ moving
+    return np.asarray(accurate_product(near, moving) + lost @ moving)
 
 
 def _slices(values: Float64[np.ndarray, "a b"], bits: int, axis: int) -> list[Float64[np.ndarray, "a b"]]:

@@ -141,16 +141,16 @@ def _in_head_space(attended: Attended, variant: str, *, causal: bool) -> dict[st
     _, most = attended.spread(variant)
     # Without a bound on queries there are no nats to give a margin in.
     geometry = key_geometry(keys, query_set=reachable, causal=causal, margins=reachable is not None)
-    observed = None
+    observed, above = None, None
     if reachable is not None and attended.layer in radii:
         rho = radii[attended.layer][attended.chosen][:, None, None]
         smaller = reachable[0], reachable[1] * rho
-        observed, _ = attainable_attention(keys, smaller, starts=geometry.attainable_at)
-    return _measures(geometry, most[attended.chosen], observed)
+        observed, above = attainable_attention(keys, smaller, starts=geometry.attainable_at)
+    return _measures(geometry, most[attended.chosen], observed, above)
 
 
 def _measures(
-    geometry: KeyGeometry, most: np.ndarray | None, observed: np.ndarray | None = None
+    geometry: KeyGeometry, most: np.ndarray | None, observed: np.ndarray | None = None, above: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """What is kept of every key; `verdict` as an index into NAMES, the others as in the `keys` table."""
     nothing = np.full(geometry.verdict.shape, np.nan)
@@ -159,6 +159,7 @@ def _measures(
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
         "attainable": nothing if observed is None else observed,
+        "attainable_upper": nothing if above is None else above,
         # The observed set lies in the reachable one: a weight found there counts here too.
         "attainable_reachable": np.fmax(geometry.attainable, nothing if observed is None else observed),
         "pattern_max": nothing if most is None else most,
@@ -187,15 +188,20 @@ def _margins(heads: pd.DataFrame) -> list[str]:
     one, two = medians(heads, "margin_median")
     if math.isnan(one):
         return []
-    text = (
-        f"A typical key can be raised {number(one)} nats above every other key by the strongest query its head can make"
-    )
+    text = f"The best query that its head can make {_raises(one)}"
     if not math.isnan(two):
-        text += f"; with scaling replaced by a constant, {number(two)}"
+        text += f"; with scaling replaced by a constant, it {_raises(two)}"
     low_one, low_two = medians(heads, "margin_p05")
     if not math.isnan(low_two) and max(low_one, low_two) > 0:
         text += f". For the hardest twentieth of keys: {number(low_one)} against {number(low_two)} nats"
     return [text + "."]
+
+
+def _raises(margin: float) -> str:
+    """What a query does to a typical key; a margin below 0 is no lead."""
+    if margin < 0:
+        return f"leaves a typical key {number(-margin)} nats below another"
+    return f"raises a typical key {number(margin)} nats above every other"
 
 
 def _attainable(heads: pd.DataFrame) -> list[str]:

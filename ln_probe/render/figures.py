@@ -73,7 +73,12 @@ def projection_over_depth(report: Contents) -> Figure:
 
 def margins_over_depth(report: Contents) -> Figure:
     """How far keys can be raised above all others: the median head's median key, and its hardest twentieth (dashes)."""
-    return _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=True)
+    heads = report.heads
+    low = heads.loc[heads["space"] == "head", ["margin_median", "margin_p05"]].min().min()
+    figure = _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=bool(low > 0))
+    if low < 0:  # no query puts such keys on top
+        figure.axes[0].axhline(0, color=GRID, lw=1)
+    return figure
 
 
 def attainable_over_depth(report: Contents) -> Figure:

@@ -350,7 +350,7 @@ def test_a11_attainable_is_within_a_hundredth_of_its_bound():
 
 
 def test_a11_the_keys_table_has_the_bound():
-    from ln_probe.analyses.key_tables import KEY_COLUMNS
+    from ln_probe.analyses.tables import KEYS
 
-    assert "attainable_upper" in KEY_COLUMNS
-    assert KEY_COLUMNS.index("attainable_upper") == KEY_COLUMNS.index("attainable") + 1
+    assert "attainable_upper" in KEYS.names
+    assert list(KEYS.names).index("attainable_upper") == list(KEYS.names).index("attainable") + 1
