@@ -67,7 +67,8 @@ class View:
         layers: looked at; heads: likewise, None: all.
         calibration: of the first pass; None for a probe that needs nothing but weights.
         name_of: the string of a token id.
-        meaningless: why nothing that is computed from the model's outputs means anything; empty if it does.
+        meaningless: why nothing that is computed from the model's outputs means anything; empty if it does, or if no
+            probe needs them.
     """
 
     model: HookedModel

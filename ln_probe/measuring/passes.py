@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -130,10 +131,11 @@ class Passes:
 
         `default`: nobody chose the prompts, so a probe takes no more of them than it says.
         """
-        view = self._view(calibration)
-        watching = [_Watching(p, view, p.prompts if default else None) for p in self.probes if p.needs.prompts]
-        if not watching:
+        asked = [p for p in self.probes if p.needs.prompts]
+        if not asked:
             return {}
+        view = self._view(calibration)
+        watching = [_Watching(p, view, p.prompts if default else None) for p in asked]
         bar = self._bar("probes", prompts)
         for number, row in bar:
             self._watch(number, row, [w for w in watching if w.takes(number)], calibration, bar)
@@ -184,11 +186,18 @@ class Passes:
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
         )  # fmt: skip
 
-    def _view(self, calibration: Calibration | None) -> View:
+    @cached_property
+    def _meaningless(self) -> str:
+        """Why the model's outputs mean nothing; asked for only where a probe looks at them: it hashes the weights."""
+        if not any(p.needs.output for p in self.probes):
+            return ""
         notes = source_of(cast(nn.Module, self.model)).notes
+        return next((n for n in notes if n.startswith(NO_HEAD)), "")
+
+    def _view(self, calibration: Calibration | None) -> View:
         return View(
             self.model, self.sites, self.layers, self.heads, calibration, namer(self.model),
-            next((n for n in notes if n.startswith(NO_HEAD)), ""),
+            self._meaningless,
         )  # fmt: skip
 
     def _notes(
