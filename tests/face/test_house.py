@@ -77,12 +77,10 @@ def test_imports_go_one_way(arrows: dict[str, set[str]]) -> None:
     assert wrong == [], "hooks import no analyses, and neither imports the face"
 
 
-@pytest.mark.xfail(strict=True, reason="report and its pages, comparison and its index, ln_probe and probing: to come")
 def test_no_imports_in_circles(arrows: dict[str, set[str]]) -> None:
     assert circles(arrows) == []
 
 
-@pytest.mark.xfail(strict=True, reason="attention, equivalence and variants are each two files: to come")
 def test_a_file_can_be_named_by_its_stem() -> None:
     stems = Counter(path.stem for path in modules(PACKAGE).values() if not path.stem.startswith("__"))
     assert [stem for stem, number in stems.items() if number > 1] == []
