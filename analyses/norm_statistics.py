@@ -19,7 +19,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.machinery.compiled import compiled, room
 from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.sites import Site
 

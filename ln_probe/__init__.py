@@ -15,7 +15,7 @@ from ln_probe.reporting.software import __version__
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
-    from ln_probe.analyses.hull import key_geometry
+    from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
     from ln_probe.reporting.comparison import Comparison, compare
@@ -27,7 +27,7 @@ _HOME = {
     "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.reporting.comparison",
-    "key_geometry": "ln_probe.analyses.hull",
+    "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
 }

@@ -29,11 +29,9 @@ def _unchecked(decorator: ast.AST) -> bool:
 
 
 _import_hook._is_no_type_check = _unchecked
-# The geometry of keys is not under it yet: some of its shapes name one axis for two (keys with and without their bias).
-NOT_YET = ("geometry", "hull")
 _package = Path(str(importlib.util.find_spec("ln_probe").origin)).parent  # type: ignore[union-attr]
 _rooms = [f"ln_probe.{p.stem}" for p in _package.iterdir() if p.stem not in ("analyses", "__init__", "__pycache__")]
-_rooms += [f"ln_probe.analyses.{p.stem}" for p in (_package / "analyses").iterdir() if p.stem not in NOT_YET]
+_rooms.append("ln_probe.analyses")
 # (an int where a float is asked for is right: PEP 484)
 install_import_hook(_rooms, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 

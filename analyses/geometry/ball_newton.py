@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.min_norm import BUDGET
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
 # of the value, the gradient or the bound). Measured at d = 64, 512 heavy-tailed keys, scores up to 50: 1e-3,

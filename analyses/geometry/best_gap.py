@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.min_norm import _append, _gram_column, _rebuild, _remove
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # As in min_norm: pivots below this share of a point's own square are rounding.
 _PIVOT = 1e-14

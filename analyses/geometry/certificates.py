@@ -31,9 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.geometry.products import LEFT_OUT, seen_from
 from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.machinery.compiled import compiled
 
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6
@@ -46,8 +46,8 @@ _BLOCK = 1_000_000
 # Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
 _LOST = 1e-9
 
-Floats = Float64[np.ndarray, " some"]
-Ints = Int64[np.ndarray, " some"]
+Floats = Float64[np.ndarray, " _"]
+Ints = Int64[np.ndarray, " _"]
 
 
 class CertificateError(AssertionError):

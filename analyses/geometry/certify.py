@@ -15,7 +15,7 @@ from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
 from ln_probe.analyses.geometry.proofs import Margins, Proved
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNSELECTABLE
 
-Ints = Int64[np.ndarray, " some"]
+Ints = Int64[np.ndarray, " _"]
 
 
 def certify(

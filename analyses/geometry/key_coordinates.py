@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ln_probe.analyses.geometry.compiled import compiled
+from ln_probe.analyses.machinery.compiled import compiled
 
 # The one tolerance of the geometry, relative to the RMS norm of the centred keys. It must be above what
 # float32 rounding leaves of keys that lie in a plane: of 5,400 interior keys projected in float32 (d = 4 to
@@ -50,9 +50,9 @@ class KeyCoordinates:
     representative: Int64[np.ndarray, " key"]  # the first key of those equal to it within TAU
     leaders: Int64[np.ndarray, " group"]  # the representatives, in order
     white: Float64[np.ndarray, "group rank"]
-    basis: Float64[np.ndarray, "d rank"]  # columns: the directions of flat and white, without the bias
-    stretch: Float64[np.ndarray, " rank"]
-    slope: Float64[np.ndarray, " rank+1"]  # of the bias on the white keys; last: the RMS of what is left
+    basis: Float64[np.ndarray, "d flat"]  # columns: the directions of flat and white, without the bias
+    stretch: Float64[np.ndarray, " flat"]
+    slope: Float64[np.ndarray, " _"]  # of the bias on the white keys; last: the RMS of what is left
     lifted: bool  # whether flat and white have a last coordinate for the bias
     biased: bool  # whether normalized has one
     scale: float  # the RMS norm of the centred keys: normalized = (key - mean) / scale
@@ -81,7 +81,7 @@ class KeyCoordinates:
         return self._normalized(flat, *self.unstretched)
 
     @property
-    def unstretched(self) -> tuple[Float64[np.ndarray, " rank"], Float64[np.ndarray, " rank+1"]]:
+    def unstretched(self) -> tuple[Float64[np.ndarray, " flat"], Float64[np.ndarray, " _"]]:
         """What `stretch` and `slope` would be if flat coordinates were white."""
         slope = np.zeros_like(self.slope)
         slope[-1] = 1.0
@@ -90,8 +90,8 @@ class KeyCoordinates:
     def _normalized(
         self,
         query: Float64[np.ndarray, "query rank"],
-        stretch: Float64[np.ndarray, " rank"],
-        slope: Float64[np.ndarray, " rank+1"],
+        stretch: Float64[np.ndarray, " flat"],
+        slope: Float64[np.ndarray, " _"],
     ) -> Float64[np.ndarray, "query dim"]:
         d, rank = len(self.basis), len(stretch)
         found = np.zeros((len(query), self.normalized.shape[1]))

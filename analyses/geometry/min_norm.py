@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.polish import BRACKETED, CLEAR, CONVERGED, EXHAUSTED, INSIDE, SEPARATED, STALLED, polish
 from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # Pivots of the bordered Gram matrix below this share of the new point's own squared length mean that the
 # point lies in the affine hull of the active set as far as float64 can tell (its square root, 1e-7, is the

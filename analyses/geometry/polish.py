@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # How a search for the nearest point ended.
 SEPARATED = 1  # the query -x has a relative score gap above tau

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_point, nearest_points, scale_of, unscale
-from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.machinery.compiled import compiled, room, table
+from ln_probe.analyses.machinery.parallel import in_threads
 
 # Entries of one block of scores (16 MB), but at least so many queries: fewer make a slow matrix product.
 _BLOCK, _QUERIES = 2_000_000, 64

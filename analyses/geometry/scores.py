@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.machinery.compiled import compiled, room
 
 # From so many multiply-adds on a matrix product is faster than a loop over queries (its overhead is that of some 1e5),
 # at least so many queries at a time, and more while a block of scores stays below 16 MB.

@@ -45,7 +45,7 @@ NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 class SparseWeights:
     """Convex weights over keys, a row per certified key: `index[start[i]:start[i+1]]`, `value[…]`."""
 
-    start: Int64[np.ndarray, " key+1"]
+    start: Int64[np.ndarray, " _"]
     index: Int64[np.ndarray, " entry"]
     value: Float64[np.ndarray, " entry"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

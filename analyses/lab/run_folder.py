@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.checkpoint_names import step_named
-from ln_probe.analyses.files import PARTIAL, write_atomically
+from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 LAB_FILE = "lab.json"
 METRICS_FILE = "metrics.jsonl"

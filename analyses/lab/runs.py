@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics
 from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
-from ln_probe.analyses.worker import follow_parent
+from ln_probe.analyses.machinery.worker import follow_parent
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request

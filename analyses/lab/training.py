@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
     DIVERGED_FILE,
@@ -47,6 +46,7 @@ from ln_probe.analyses.lab.run_folder import (
     weights_of,
 )
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.machinery.files import write_atomically
 
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2

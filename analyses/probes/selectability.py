@@ -20,8 +20,8 @@ import pandas as pd
 from ln_probe.analyses import key_tables
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE
+from ln_probe.analyses.geometry.hull import KeyGeometry, attainable_attention, key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES
-from ln_probe.analyses.hull import KeyGeometry, attainable_attention, key_geometry
 from ln_probe.analyses.key_rows import HEAD, NORMALIZED, Collected, blocks
 from ln_probe.analyses.probes.protocol import (
     Context,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ln_probe.analyses.files import PARTIAL, write_atomically
+from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 from ln_probe.batch.engines import Engine
 from ln_probe.batch.plan import WORK_FOLDER, Run, Unit, slice_of
 from ln_probe.batch.progress import Display

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ln_probe.analyses.worker import follow_parent
+from ln_probe.analyses.machinery.worker import follow_parent
 from ln_probe.batch.plan import Run, Unit
 from ln_probe.batch.suite import Target
 

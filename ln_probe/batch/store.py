@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.files import replacing
+from ln_probe.analyses.machinery.files import replacing
 
 _HEADER = "ln_probe"
 _TABLE = "table/"

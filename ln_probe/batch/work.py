@@ -18,8 +18,8 @@ from filelock import FileLock
 from torch import nn
 
 from ln_probe.analyses.calibration import Calibration
-from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.geometry.parallel import use_processors
+from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, entries, find
 from ln_probe.batch import store

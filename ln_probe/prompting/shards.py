@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries, is_dataset
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128

@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.wording import shortened, visible
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.schema import Table
 from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy

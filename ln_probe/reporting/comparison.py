@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.tables import SUMMARY
 from ln_probe.reporting.overview import overview, told_apart

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 
 EXHIBITS_FILE = "exhibits.npz"
 CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads

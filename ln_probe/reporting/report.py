@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe.analyses import tables as declared_here
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.probes.protocol import Failure, Probe, ProbeError
 from ln_probe.analyses.probes.registry import find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError

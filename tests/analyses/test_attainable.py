@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 import ln_probe
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.certificates import CertificateError
-from ln_probe.analyses.hull import attainable_attention
+from ln_probe.analyses.geometry.hull import attainable_attention
 
 
 def log_weights(keys, queries, bias=0.0):

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
-from ln_probe.analyses.hull import key_geometry
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, read_metrics
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -40,7 +40,6 @@ from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coor
 from ln_probe.analyses.geometry.key_sets import Array, key_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
 from ln_probe.analyses.geometry.min_norm import BUDGET as PER_SECOND
-from ln_probe.analyses.geometry.parallel import in_threads
 from ln_probe.analyses.geometry.proofs import (
     Margins,
     Proved,
@@ -52,6 +51,7 @@ from ln_probe.analyses.geometry.proofs import (
 from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
 from ln_probe.analyses.geometry.strict import decide_strictly
 from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED, decide
+from ln_probe.analyses.machinery.parallel import in_threads
 
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
 # counted in these and not by a clock, so that no result depends on how busy the machine is.

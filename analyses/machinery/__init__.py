@@ -1,0 +1,1 @@
+"""What computations run on: compiled loops, threads, worker processes, files."""
