@@ -211,7 +211,7 @@ def prove_margins(
                     if tighter < upper[k]:
                         upper[k], repaired[k] = tighter, True
                         rows[int(k)] = index, value
-                if not too_wide(lower[k], upper[k], gap, space.size, inside[k]):
+                if not too_wide(lower[k : k + 1], upper[k : k + 1], gap, space.size, inside[k : k + 1])[0]:
                     break
         if rows:
             kept = np.setdiff1d(np.arange(len(asked)), list(rows))

@@ -61,7 +61,7 @@ def test_what_nothing_decides_is_undecided(monkeypatch):
 
     for module in (verdicts, proofs):
         monkeypatch.setattr(module, "nearest_points", stalled)
-    monkeypatch.setattr(linear_program, "separate", lambda others, key, ray: (0 * key, 0 * others[:, 0]))
+    monkeypatch.setattr(linear_program, "separate", lambda others, key, *rest: (0 * key, 0 * others[:, 0]))
     geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
     assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
     assert geometry.undecided == 1
