@@ -70,6 +70,13 @@ class Rows:
     index: Ints
     value: Floats
 
+    def some(self, which: Ints) -> Rows:
+        """Some of the rows, one after the other."""
+        sizes = self.start[which + 1] - self.start[which]
+        start = np.concatenate([[0], np.cumsum(sizes)])
+        entry = np.arange(start[-1]) + np.repeat(self.start[which] - start[:-1], sizes)
+        return Rows(start, self.index[entry], self.value[entry])
+
     @classmethod
     def gathered(cls, count: int, pieces: list[tuple[Ints, Ints, Ints, Floats]]) -> Rows:
         """From pieces (which rows, their sizes, all their indices, all their values), each row in one piece or
@@ -295,10 +302,6 @@ class Checker:
         return Between(lower, upper)
 
     # Attention
-
-    def attention_at_least(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> Between:
-        """The softmax weight that the query u (shortened to the unit ball) gives."""
-        return self._attention(targets, points)[0]
 
     def attention(
         self, targets: Ints, points: Float64[np.ndarray, "target r"], proofs: Float64[np.ndarray, "target r"]

@@ -189,9 +189,11 @@ def prove_margins(
     point, weights = found.point, found.weights
     if point.shape[1] < checker.measured.rows.shape[1]:  # a bias that is the same for all keys is measured nowhere
         point = np.column_stack([point, np.zeros(len(point))])
-    lower = checker.gap_at_least(asked, point).lower
     if space.offset is None:  # the zero query gives no key less than 0
-        lower = np.maximum(lower, 0.0)
+        lower, moved = np.zeros(len(asked)), np.flatnonzero(point.any(axis=1))
+        lower[moved] = np.maximum(checker.gap_at_least(asked[moved], point[moved]).lower, 0.0)
+    else:
+        lower = checker.gap_at_least(asked, point).lower
     upper = checker.gap_at_most(asked, weights).upper
     repaired = np.zeros(len(asked), bool)
     inside = verdicts.code[asked] == UNSELECTABLE

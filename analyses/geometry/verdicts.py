@@ -55,10 +55,7 @@ class SparseWeights:
 
     def rows(self, keys: Ints) -> Rows:
         """Rows of some keys, one after the other."""
-        sizes = self.start[keys + 1] - self.start[keys]
-        start = np.concatenate([[0], np.cumsum(sizes)])
-        entry = np.arange(start[-1]) + np.repeat(self.start[keys] - start[:-1], sizes)
-        return Rows(start, self.index[entry], self.value[entry])
+        return Rows(self.start, self.index, self.value).some(keys)
 
     @classmethod
     def of(cls, rows: Rows) -> SparseWeights:
