@@ -173,7 +173,6 @@ class Checker:
 
     def _judged(self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Floats | None) -> Space:
         rows, error = points / self.size, (noise + 2 * _EPS * np.linalg.norm(points, axis=1)) / self.size
-        self.bias_size = 0.0
         if lift is None:
             return Space.of(rows, None, error)
         largest = float(np.abs(lift).max())
@@ -181,7 +180,6 @@ class Checker:
             high = lift / largest - (lift / largest).mean()
             rms = float(np.linalg.norm(high)) / len(high) ** 0.5
             if rms > 16 * _EPS:
-                self.bias_size = rms * largest
                 high = high / rms
                 rows = np.column_stack([rows, high])
                 # (what is lifted comes from a product where axes do not reach the center; its error is like the rows')

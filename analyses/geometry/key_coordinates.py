@@ -65,13 +65,6 @@ class KeyCoordinates:
         plain = self.white[:, :rank] * self.stretch
         return np.concatenate([plain, self.white @ self.slope[:, None]], axis=1) if self.lifted else plain
 
-    def flat_of(self, keys: Int64[np.ndarray, " key"]) -> Float64[np.ndarray, "key rank"]:
-        """Any keys in flat coordinates, up to a common shift."""
-        d = len(self.basis)
-        rows = self.normalized[keys]
-        plain = rows[:, :d] @ self.basis
-        return np.concatenate([plain, rows[:, d:]], axis=1) if self.lifted else plain
-
     def query(self, white: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
         """Queries over white keys as unit queries over normalized keys (zero stays zero)."""
         return self._normalized(white, self.stretch, self.slope)

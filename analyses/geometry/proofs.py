@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from ln_probe.analyses.geometry import linear_program
-from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable
+from ln_probe.analyses.geometry.attainable import Attainable
 from ln_probe.analyses.geometry.certificates import SLACK, Checker, Rows
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable
@@ -242,11 +242,6 @@ def prove_attention(checker: Checker, found: Attainable, only: Ints | None = Non
     asked = np.arange(len(found.weight)) if only is None else only
     lower, upper = checker.attention(asked, found.point, found.proof)
     return replace(found, weight=lower.lower, upper=upper.upper)
-
-
-def open_attention(found: Attainable) -> int:
-    """For how many keys the largest weight is known less closely than WEIGHT_GAP."""
-    return int((found.upper - found.weight > WEIGHT_GAP * (1 + 1e-3)).sum())
 
 
 def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectable) -> tuple[FirstUnselectable, int]:
