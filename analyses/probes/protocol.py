@@ -133,7 +133,7 @@ class Context:
 class Found:
     """What came of all pieces: frames by table name, and what a reader has to know, in sentences."""
 
-    tables: Mapping[str, pd.DataFrame]
+    tables: Mapping[str, Any]  # frames; whether they are is asked, with everything else, when they are checked
     notes: tuple[str, ...] = ()
 
 
