@@ -94,7 +94,7 @@ class _Made:
         self.marks += marks
 
 
-def _checked(probe: Probe, frames: Mapping[str, pd.DataFrame]) -> Iterator[tuple[str, pd.DataFrame]]:
+def _checked(probe: Probe, frames: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
     """The frames, each as it is declared; a table of which there is no frame is empty."""
     names = [t.name for t in whole(probe.tables)]
     if extra := [n for n in frames if n not in names]:
