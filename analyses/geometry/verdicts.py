@@ -28,8 +28,14 @@ from ln_probe.analyses.geometry.scores import Floats, Ints, residuals, score_gap
 # From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
 POOL = 768
-# From so many on, scores of all keys under all white queries cost more than what they decide.
+# From so many on, what is left costs too much to be sought by linear programs and one by one.
 LARGE = 4096
+# Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large set:
+# about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
+WHITE = 1e10
+
+# White coordinates make much of a direction in which keys spread less than this than in another: mostly rounding.
+THIN = 1e5
 
 # Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
 # because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
@@ -116,8 +122,10 @@ def decide(
         work.query[:] = 0.0
         return work.verdicts()
     if only is None:
-        if len(sets.leaders) <= LARGE:
+        if len(sets.leaders) <= LARGE or len(sets.leaders) ** 2 * sets.normalized.shape[1] <= WHITE:
             work.white_queries()
+            if len(sets.leaders) > POOL or sets.stretch.max() > THIN * sets.stretch.min():
+                work.own_queries()
         if len(sets.leaders) > POOL and len(work.left()):
             work.pool()
     else:
@@ -165,6 +173,12 @@ class _Deciding:
     def white_queries(self) -> None:
         """Every key under the query that points at it where keys are white."""
         self._try_queries(self.left(), self.sets.query(self.sets.white))
+
+    def own_queries(self) -> None:
+        """Every key left under itself as a query: on a sphere it wins, where white queries look along rounding noise."""
+        todo = self.left()
+        if len(todo) and not self.sets.biased:
+            self._try_queries(todo, unit_rows(self.sets.normalized[self.sets.leaders[todo]]))
 
     def pool(self) -> None:
         """Columns that are fetched as they are needed."""
