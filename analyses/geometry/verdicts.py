@@ -30,8 +30,8 @@ from ln_probe.analyses.geometry.scores import Floats, Ints, residuals, score_gap
 POOL = 768
 # From so many on, what is left costs too much to be sought by linear programs and one by one.
 LARGE = 4096
-# Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large set:
-# about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
+# Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large
+# set: about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
 WHITE = 1e10
 
 # White coordinates make much of a direction in which keys spread less than this than in another: mostly rounding.
@@ -175,7 +175,8 @@ class _Deciding:
         self._try_queries(self.left(), self.sets.query(self.sets.white))
 
     def own_queries(self) -> None:
-        """Every key left under itself as a query: on a sphere it wins, where white queries look along rounding noise."""
+        """Every key left under itself as a query: on a sphere it wins, where white queries look along rounding
+        noise."""
         todo = self.left()
         if len(todo) and not self.sets.biased:
             self._try_queries(todo, unit_rows(self.sets.normalized[self.sets.leaders[todo]]))
