@@ -47,7 +47,7 @@ CLOSED_FORM = {
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.
 BRACKETED = {
     "heads": ["attainable_median", "attainable_p05", "attainable_reachable_median"],
-    "keys": ["attainable", "attainable_reachable"],
+    "keys": ["attainable", "attainable_upper", "attainable_reachable"],
     "unembedding": ["attainable"],
 }
 # What a projection removes from a centred stream is rounding, by construction: nothing to agree about.
