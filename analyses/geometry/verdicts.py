@@ -124,7 +124,8 @@ def decide(
     if only is None:
         if len(sets.leaders) <= LARGE or len(sets.leaders) ** 2 * sets.normalized.shape[1] <= WHITE:
             work.white_queries()
-            if len(sets.leaders) > POOL or sets.stretch.max() > THIN * sets.stretch.min():
+            thin = len(sets.stretch) > 0 and sets.stretch.max() > THIN * sets.stretch.min()
+            if thin or len(sets.leaders) > POOL:
                 work.own_queries()
         if len(sets.leaders) > POOL and len(work.left()):
             work.pool()
@@ -175,8 +176,7 @@ class _Deciding:
         self._try_queries(self.left(), self.sets.query(self.sets.white))
 
     def own_queries(self) -> None:
-        """Every key left under itself as a query: on a sphere it wins, where white queries look along rounding
-        noise."""
+        """Every key left under itself: on a sphere it wins, where white queries look along rounding noise."""
         todo = self.left()
         if len(todo) and not self.sets.biased:
             self._try_queries(todo, unit_rows(self.sets.normalized[self.sets.leaders[todo]]))
