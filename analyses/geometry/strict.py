@@ -7,7 +7,9 @@ float64 is the place to start from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 from jaxtyping import Float64
@@ -67,7 +69,7 @@ def decide_strictly(
         if found.code == "unselectable":
             rows[i] = np.array(found.index, np.int64), np.array([float(w) for w in found.weights])
         elif same_space and found.query is not None:
-            query[i] = _over_normalized(sets, np.array([float(q) for q in found.query]))
+            query[i] = _over_normalized(sets, found.query)
     weights = SparseWeights.of_rows(rows, len(code))
     return replace(
         proved, verdicts=replace(verdicts, code=code, query=query, weights=weights, source=source), exact=exact
@@ -84,12 +86,16 @@ def _over_points(sets: KeyCoordinates, query: Floats) -> Floats | None:
     return np.asarray(plain / lift * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 else 1.0 / sets.scale))
 
 
-def _over_normalized(sets: KeyCoordinates, query: Floats) -> Floats:
-    """The other way."""
+def _over_normalized(sets: KeyCoordinates, query: Sequence[Fraction]) -> Floats:
+    """The other way, for an exact query, whose numbers may be beyond those of float64."""
+    largest = max(map(abs, query), default=Fraction(0))
     if sets.biased:
-        query = np.append(query * sets.scale, sets.bias_scale if sets.bias_scale > 0.0 else 1.0)
-    largest = float(np.abs(query).max(initial=0.0))
-    if largest == 0.0 or not np.isfinite(largest):
-        return np.zeros_like(query)
-    query = query / largest
-    return np.asarray(query / np.linalg.norm(query))
+        largest = max(largest, Fraction(1))
+    if largest == 0:
+        return np.zeros(len(query))
+    found = np.array([float(q / largest) for q in query])
+    if sets.biased:
+        lift = float(1 / largest) * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 < sets.scale else 1.0)
+        found = np.append(found, lift)
+    length = float(np.linalg.norm(found))
+    return np.asarray(found / length) if length > 0.0 else found

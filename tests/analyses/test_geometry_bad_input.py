@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_indices_that_do_not_fit(batch):
     assert geometry.verdict[(*place, 0)] == "selectable"
 
 
+@pytest.fixture
+def unannotated():
+    """Shape checks off: what is taken is more than what is annotated (lists, 128 bits)."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unannotated")
 def test_what_is_dense_and_floating_is_taken():
     expected = ln_probe.key_geometry(KEYS).verdict
     for keys in (
