@@ -21,8 +21,11 @@ import families
 import numpy as np
 
 import ln_probe
-from ln_probe.analyses.geometry.key_coordinates import coordinates
-from ln_probe.analyses.geometry.margins import RELATIVE_GAP, margins
+from ln_probe.analyses.geometry.certificates import Checker
+from ln_probe.analyses.geometry.judged import judged
+from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
+from ln_probe.analyses.geometry.margins import RELATIVE_GAP
+from ln_probe.analyses.geometry.proofs import prove_margins, prove_verdicts
 from ln_probe.analyses.geometry.verdicts import UNDECIDED, decide
 
 REPEATS = 5
@@ -183,15 +186,16 @@ def worst() -> None:
             for biased in (False, True):
                 rng = np.random.default_rng(0)
                 keys = family(rng, n, d)
-                sets = coordinates(keys, rng.standard_normal(n) if biased else None)
-                everything = decide(sets, 1)
+                bias = rng.standard_normal(n) if biased else None
+                where = judged(keys, bias, None)
+                sets, checker = coordinates(where.rows, where.lift), Checker(keys, bias, None, TAU)
+                everything = prove_verdicts(checker, sets, decide(sets, 1)).verdicts
                 none = processor_seconds(decide, sets, 1, np.empty(0, np.int64))  # white queries alone
                 left = np.flatnonzero(decide(sets, 1, np.empty(0, np.int64)).code == UNDECIDED)
                 some = rng.permutation(left if len(left) else np.arange(n))[:WORST_SAMPLE]
                 verdict = max(processor_seconds(decide, sets, 1, np.array([i])) for i in some) - none
-                margin = max(
-                    processor_seconds(margins, sets, everything, None, RELATIVE_GAP, np.array([i])) for i in some
-                )
+                bracket = checker, sets, where, everything, False, RELATIVE_GAP
+                margin = max(processor_seconds(prove_margins, *bracket, np.array([i])) for i in some)
                 slowest = max(slowest, verdict, margin)
                 row(name, n, d, "yes" if biased else "no", f"{1e3 * verdict:.1f}", f"{1e3 * margin:.1f}")
     print(f"slowest: {1e3 * slowest:.0f} ms")
