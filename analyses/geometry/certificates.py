@@ -147,9 +147,12 @@ class Checker:
         lift = bias
         measured: Space | None = None
         if queries is None:
-            points, noise = centred, _EPS * np.linalg.norm(centred, axis=1)
+            # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
+            left = centred.mean(axis=0)
+            points = centred - left
+            noise = 2 * _EPS * np.linalg.norm(points, axis=1) + _EPS * float(np.linalg.norm(left))
             if np.linalg.norm(centred) <= 16 * _EPS * len(keys) ** 0.5:  # equal but for rounding
-                points, noise = centred * 0.0, noise * 0.0
+                points, noise = points * 0.0, noise * 0.0
         else:
             with np.errstate(under="ignore"):
                 axes, center = np.ldexp(queries.axes, exponent[:, None]), np.ldexp(queries.center, exponent)
