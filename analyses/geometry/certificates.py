@@ -137,7 +137,6 @@ class Checker:
         name: str = "",
     ) -> None:
         self.tau, self.name, self.number = tau, name, len(keys)
-        self._keys, self._bias, self._queries = keys, bias, queries
         together = None if queries is None else 0  # a query set has its own unit in every coordinate
         exponent = np.frexp(np.abs(keys).max(axis=together, initial=0.0))[1]
         scaled = np.ldexp(keys, -exponent)
