@@ -33,7 +33,7 @@ class ActiveSet(NamedTuple):
     points: Floats  # "capacity dim"
     e: Floats
     weight: Floats
-    index: Ints  # the key that the point belongs to, -1 for the ray
+    members: Ints  # the key that the point belongs to, -1 for the ray
     inverse: Floats  # "capacity capacity", of G
     solution: Floats  # inverse @ e
     border: Floats  # the Gram column of the point that is let in

@@ -108,7 +108,7 @@ def _affine_minimizer(cone: Cone, m: int, bordering: float, careful: bool) -> fl
 def _take_out(cone: Cone, k: int, m: int) -> None:
     cone.lead[k] = cone.lead[m - 1]
     active = cone.active
-    remove(active.points, active.e, active.weight, active.index, active.inverse, active.solution, k, m)
+    remove(active.points, active.e, active.weight, active.members, active.inverse, active.solution, k, m)
 
 
 @compiled
@@ -124,7 +124,7 @@ def _put(cone: Cone, m: int, key: int, weight: float, keys: Keys, i: int, unit: 
     for t in range(point.shape[0]):
         point[t] *= factor
     active.e[m], cone.lead[m] = factor, factor * (keys.offset[key] - keys.offset[i])
-    active.weight[m], active.index[m] = weight, key
+    active.weight[m], active.members[m] = weight, key
     gram_column(active.points, active.e, active.border, bordering, m)
     return append(active.inverse, active.solution, active.border, active.work, active.e, m)
 
@@ -216,10 +216,10 @@ def _begin(cone: Cone, keys: Keys, i: int, start: int, largest: float) -> float:
     point = active.points[0]
     for t in range(point.shape[0]):
         point[t] = keys.rows[start, t] - keys.rows[i, t]
-    active.e[0], active.weight[0], active.index[0] = 1.0, 1.0, start
+    active.e[0], active.weight[0], active.members[0] = 1.0, 1.0, start
     cone.lead[0] = keys.offset[start] - keys.offset[i]
     square = np.sum(point * point)
-    bordering = max(square, 1e-24 * largest * largest, 1e-300)
+    bordering = float(max(square, 1e-24 * largest * largest, 1e-300))
     active.inverse[0, 0] = active.solution[0] = 1.0 / (bordering + square)
     cone.d[:] = 0.0
     return bordering
@@ -300,7 +300,7 @@ def best_gaps(
             if level < upper[k]:
                 upper[k], sizes[k] = level, m
                 for a in range(m):
-                    values[used + a], indices[used + a] = active.e[a] * active.weight[a], active.index[a]
+                    values[used + a], indices[used + a] = active.e[a] * active.weight[a], active.members[a]
             _query(x, length, largest, cone.d, u)
             new, value = _winner(keys, i, u, scores)
             if value > lower[k]:
@@ -312,7 +312,7 @@ def best_gaps(
             if value >= level - _NOISE * (largest + abs(ahead)):
                 break
             entered = False
-            if not contains(active.index, new, m):
+            if not contains(active.members, new, m):
                 entered, m = _let_in(cone, m, new, keys, i, unit, bordering)
                 if m == 0:
                     break

@@ -299,7 +299,7 @@ def scale_of(square: float, size: float) -> float:
 @compiled
 def unscale(active: ActiveSet, scale: Floats, m: int) -> None:
     """Scaled differences and their weights as plain ones, in place; the weights sum to one without the ray."""
-    points, weight, index = active.points, active.weight, active.index
+    points, weight, index = active.points, active.weight, active.members
     total = 0.0
     for a in range(m):
         if index[a] >= 0:
@@ -314,7 +314,7 @@ def unscale(active: ActiveSet, scale: Floats, m: int) -> None:
 @compiled
 def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
     """How far the key is from the mean of the active keys, whose weights are made to sum to one; infinite if none."""
-    rows, weight, index, dim = search.rows, active.weight, active.index, x.shape[0]
+    rows, weight, index, dim = search.rows, active.weight, active.members, x.shape[0]
     total = 0.0
     for a in range(m):
         weight[a] = max(weight[a], 0.0)
@@ -400,7 +400,7 @@ def _nearest_points(
             queries[k, t] = -best[t]
         sizes[k] = m
         for a in range(m):
-            weights[used + a], indices[used + a] = active.weight[a], active.index[a]
+            weights[used + a], indices[used + a] = active.weight[a], active.members[a]
         used += m
     return ended, lower, upper, queries, sizes, weights[:used].copy(), indices[:used].copy()
 
@@ -411,16 +411,16 @@ def _start(search: Search, start: int, shorten: bool, squares: Floats, scores: F
     if start >= 0 and not shorten:
         search.scale[:] = 1.0
         return start
-    scores_of(search.columns, search.rows[search.target], search.count, scores)
-    for j in range(search.count):
+    scores_of(search.columns, search.rows[search.target], search.number, scores)
+    for j in range(search.number):
         scores[j] = squares[j] - 2.0 * scores[j]
     own, closest, nearest = squares[search.target], np.inf, start
     if start < 0:
-        for j in range(search.count):
+        for j in range(search.number):
             if scores[j] < closest and j != search.target:
                 closest, nearest = scores[j], j
     scale = search.scale
-    for j in range(search.count):  # (a loop of its own: roots and quotients on vector registers)
+    for j in range(search.number):  # (a loop of its own: roots and quotients on vector registers)
         scale[j] = scale_of(scores[j] + own, squares[j] + own) if shorten else 1.0
     return nearest
 

@@ -152,7 +152,7 @@ def _minor_cycle(active: ActiveSet, m: int, step: Floats, basis: Floats, budget:
         m -= 1
         for t in range(dim):
             points[blocking, t] = points[m, t]
-        weight[blocking], active.e[blocking], active.index[blocking] = weight[m], active.e[m], active.index[m]
+        weight[blocking], active.e[blocking], active.members[blocking] = weight[m], active.e[m], active.members[m]
         if m == 1:
             return 0, m, 0, spent
 
@@ -179,11 +179,11 @@ def _lowest(search: Search, x: Floats, scores: Floats) -> tuple[int, float, floa
     for t in range(x.shape[0]):
         square += x[t] * x[t]
         own += x[t] * search.rows[search.target, t]
-    scores_of(search.columns, x, search.count, scores)
-    if search.target < search.count:
+    scores_of(search.columns, x, search.number, scores)
+    if search.target < search.number:
         scores[search.target] = np.inf
     new, value = -1, np.inf
-    for j in range(search.count):
+    for j in range(search.number):
         if scores[j] < value:
             value, new = scores[j], j
     return new, value - own, square
@@ -193,7 +193,7 @@ def _lowest(search: Search, x: Floats, scores: Floats) -> tuple[int, float, floa
 def _longest(search: Search) -> float:
     """The longest difference from the target."""
     rows, largest = search.rows, 0.0
-    for j in range(search.count):
+    for j in range(search.number):
         square = 0.0
         for t in range(rows.shape[1]):
             square += (rows[j, t] - rows[search.target, t]) ** 2
@@ -207,19 +207,19 @@ def polish(
 ) -> tuple[int, int, float, float, float]:
     """Go on from the active set of `nearest_point` (with weights of the keys); arguments and results are the same."""
     rows, target, tau, gap, ray = search.rows, search.target, search.tau, search.gap, search.ray
-    dim, capacity = rows.shape[1], active.index.shape[0]
+    dim, capacity = rows.shape[1], active.members.shape[0]
     step = room(capacity)
     basis = table(capacity, dim)
     lower, upper, moved = 0.0, np.inf, True
     largest = _longest(search)
-    spent = float(search.count * dim)
+    spent = float(search.number * dim)
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         ended, m, used, more = _minor_cycle(active, m, step, basis, budget - spent)
         spent += more
         if ended != 0:
             return ended, m, lower, upper, spent
         weighted_mean(active.points, active.e, active.weight, m, x)
-        lift = ray and x[dim - 1] > 1e-15 * largest and not contains(active.index, -1, m)
+        lift = ray and x[dim - 1] > 1e-15 * largest and not contains(active.members, -1, m)
         if ray and not lift and x[dim - 1] > 0.0:
             x[dim - 1] = 0.0
         shorter = np.sqrt(np.sum(x * x))
@@ -238,7 +238,7 @@ def polish(
             if ray and x[dim - 1] > 0.0:  # before the key's own score is summed: a bias can be 1e8 times the rest
                 x[dim - 1] = 0.0
             new, value, square = _lowest(search, x, scores)
-            spent += search.count * dim
+            spent += search.number * dim
             length = np.sqrt(square)
             if value > lower * length:
                 lower = value / length
@@ -251,13 +251,13 @@ def polish(
                 return BRACKETED, m, lower, upper, spent
             if value >= square * (1.0 - 1e-6):
                 return CONVERGED, m, lower, upper, spent
-        if m == capacity or contains(active.index, new, m):
+        if m == capacity or contains(active.members, new, m):
             return STALLED, m, lower, upper, spent
         for t in range(dim):
             active.points[m, t] = rows[new, t] - rows[target, t] if new >= 0 else 0.0
         if new < 0:
             active.points[m, dim - 1] = -largest
         active.e[m] = 1.0 if new >= 0 else 0.0
-        active.weight[m], active.index[m] = 0.0, new
+        active.weight[m], active.members[m] = 0.0, new
         m += 1
     return STALLED, m, lower, upper, spent

@@ -119,7 +119,7 @@ def _by_columns(
                 unscale(active, chosen_scale, m)
                 for a in range(m):
                     weights[used + a] = active.weight[a]
-                    indices[used + a] = chosen[active.index[a]] if active.index[a] >= 0 else -1
+                    indices[used + a] = chosen[active.members[a]] if active.members[a] >= 0 else -1
                 used += m
                 break
             if not lower > 0.0:

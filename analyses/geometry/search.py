@@ -19,12 +19,12 @@ CLEAR = 1e-3
 
 
 class Search(NamedTuple):
-    """The point of the hull of keys 0..count-1 without `target` that is nearest to key `target`."""
+    """The point of the hull of keys 0..number-1 without `target` that is nearest to key `target`."""
 
     rows: Floats  # the keys, "key dim"
     columns: Floats  # and "dim key"
     target: int
-    count: int
+    number: int
     ray: bool  # whether the hull is extended downwards along the last coordinate (keys with a bias)
     stretch: Floats  # with `slope`: turns these coordinates into the keys' normalized ones
     slope: Floats
