@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run side by side, a file to a process; the processes' own threads would only get in each other's way.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: report test slow lint bench clean
@@ -10,10 +13,10 @@ report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoi
 	$(BIN)/ln-probe report --out reports
 
 test: $(VENV)/.installed-dev    ## the fast tests
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
 slow: $(VENV)/.installed-dev    ## the others
-	$(BIN)/python -m pytest tests -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev    ## style and types
 	$(BIN)/ruff check .
