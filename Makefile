@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report test slow lint bench clean
+.PHONY: report test slow lint bench docs clean
 
 report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoints
 	$(BIN)/ln-probe report --out reports
@@ -22,6 +22,9 @@ lint: $(VENV)/.installed-dev    ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs   ## docs/_build/index.html, the site; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
@@ -44,5 +47,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[dev,gguf]"
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	$(PIP) -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info reports
+	rm -rf $(VENV) build dist *.egg-info reports docs/_build docs/notebooks
