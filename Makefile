@@ -34,6 +34,7 @@ bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/lab.py
 	$(BIN)/python bench/recurrence.py
+	$(BIN)/python bench/whole.py
 	$(BIN)/python bench/page.py
 
 $(VENV)/bin/python:
