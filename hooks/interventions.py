@@ -23,6 +23,7 @@ from torch import Tensor
 from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
 from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
+from ln_probe.hooks.held_sigma import LinearEdit, held
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model
 from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, find_sites
@@ -138,7 +139,8 @@ def make_edit(site: Site, variant: str, divisor: float | None, *, label: str = "
     """The edit that gives one norm a variant; `divisor` is needed where the variant takes its scaling."""
 
     def change(x: Tensor, y: Tensor) -> Tensor:
-        return changed_output(site, variant, x, y, divisor)
+        linear = held(site.module)
+        return changed_output(site, variant, x, y, divisor, None if linear is None else linear.sigma(x))
 
     return (KeyEdit if only_keys else Edit)(site, change, label or variant)
 
@@ -198,7 +200,7 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 
 def _refuse_twice(chosen: Sequence[Site]) -> None:
     for site in chosen:
-        if there := edits_on(site.module):
+        if there := [e for e in edits_on(site.module) if not isinstance(e, LinearEdit)]:
             raise InterventionError(
                 f"{site.name} is already under an intervention ({there[0].label}): leave that `with` block first, or "
                 "choose other sites"
