@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ln_probe.reporting.software import __version__ as release
 
-project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe authors"  # noqa: A001 - Sphinx's names
+project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe authors"
 version = release
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme, html_title = "furo", "ln_probe"
