@@ -97,6 +97,7 @@ class EditedRuns:
         constants: what replaces sigma, by site (a number: the same at position 0).
         sigmas: to draw resampled ones from; without them there are none.
         seed: of resampled sigmas.
+        single_norm_prompts: on how many of the first prompts norms are taken one by one.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -109,12 +110,13 @@ class EditedRuns:
         *,
         sigmas: Mapping[str, Sigmas] | None = None,
         seed: int = 0,
+        single_norm_prompts: int = SINGLE_NORM_PROMPTS,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
         self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
         self.constants = {name: Constant.of(given) for name, given in constants.items()}
-        self.sigmas = sigmas or {}
+        self.sigmas, self.single_norm_prompts = sigmas or {}, single_norm_prompts
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -151,7 +153,7 @@ class EditedRuns:
             found: dict[_Signature, dict[str, float]] = {}
             about = {row: self._about(row) for row in self.rows}
             rows: list[dict[str, Any]] = []
-            for row in self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]:
+            for row in self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]:
                 key = row.signature
                 if key not in found:
                     lost = any(s.name in self.lost for s in row.members) and bool(key)

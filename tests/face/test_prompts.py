@@ -114,7 +114,11 @@ def test_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any
     assert all(int(row[0]) == 7 for row in sample(model, limit=9, seed=0))
 
 
-def test_sampling_with_a_cache_is_sampling(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world", ["bridge", "hooked"])
+def test_sampling_with_a_cache_is_sampling(
+    world: str, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model = model if world == "bridge" else request.getfixturevalue("make_hooked")()
     kept = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
     monkeypatch.setattr(default_tokens._Generating, "__init__", without_cache)
     whole = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
@@ -122,7 +126,7 @@ def test_sampling_with_a_cache_is_sampling(model: Any, monkeypatch: pytest.Monke
 
 
 def without_cache(self: Any, model: Any) -> None:
-    self.model, self.original, self.cache = model, None, None
+    self.model, self.original, self.cache, self.hooked = model, None, None, False
 
 
 def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
