@@ -137,11 +137,8 @@ def singles_table() -> str:
         alone = rows.xs("no_scaling", level="variant")
         alone = alone[~alone.index.isin(GROUPS) & (alone["no_op"] == "")]
         for site, row in alone.sort_values("delta_loss", ascending=False).head(3).iterrows():
-            p = row["p_adjusted"]
-            lines.append(
-                f"| {case} | `{site}` | {change(row['delta_loss'])} | {int(row['prompts_worse'])} of {int(row['prompts'])} | "
-                f"{p:.2g} |"
-            )
+            worse = f"{int(row['prompts_worse'])} of {int(row['prompts'])}"
+            lines.append(f"| {case} | `{site}` | {change(row['delta_loss'])} | {worse} | {row['p_adjusted']:.2g} |")
     return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
     assert list(kept.columns) == CAUSAL_PROMPTS.names
     groups = table[table["sites"].isin(["attention", "mlp", "final", "all"])]
     assert (groups["prompts"] >= 64).all()
-    by_row = {key: rows for key, rows in kept.groupby(["sites", "variant"])}
+    by_row = dict(list(kept.groupby(["sites", "variant"])))
     for row in table[table["variant"] != "intact"].to_dict("records"):
         mine = by_row[row["sites"], row["variant"]]
         weight = mine["predicted"].to_numpy(float)
