@@ -94,7 +94,8 @@ SOURCES: dict[str, Callable[[Any, int], list[list[int]]]] = {
 }  # fmt: skip
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
 CASES = {
-    "capp-gpt": Case("capp-gpt", "parts", 64),
+    "capp-gpt-parts": Case("capp-gpt", "parts", 64),
+    "capp-gpt-own": Case("capp-gpt", "own", 64),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
     "mgm": Case("mgm", "own", 128),
