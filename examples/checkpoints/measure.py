@@ -135,7 +135,7 @@ def main() -> None:
     report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
     about = {key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "versions")}
     about |= {"command": f"python examples/checkpoints/measure.py {args.name}", "notes": list(report.notes)}
-    about["model"] = {k: v for k, v in about["model"].items() if k in ("name", "revision", "weights_sha256", "sha256")}
+    about["model"] = {k: about["model"][k] for k in ("revision", "weights_sha256")} | {"name": case.model}
     (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     print(report.causal[report.causal["sites"].isin(["attention", "mlp", "final", "all"])].to_string())
     if args.check:

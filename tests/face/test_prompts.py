@@ -24,6 +24,7 @@ from ln_probe.hooks.default_tokens import (
     special_tokens,
 )
 from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompting.vocabulary import name_tokens, read_vocabulary
 
 
 class Letters:
@@ -185,3 +186,34 @@ def test_text_without_a_tokenizer(model: Any) -> None:
         ValueError, match="this model has no tokenizer, so text cannot be turned into tokens: pass token ids"
     ):
         make_prompts(model, ["hello"])
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.json", '{"the": 0, "cat": 1, "<EOS>": 2}'),
+    ("b.json", '{"0": "the", "1": "cat", "2": "<EOS>"}'),
+    ("c.json", '["the", "cat", "<EOS>"]'),
+    ("d.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"the": 0, "cat": 1, "<EOS>": 2}}}'),
+    ("e.txt", "the\ncat\n<EOS>\n"),
+])  # fmt: skip
+def test_vocabulary_files(name: str, content: str, tmp_path: Path, model: Any) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_vocabulary(tmp_path / name) == {0: "the", 1: "cat", 2: "<EOS>"}
+    name_tokens(model, tmp_path / name)
+    made = make_prompts(model, torch.tensor([[0, 1, 2, 7]]))
+    assert made.strings == (("the", "cat", "<EOS>", "7"),)
+    assert special_tokens(model, "eos") == [2]
+    assert made.summary["begin"] == ["the cat <EOS> 7 "]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.json", "{", "is not a readable vocabulary: JSONDecodeError"),
+    ("b.json", '{"x": 1.5}', "holds no vocabulary: it takes JSON"),
+    ("c.json", '{"x": 1, "y": 1}', "gives two tokens the same id"),
+    ("d.json", '{"x": 50}', r"names token 50, and the model has 0 … 49: another model's file\?"),
+    ("missing.txt", None, "no vocabulary file"),
+])  # fmt: skip
+def test_bad_vocabulary_files(name: str, content: str | None, said: str, tmp_path: Path, model: Any) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        name_tokens(model, tmp_path / name)
