@@ -99,7 +99,7 @@ CASES = {
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
     "mgm": Case("mgm", "own", 128),
-    "smollm2-135m": Case("smollm2-135m", "wikitext", 48, single=0),
+    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=0),
     # For those who have a network; what is expected of them was written down first (predictions.json).
     "gpt2": Case("gpt2", "wikitext", 128, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "pythia-70m": Case("EleutherAI/pythia-70m-deduped", "wikitext", 128, revision="step143000"),

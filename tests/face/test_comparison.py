@@ -115,7 +115,7 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
     kept = {
         name: pd.DataFrame(
             values | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
-            | dict.fromkeys(("delta_loss_uniform", "delta_loss_resampled", "kl", "top1_agreement", "entropy_change"), 0.0)
+            | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0)
         )
         for name, more in (("a", 0.0), ("b", 0.1))
     }  # fmt: skip
