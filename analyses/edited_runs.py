@@ -51,7 +51,7 @@ PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_f
 _OF_GROUPS = ("nll_uniform", "nll_resampled")
 
 # Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
-# correction over the norms of a model of fifty layers.
+# correction over a hundred norms.
 SINGLE_NORM_PROMPTS = 12
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.

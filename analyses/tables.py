@@ -255,7 +255,8 @@ CAUSAL = Table(
         _column(
             "p_adjusted",
             "float",
-            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN without a loss",
+            "sign test of that number (Holm-adjusted for the groups, or the single norms, of the same variant); NaN where "
+            "nothing changes by construction or there is no loss",
         ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),

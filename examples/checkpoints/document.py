@@ -34,7 +34,11 @@ def cases() -> list[str]:
 def read(case: str) -> tuple[pd.DataFrame, dict[str, object]]:
     """The causal table of a case, by (sites, variant), and where it comes from."""
     folder = HERE / "tables" / case
-    rows = pd.read_csv(folder / "causal.csv").fillna({"no_op": ""}).set_index(["sites", "variant"])
+    rows = (
+        pd.read_csv(folder / "causal.csv", dtype={"no_op": object})
+        .fillna({"no_op": ""})
+        .set_index(["sites", "variant"])
+    )
     return rows, json.loads((folder / "about.json").read_text(encoding="utf-8"))
 
 

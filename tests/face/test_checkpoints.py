@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.probes.causal import adjusted
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 
 HERE = Path(__file__).parents[2] / "examples" / "checkpoints"
@@ -59,6 +60,10 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
             low, high = prompt_intervals.interval(change, weight)
             assert abs(low - row["delta_loss_low"]) < 1e-3 * size
             assert abs(high - row["delta_loss_high"]) < 1e-3 * size
+    idle = (table["variant"] == "intact") | table["no_op"].notna()
+    signs = [math.nan if i else prompt_intervals.sign_test(by_row[s, v]["delta_loss"].to_numpy())
+             for i, s, v in zip(idle, table["sites"], table["variant"], strict=True)]  # fmt: skip
+    np.testing.assert_allclose(table["p_adjusted"], adjusted(table.assign(p_adjusted=signs)), rtol=1e-5)
     about = json.loads((folder / "about.json").read_text())
     assert about["command"] == f"python examples/checkpoints/measure.py {folder.name}"
     assert about["prompts"]["count"] >= 64
