@@ -10,7 +10,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.hooks.default_tokens import passages
+from ln_probe.hooks.default_tokens import bundled_texts, passages
 from ln_probe.models import bundled_folder
 
 NAMES = ln_probe.bundled_models()
@@ -55,7 +55,8 @@ def test_they_have_learned_to_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_analyzed(name: str) -> None:
-    report = ln_probe.analyze(ln_probe.load_model(name), max_tokens=40, layers=[1], heads=[0, 1], progress=False)
+    model = ln_probe.load_model(name)
+    report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)
     kind = name.removeprefix("lm-")
     assert report.layernorms.set_index("site").loc["blocks.1.ln1", "kind"] == kind
     assert report.layernorms["reconstruction_error"].max() < 1e-5
