@@ -60,7 +60,7 @@ def test_texts_get_the_first_token(speaking: Any) -> None:
 
 
 def test_long_prompts_are_cut_and_it_is_said(speaking: Any) -> None:
-    made = make_prompts(speaking, ["abc", "x" * 100])
+    made = make_prompts(speaking, ["abc", "abcdefghij" * 10])
     assert [len(row) for row in made.tokens] == [4, 32]
     assert made.notes == ("1 of 2 prompts were cut to 32 tokens (the longest had 101; context 32)",)
     assert [len(row) for row in make_prompts(speaking, ["abcdef"], max_tokens=3).tokens] == [3]
