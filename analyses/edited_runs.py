@@ -51,7 +51,7 @@ PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_f
 _OF_GROUPS = ("nll_uniform", "nll_resampled")
 
 # Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
-# correction over the norms of a model of fifty layers.
+# correction over a hundred norms.
 SINGLE_NORM_PROMPTS = 12
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
@@ -84,6 +84,7 @@ class EditedRuns:
         constants: what replaces sigma, by site (a number: the same at position 0).
         sigmas: to draw resampled ones from; without them there are none.
         seed: of resampled sigmas.
+        single_norm_prompts: on how many of the first prompts norms are taken one by one.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -96,12 +97,13 @@ class EditedRuns:
         *,
         sigmas: Mapping[str, Sigmas] | None = None,
         seed: int = 0,
+        single_norm_prompts: int = SINGLE_NORM_PROMPTS,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
         self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
         self.constants = {name: Constant.of(given) for name, given in constants.items()}
-        self.sigmas = sigmas or {}
+        self.sigmas, self.single_norm_prompts = sigmas or {}, single_norm_prompts
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -136,7 +138,7 @@ class EditedRuns:
             passes = SharedPasses(self.model, list(self.sites.values()), self.attentions, self._entropies)
             unedited = passes.unedited(tokens)
             self.outputs = unedited.vocabulary
-            wanted = self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]
+            wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
             jobs: dict[tuple[_Signature, str], Job] = {}
             for row in wanted:
                 if row.signature and not self._is_lost(row):

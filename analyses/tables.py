@@ -60,7 +60,9 @@ LAYERNORMS = Table(
         *map(_without_first, (_MEAN_SHARE, _ANGLE, _BEFORE, _BEFORE_CV, _AFTER, _SCALE, _SCALE_CV)),
         _column("sigma_mean", "float", "mean divisor"),
         _column(
-            "sigma_mean_tail", "float", "`sigma_mean` without position 0: the constant c of variants without scaling"
+            "sigma_mean_tail",
+            "float",
+            "`sigma_mean` without position 0 (the constants of variants without scaling come from other prompts)",
         ),
         _column("eps", "float", "inside the square root of sigma; NaN where the norm does not scale"),
         _column(
@@ -126,7 +128,13 @@ HEADS = Table(
             "the same median over every query the head can make from any residual vector (reachable set)",
             "share",
         ),
-        _column("pattern_max_median", "float", "median over keys of the largest weight they really received", "share"),
+        _column(
+            "pattern_max_median",
+            "float",
+            "median over keys of the largest weight they really received from any query that sees them: attainable weights "
+            "are of queries at the last position, which sees more keys, so the two are not to be compared",
+            "share",
+        ),
         _column(
             "query_radius",
             "float",
@@ -194,7 +202,13 @@ KEYS = Table(
         _column(
             "attainable_reachable", "float", "largest softmax weight found from queries of the reachable set", "share"
         ),
-        _column("pattern_max", "float", "the largest weight it really received", "share"),
+        _column(
+            "pattern_max",
+            "float",
+            "the largest weight it really received from any query that sees it; verdict and attainable are of queries at "
+            "the last position, which sees more keys",
+            "share",
+        ),
         _column(
             "first_unselectable_at",
             "int",
@@ -241,7 +255,8 @@ CAUSAL = Table(
         _column(
             "p_adjusted",
             "float",
-            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN without a loss",
+            "sign test of that number (Holm-adjusted for the groups, or the single norms, of the same variant); NaN where "
+            "nothing changes by construction or there is no loss",
         ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
@@ -432,6 +447,31 @@ SUMMARY = Table(
     ),
 )
 
+PAIRED = Table(
+    "paired",
+    "Paired differences",
+    "A row per model but the first, group of norms or norm, and variant: how much more its loss changes than the first "
+    "one's on the same prompts.",
+    ("model", "sites", "variant"),
+    (
+        _column("model", "text", "what the report is called"),
+        _column("against", "text", "the first report"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("difference", "float", "delta_loss of this model minus that of the first", "nats per token"),
+        _column(
+            "low",
+            "float",
+            "lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN with fewer than 32 prompts",
+            "nats per token",
+        ),
+        _column("high", "float", "upper end of the same", "nats per token"),
+        _column("prompts", "int", "prompts that both were measured on"),
+        _column("prompts_more", "int", "of them, those on which this model loses more"),
+        _column("p_adjusted", "float", "sign test of that number (Holm-adjusted for all rows)"),
+    ),
+)
+
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
 BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING)
 # Of probes that run when they are asked for: in reports where they did.
@@ -441,7 +481,7 @@ ON_REQUEST = (WRITERS, ATTRIBUTION)
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED))}"
 
 
 if __name__ == "__main__":

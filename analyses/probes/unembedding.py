@@ -23,7 +23,7 @@ from ln_probe.analyses.geometry.proofs import prove_attention
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.screening import pointed, pointed_at
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
-from ln_probe.analyses.probes.protocol import Cost, Finding, Observer, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.protocol import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import UNEMBEDDING
 from ln_probe.analyses.wording import percent, visible
 from ln_probe.hooks.model import read_unembedding
@@ -50,7 +50,7 @@ class Unembedding(Probe):
         return _OfWeights(view)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return [Finding(text, "table-unembedding", 90) for text in _hardest(tables[UNEMBEDDING.name])]
+        return [Finding(text, "table-unembedding", DESCRIBED) for text in _hardest(tables[UNEMBEDDING.name])]
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(_SECONDS)

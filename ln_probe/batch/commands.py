@@ -46,6 +46,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit; Pythi
 Checkpoints = Annotated[str | None, typer.Option(help="Training steps, 0,1000,…, or 'all'.")]
 Keys = Annotated[str, typer.Option(help="Rows of the keys table: 'hardest' or 'all'.")]
 Seed = Annotated[int, typer.Option(help="Of sampled prompts and keys.")]
+Vocab = Annotated[Path | None, typer.Option(help="Token strings for a model without a tokenizer: JSON, or one a line.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt weights (weights_only).")]
 EngineName = Annotated[str, typer.Option("--engine", help="'local' processes or a 'ray' cluster.")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; 'auto' finds one, none starts one here.")]
@@ -86,6 +87,7 @@ class Wish:
     revision: str | None
     checkpoints: str | None
     allow_pickle: bool
+    vocab: Path | None = None
     quiet: bool = False
 
 
@@ -104,6 +106,7 @@ def report(
     keys: Keys = "hardest",
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     engine: EngineName = "local",
     address: Address = None,
     workers: Workers = None,
@@ -118,7 +121,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle, quiet,
+        revision, checkpoints, allow_pickle, vocab, quiet,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -163,6 +166,7 @@ def plan(
     keys: Keys = "hardest",
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     workers: Workers = None,
     shard: Shard = None,
     as_json: AsJson = False,
@@ -170,7 +174,7 @@ def plan(
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, vocab,
     )  # fmt: skip
     _plan(wish, out, workers, as_json)
 
@@ -377,6 +381,7 @@ def _settings(wish: Wish) -> Settings:
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.measuring.settings import KEYS, Settings
     from ln_probe.prompting.sources import check_source
+    from ln_probe.prompting.vocabulary import read_vocabulary
 
     known = ", ".join(entries())
     wanted = DEFAULT if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
@@ -395,7 +400,13 @@ def _settings(wish: Wish) -> Settings:
             check_source(str(wish.prompts))
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed)
+    vocab = None if wish.vocab is None else str(wish.vocab.resolve())
+    if vocab is not None:
+        try:
+            read_vocabulary(vocab)
+        except (FileNotFoundError, ValueError) as error:
+            raise refuse(str(error)) from error
+    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed, vocab)
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:

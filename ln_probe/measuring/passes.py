@@ -36,6 +36,7 @@ from ln_probe.measuring import recording
 from ln_probe.measuring.settings import Settings
 from ln_probe.prompting.prompts import namer, summary
 from ln_probe.prompting.sources import BUNDLED, SAMPLED
+from ln_probe.prompting.vocabulary import name_tokens
 from ln_probe.reporting.exhibits import Exhibits
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
@@ -61,6 +62,8 @@ class Passes:
         probes: Sequence[Probe] | None = None,
     ) -> None:
         settings.check(model)
+        if settings.vocab is not None:
+            name_tokens(model, settings.vocab)
         self.model, self.settings = model, settings
         self.probes = chosen(settings.probes if probes is None else probes)
         self.sites = find_sites(model)

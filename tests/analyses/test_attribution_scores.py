@@ -79,7 +79,7 @@ def test_terms_are_what_goes_with_them(arch: str, make_bridge: Callable[..., Any
     assert set(found.terms["term"]) == {"projection", "gain", "bias", "sigma"}
     if arch == "llama":
         assert float(terms["key", "projection"]) == float(terms["query", "bias"]) == 0.0
-    with without(model, "projection", sites=[site.name], only_keys=True):
+    with without(model, "projection", sites=[site.name], only="keys"):
         log = pattern_of(model, 1)[2, 7].log()
     assert found.total - float(log[3] - log[5]) == pytest.approx(terms["key", "projection"], abs=1e-5)
 

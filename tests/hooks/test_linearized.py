@@ -133,9 +133,9 @@ def test_it_nests_with_without_in_either_order(what: str, worlds: list[tuple[str
 
 def test_keys_alone_can_be_edited_under_it(worlds: list[tuple[str, Any]]) -> None:
     for name, model in worlds:
-        with torch.no_grad(), without(model, "scaling", scale=3.0, only_keys=True):
+        with torch.no_grad(), without(model, "scaling", scale=3.0, only="keys"):
             alone = model(TOKENS)
-        with torch.no_grad(), linearized(model), without(model, "scaling", scale=3.0, only_keys=True):
+        with torch.no_grad(), linearized(model), without(model, "scaling", scale=3.0, only="keys"):
             assert float((model(TOKENS) - alone).abs().max()) <= 5e-6 * float(alone.abs().max()), name
 
 
