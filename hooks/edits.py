@@ -56,6 +56,10 @@ class Edit:
         self.calls += 1
         return self.change(_input(args, kwargs), output)
 
+    def install(self, model: HookedModel, stack: ExitStack) -> None:
+        """Put the hooks on; `stack` takes them off."""
+        stack.callback(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
+
 
 class KeyEdit(Edit):
     """A forward hook that keeps the changed output for the key projection that reads this norm.
@@ -115,7 +119,7 @@ def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
     key_edits = [e for e in edits if isinstance(e, KeyEdit)]
     with ExitStack() as stack:
         for edit in edits:
-            stack.callback(edit.site.module.register_forward_hook(edit, with_kwargs=True).remove)
+            edit.install(model, stack)
         attentions = [a for b in blocks(model) if isinstance(a := getattr(b, "attn", None), nn.Module)]
         for attn in attentions if key_edits else ():
             for remove in _watch_keys(attn, key_edits):

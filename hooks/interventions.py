@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
 from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
-from ln_probe.hooks.model import HookedModel, active_dropout, check_model
+from ln_probe.hooks.head_edits import HeadEdit, head_count
+from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
 from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
@@ -62,6 +64,7 @@ class Intervention:
             change of the loss mixes the loss of scaling with a change of size).
         no_ops: sites at which the edit changes nothing by construction, and why.
         only_keys: whether queries and values still see the intact norm.
+        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
     """
 
     variant: str
@@ -70,6 +73,7 @@ class Intervention:
     matched: bool
     no_ops: Mapping[str, str]
     only_keys: bool
+    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
@@ -81,6 +85,7 @@ def without(
     scale: str | float | Mapping[str, float] = FROZEN,
     tokens: Int[Tensor, "batch pos"] | None = None,
     only_keys: bool = False,
+    heads: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Intervention]:
     """The model without projection, scaling or both at some norms, while the `with` block lasts.
 
@@ -99,6 +104,9 @@ def without(
         tokens: calibration tokens of a frozen scale, [batch pos]. None: the bundled texts, or where the model has no
             tokenizer sequences sampled from it (seed 0): the tokens that `analyze` takes without prompts.
         only_keys: edit what the key projection reads, and leave queries and values as they are.
+        heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
+            left at "attention", and means the norms that these blocks' attention reads. Hook points inside that
+            attention are called twice; a key-value cache cannot be used meanwhile.
 
     Yields:
         What is done, with the divisors.
@@ -120,27 +128,77 @@ def without(
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with suspended(hooked):
-        chosen = choose(find_sites(hooked), sites)
+        found = find_sites(hooked)
+        by_site = None if heads is None else _of_heads(hooked, found, heads, sites, only_keys)
+        chosen = choose(found, sites if by_site is None else list(by_site))
         _refuse_twice(chosen)
         if only_keys:
             _refuse_other_readers(chosen)
-        prove(hooked, chosen, only_keys=only_keys)
+        make = KeyEdit if only_keys else Edit if by_site is None else _edits_of_heads(by_site)
+        prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens)
     _warn(hooked, what, chosen, no_ops)
-    edits = [make_edit(s, variant, divisors.get(s.name), label=label, only_keys=only_keys) for s in chosen]
+    edits = [make_edit(s, variant, divisors.get(s.name), label=label, make=make) for s in chosen]
     matched = not divisors or scale == FROZEN or isinstance(scale, Mapping)
     with installed(hooked, edits):
-        yield Intervention(variant, tuple(s.name for s in chosen), divisors, matched, no_ops, only_keys)
+        pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
+        yield Intervention(variant, tuple(s.name for s in chosen), divisors, matched, no_ops, only_keys, pairs)
 
 
-def make_edit(site: Site, variant: str, divisor: float | None, *, label: str = "", only_keys: bool = False) -> Edit:
-    """The edit that gives one norm a variant; `divisor` is needed where the variant takes its scaling."""
+def make_edit(
+    site: Site, variant: str, divisor: float | None, *, label: str = "", make: Callable[..., Edit] = Edit
+) -> Edit:
+    """The edit that gives one norm a variant; `divisor` is needed where the variant takes its scaling.
+
+    `make`: Edit, or what else is made of (site, change, label), to change it for some readers alone.
+    """
 
     def change(x: Tensor, y: Tensor) -> Tensor:
         return changed_output(site, variant, x, y, divisor)
 
-    return (KeyEdit if only_keys else Edit)(site, change, label or variant)
+    return make(site, change, label or variant)
+
+
+def _of_heads(
+    model: HookedModel, found: Sequence[Site], heads: Sequence[tuple[int, int]], sites: str | Sequence[str], only: bool
+) -> dict[str, dict[int, list[int]]]:
+    """Those heads by block, by the norm that their attention reads.
+
+    Raises:
+        InterventionError: no heads, a head that is not there or is given twice, an attention that reads no norm, or
+            what does not go with single heads.
+    """
+    if sites != "attention" or only:
+        said = "only_keys=True" if only else f"sites={sites!r}"
+        raise InterventionError(f"heads says which norms are edited, and for whom: leave out {said}")
+    if not len(heads):
+        raise InterventionError("an empty list of heads leaves nothing to edit: give (layer, head) pairs")
+    by_site: dict[str, dict[int, list[int]]] = {}
+    layers = n_layers(model)
+    for pair in heads:
+        try:
+            layer, head = (operator.index(i) for i in pair)
+        except (TypeError, ValueError):
+            raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
+        if not 0 <= layer < layers:
+            raise InterventionError(f"heads: there is no layer {layer}; this model has layers 0 to {layers - 1}")
+        if not 0 <= head < (count := head_count(model, layer)):
+            raise InterventionError(f"heads: layer {layer} has no head {head}; it has heads 0 to {count - 1}")
+        site = next((s for s in found if layer in s.attention_layers), None)
+        if site is None:
+            raise InterventionError(
+                f"heads: the attention of layer {layer} reads no norm, so nothing can be taken away"
+            )
+        mine = by_site.setdefault(site.name, {}).setdefault(layer, [])
+        if head in mine:
+            raise InterventionError(f"heads: ({layer}, {head}) is given twice")
+        mine.append(head)
+    return by_site
+
+
+def _edits_of_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]]) -> Callable[..., Edit]:
+    return lambda site, change, label: HeadEdit(site, change, label, by_site[site.name])
 
 
 def members(found: Sequence[Site], group: str) -> list[Site]:
