@@ -236,18 +236,20 @@ def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> 
                 assert difference(model(TOKENS), found) < 1e-5
 
 
-def test_attention_that_normalizes_by_itself(make_bridge: Callable[..., Any]) -> None:
-    """With split inputs a bridge's attention does not read `ln1`: found on entering, or when it happens."""
+def test_attention_that_does_not_read_the_norm(make_bridge: Callable[..., Any]) -> None:
+    """Found on entering where a bridge's attention normalizes by itself, or when it happens."""
     model = make_bridge("gpt2")
-
-    def lose() -> None:
-        with torch.no_grad(), without(model, "scaling", heads=[(0, 1)], scale=C):
-            model.cfg.use_split_qkv_input = True
-            model(TOKENS)
-
-    with pytest.raises(
-        LostEditError, match=r"blocks\.0\.ln1: the edit of single heads was lost, because the attention"
+    with (
+        pytest.raises(LostEditError, match=r"blocks\.0\.ln1: the edit of single heads was lost, because the attention"),
+        torch.no_grad(),
+        without(model, "scaling", heads=[(0, 1)], scale=C),
     ):
-        lose()
-    with pytest.raises(LostEditError, match=r"blocks\.0\.ln1: the edit was lost(.|\n)*moves no logit"):
-        lose()
+        handle = model.blocks[0].ln1.register_forward_hook(lambda _m, _a, y: 2 * y)
+        model(TOKENS)
+    handle.remove()
+    model.cfg.use_split_qkv_input = True
+    with (
+        pytest.raises(LostEditError, match=r"blocks\.0\.ln1: the edit was lost(.|\n)*moves no logit"),
+        without(model, "scaling", heads=[(0, 1)], scale=C),
+    ):
+        pass
