@@ -217,7 +217,7 @@ class EditedRuns:
         for edit in edits if keep_first else ():
             edit.change = _keeping_first(edit.site, edit.change, len(tokens))
         with (
-            passed_over(blocks(self.model)[:start], unedited.outputs),
+            _passed_over(blocks(self.model)[:start], unedited.outputs),
             installed(self.model, edits),
             self._watching(entropy),
         ):
@@ -307,7 +307,7 @@ def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
     """While it lasts these blocks compute nothing and return what they returned before."""
 
     def returning(output: Any) -> Callable[..., Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ln_probe.analyses import head_tables
 from ln_probe.analyses.schema import Column, Kind, Table, reference
 
 
@@ -331,13 +332,13 @@ SUMMARY = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING, *head_tables.TABLES)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY, head_tables.BY_HEAD))}"
 
 
 if __name__ == "__main__":
