@@ -1,16 +1,21 @@
 """What a model loses when projection, scaling or both are taken away: the loss, the predictions, the attention.
 
 Every norm alone, and every group of them (what attention reads, what MLPs read, the final norm, all), is run under the
-four variants with scale frozen at the site's mean sigma (`ln_probe.hooks.without`). On each prompt, against the
-unedited model:
+four variants with scale frozen at the site's two mean sigmas, at position 0 and elsewhere (`ln_probe.hooks.without`).
+On each prompt, against the unedited model:
 
     delta_loss       change of the mean next-token loss, nats
     kl               KL(unedited ‖ edited) of the next-token distributions, mean over positions, nats
     top1_agreement   share of positions with the same most likely token
     entropy_change   change of attention entropy over log(visible keys), mean over layers, heads and queries
-    delta_loss_tail  delta_loss of `no_scaling` if position 0 keeps its own sigma: a frozen scale makes an attention
-                     sink's vectors longer by as much as its sigma is larger (SmolLM2-135M, layer 16: +32.1 nats with
-                     position 0, +0.003 without)
+
+and of groups also with the other ways of taking scaling away:
+
+    delta_loss_uniform    one constant everywhere: makes an attention sink's vectors longer by as much as its sigma is
+                          larger, and measures that (SmolLM2-135M, layer 16: +32.1 nats, +0.003 with two constants)
+    delta_loss_resampled  every token with the sigma of a calibration token drawn at random
+
+Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS).
 
 A prompt is held at a time, with its logits once for the unedited model and once for the edit at hand. What lies before
 the first edited norm is not computed again: blocks before it return what they returned in the unedited pass.
@@ -33,15 +38,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attention_spread import entropy_ratio
-from ln_probe.hooks.edits import Change, LostEditError, installed
+from ln_probe.hooks.edits import LostEditError, installed
+from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
-MEASURES = ("nll", "nll_tail", "predicted", "kl", "agree", "positions", "entropy", "queries")
-PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "matched", "no_op")
+MEASURES = ("nll", "nll_uniform", "nll_resampled", "predicted", "kl", "agree", "positions", "entropy", "queries")
+PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_first", "matched", "no_op")
+_OF_GROUPS = ("nll_uniform", "nll_resampled")
+
+# Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
+# correction over the norms of a model of fifty layers.
+SINGLE_NORM_PROMPTS = 12
 
 _POSITIONS = 64  # whose distributions are compared at once: bounds memory at 64·vocabulary
 
@@ -54,6 +66,10 @@ class _Row:
     sites: str
     variant: str
     members: tuple[Site, ...]
+
+    @property
+    def is_group(self) -> bool:
+        return self.sites in GROUPS
 
     @property
     def signature(self) -> _Signature:
@@ -78,7 +94,9 @@ class EditedRuns:
     Args:
         model: any hooked model.
         sites: its norms (those of some layers alone: groups then hold only these).
-        constants: what replaces sigma, by site.
+        constants: what replaces sigma, by site (a number: the same at position 0).
+        sigmas: to draw resampled ones from; without them there are none.
+        seed: of resampled sigmas.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -87,12 +105,16 @@ class EditedRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, float],
+        constants: Mapping[str, Constant | float],
         *,
+        sigmas: Mapping[str, Sigmas] | None = None,
+        seed: int = 0,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
-        self.model, self.constants, self.matched, self.meaningless = model, constants, matched, meaningless
+        self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
+        self.constants = {name: Constant.of(given) for name, given in constants.items()}
+        self.sigmas = sigmas or {}
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -129,12 +151,15 @@ class EditedRuns:
             found: dict[_Signature, dict[str, float]] = {}
             about = {row: self._about(row) for row in self.rows}
             rows: list[dict[str, Any]] = []
-            for row in self.rows:
+            for row in self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]:
                 key = row.signature
                 if key not in found:
                     lost = any(s.name in self.lost for s in row.members) and bool(key)
-                    found[key] = dict.fromkeys(MEASURES, math.nan) if lost else self._effect(row, tokens, unedited)
-                rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | found[key] | about[row])
+                    found[key] = (
+                        dict.fromkeys(MEASURES, math.nan) if lost else self._effect(row, tokens, unedited, prompt)
+                    )
+                values = found[key] if row.is_group else found[key] | dict.fromkeys(_OF_GROUPS, math.nan)
+                rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | values | about[row])
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
 
     def _about(self, row: _Row) -> dict[str, Any]:
@@ -142,7 +167,10 @@ class EditedRuns:
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
         alone = row.members[0] if len(row.members) == 1 else None
         return {
-            "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor": self.constants[alone.name].rest if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor_first": (
+                self.constants[alone.name].first if alone and takes_scaling(alone, row.variant) else math.nan
+            ),
             "matched": self.matched,
             "no_op": "; ".join(sorted(set(reasons))) if all(reasons) else "",
         }
@@ -195,29 +223,47 @@ class EditedRuns:
         self.outputs = int(logits.shape[-1])
         return _Unedited(logits, logits.log_softmax(-1), outputs, entropy)
 
-    def _effect(self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited) -> dict[str, float]:
+    def _effect(self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited, prompt: int) -> dict[str, float]:
         """The sums of one row on one prompt."""
         if not row.signature:
             found = self._compare(tokens, unedited, unedited.logits, unedited.entropy)
-            return found | {"nll_tail": found["nll"]}
-        logits, entropy = self._edited(row, tokens, unedited)
+            return found | dict.fromkeys(_OF_GROUPS, found["nll"])
+        logits, entropy = self._edited(row, tokens, unedited, FROZEN, prompt)
         found = self._compare(tokens, unedited, logits, entropy)
-        tail = math.nan
-        if row.variant == "no_scaling" and not self.no_loss:
-            tail = self._nll(tokens, self._edited(row, tokens, unedited, keep_first=True)[0])
-        return found | {"nll_tail": tail}
+        others = dict.fromkeys(_OF_GROUPS, math.nan)
+        if row.is_group and not self.no_loss:
+            taken = [s for s in row.members if takes_scaling(s, row.variant)]
+            if not taken:
+                others = dict.fromkeys(_OF_GROUPS, found["nll"])
+            else:
+                others["nll_uniform"] = self._nll(tokens, self._edited(row, tokens, unedited, UNIFORM, prompt)[0])
+                if all(s.name in self.sigmas for s in taken):
+                    drawn = self._edited(row, tokens, unedited, RESAMPLED, prompt)[0]
+                    others["nll_resampled"] = self._nll(tokens, drawn)
+        return found | others
+
+    def _divisor(self, site: Site, scale: str, prompt: int) -> Divisor | None:
+        constant = self.constants.get(site.name)
+        if scale == RESAMPLED:
+            # Drawn anew for every prompt, and the same whoever measures it.
+            return Resampled(self.sigmas[site.name], f"{self.seed}/{site.name}/{prompt}")
+        return constant.uniform if constant is not None and scale == UNIFORM else constant
 
     def _edited(
-        self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited, *, keep_first: bool = False
+        self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited, scale: str, prompt: int
     ) -> tuple[Float[Tensor, "pos vocab"], dict[int, tuple[float, float]]]:
-        """Logits and entropies of one prompt under the row's edit, position 0 left intact if `keep_first`."""
+        """Logits and entropies of one prompt under the row's edit."""
         start = min(self.starts.get(s.name, 0) for s in row.members) if unedited.outputs else 0
         entropy = {layer: sums for layer, sums in unedited.entropy.items() if layer < start}
-        edits = [make_edit(s, row.variant, self.constants.get(s.name)) for s in row.members]
-        for edit in edits if keep_first else ():
-            edit.change = _keeping_first(edit.site, edit.change, len(tokens))
+        positions = Positions()
+        edits = [
+            make_edit(
+                s, row.variant, self._divisor(s, scale, prompt) if takes_scaling(s, row.variant) else None, positions
+            )
+            for s in row.members
+        ]
         with (
-            _passed_over(blocks(self.model)[:start], unedited.outputs),
+            passed_over(blocks(self.model)[:start], unedited.outputs),
             installed(self.model, edits),
             self._watching(entropy),
         ):
@@ -287,27 +333,12 @@ class EditedRuns:
         return total
 
 
-def _keeping_first(site: Site, change: Change, length: int) -> Change:
-    """The same change everywhere but at position 0, for one prompt of this length."""
-
-    def kept(x: Tensor, y: Tensor) -> Tensor:
-        out = change(x, y).clone(memory_format=torch.contiguous_format)
-        if y.ndim == 4 and site.reads in ("query", "key") and y.shape[2] == length:  # inside a bridge: heads first
-            out[:, :, 0] = y[:, :, 0]
-        else:
-            first = y.numel() // (site.d * length)  # rows of position 0: one, or one a head
-            out.view(-1, site.d)[:first] = y.reshape(-1, site.d)[:first]
-        return out
-
-    return kept
-
-
 def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:
     return module.named_children() if isinstance(module, nn.Module) else iter(())
 
 
 @contextmanager
-def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
     """While it lasts these blocks compute nothing and return what they returned before."""
 
     def returning(output: Any) -> Callable[..., Any]:

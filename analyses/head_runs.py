@@ -25,14 +25,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.edited_runs import _passed_over as passed_over
-from ln_probe.hooks.default_tokens import default_tokens
+from ln_probe.analyses.edited_runs import passed_over
+from ln_probe.hooks.default_tokens import calibration_tokens
+from ln_probe.hooks.edits import Change
+from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
-from ln_probe.hooks.interventions import why_nothing
+from ln_probe.hooks.interventions import make_edit, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
-from ln_probe.hooks.variants import changed_output
 
 EDITED = ("no_scaling", "no_projection", "neither")
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
@@ -66,7 +67,7 @@ class HeadRuns:
     Args:
         model: any hooked model.
         sites: its norms.
-        constants: what replaces sigma, by site.
+        constants: what replaces sigma at position 0 and elsewhere, by site.
         layers, heads: looked at (heads None: all).
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
@@ -76,7 +77,7 @@ class HeadRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, Any],
+        constants: Mapping[str, Constant],
         *,
         layers: Sequence[int],
         heads: Sequence[int] | None = None,
@@ -98,8 +99,8 @@ class HeadRuns:
             for layer, site in self.sites.items():
                 by_site.setdefault(site.name, {})[layer] = self.heads[layer]
 
-            def make(site: Site, change: Any, label: str) -> HeadEdit:
-                return HeadEdit(site, change, label, by_site[site.name])
+            def make(site: Site, change: Change, label: str) -> HeadEdit:
+                return HeadEdit(site, change, label, heads=by_site[site.name])
 
             self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
             self.exact = frozenset(self._chosen() if exact is None else exact)
@@ -110,7 +111,7 @@ class HeadRuns:
         if len(every) * weights <= EXACT_WORK:
             return every
         sums: dict[tuple[int, int, str], float] = {}
-        for tokens in default_tokens(self.model)[:CHOOSING]:
+        for tokens in calibration_tokens(self.model)[:CHOOSING]:
             for row in self.measure(0, tokens).to_dict("records"):
                 key = (int(row["layer"]), int(row["head"]), str(row["variant"]))
                 sums[key] = sums.get(key, 0.0) + float(row["estimate"])
@@ -218,7 +219,7 @@ class HeadRuns:
         def instead(given: Tensor) -> Tensor | None:
             for x, y in reversed(read):
                 if given.shape == y.shape and torch.equal(given, y):
-                    return changed_output(site, variant, x, y, self.constants[site.name])
+                    return make_edit(site, variant, self.constants[site.name]).change(x, y)
             return None
 
         return instead

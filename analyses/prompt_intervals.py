@@ -70,7 +70,7 @@ def interval(
     square = drawn @ residual**2 - 2 * shift * (drawn @ (residual * w)) + shift**2 * (drawn @ w**2)
     errors = np.sqrt(scale * np.maximum(square, 0.0)) / total
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.where(errors > 1e-12 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
+        t = np.where(errors > 1e-6 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
     low, high = np.quantile(t, [BEYOND / 2, 1 - BEYOND / 2], method="inverted_cdf")
     return float(estimate - high * error), float(estimate - low * error)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.edits import Change, Edit, InterventionError, LostEditError
 from ln_probe.hooks.model import HookedModel, blocks
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.site import Site
 
 # What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
@@ -120,8 +121,16 @@ class HeadEdit(Edit):
         waiting: (input, output) of the norm, until attention has read it.
     """
 
-    def __init__(self, site: Site, change: Change, label: str, heads: Mapping[int, Collection[int]]) -> None:
-        super().__init__(site, change, label)
+    def __init__(
+        self,
+        site: Site,
+        change: Change,
+        label: str,
+        positions: Positions | None = None,
+        *,
+        heads: Mapping[int, Collection[int]],
+    ) -> None:
+        super().__init__(site, change, label, positions)
         self.heads = {layer: sorted(some) for layer, some in heads.items()}
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self._instead: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.edits import Change, Edit, InterventionError, KeyEdit, LostEditError, installed
+from ln_probe.hooks.edits import Change, Edit, InterventionError, LostEditError, PartEdit, installed
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, run, vocabulary_size
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED, ignored_below
@@ -32,11 +32,11 @@ NOISE_FACTOR, UNITS = 10.0, 4.0
 def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> None:
     """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
 
-    `make`: the kind of edit, of (site, change, label).
+    `make`: the kind of edit, of (site, change, label, positions).
 
     Raises:
         LostEditError: it does not; names the site.
-        InterventionError: keys alone cannot be edited in this architecture.
+        InterventionError: an edit of that kind cannot be made in this architecture.
     """
     lost = lost_edits(model, sites, make=make)
     if lost:
@@ -101,7 +101,7 @@ def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -
     try:
         logits = _perturbed(model, edits)
     except LostEditError as error:
-        unread = [e.site for e in edits if isinstance(e, KeyEdit) and e.waiting]
+        unread = [e.site for e in edits if isinstance(e, PartEdit) and e.waiting]
         if not unread:
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}

@@ -16,6 +16,7 @@ from ln_probe.reporting.software import __version__
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.geometry.hull import key_geometry
+    from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
     from ln_probe.reporting.comparison import Comparison, compare
@@ -30,6 +31,7 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
+    "outlier_tokens": "ln_probe.analyses.outliers",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -45,6 +47,7 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "outlier_tokens",
 ]
 
 

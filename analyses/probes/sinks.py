@@ -135,7 +135,7 @@ class _Prompt:
     ) -> None:
         heads, site, seen = attended.heads, attended.site, attended.seen
         assert heads is not None
-        constant = attended.calibration.constants[site.name]
+        constant = attended.calibration.constants[site.name].rest  # the other tokens', at position 0 too
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
         change = heads.keys_at(unscaled, positions) - heads.keys_at(seen.y[positions].double(), positions)
@@ -308,9 +308,8 @@ class _Watching(Observer):
 
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     sums = rows.sort_values("prompt", kind="stable").groupby(["layer", "head"])
-    total = (
-        sums[["queries", "much", "attention", "uniform", "later", "first_much", "first_attention"]].sum().reset_index()
-    )
+    names = ["queries", "much", "attention", "uniform", "later", "first_much", "first_attention", "first_uniform"]
+    total = sums[names].sum().reset_index()
     seen, later = total["queries"].where(total["queries"] > 0), total["later"].where(total["later"] > 0)
     made = pd.DataFrame({
         "layer": total["layer"], "head": total["head"], "queries": total["queries"].astype(np.int64),

@@ -197,8 +197,8 @@ def test_what_does_not_go_with_heads(make_bridge: Callable[..., Any], make_lab: 
     ):
         pass
     with (
-        pytest.raises(InterventionError, match="leave out only_keys=True"),
-        without(model, "scaling", heads=[(0, 1)], only_keys=True, scale=C),
+        pytest.raises(InterventionError, match="leave out only='keys'"),
+        without(model, "scaling", heads=[(0, 1)], only="keys", scale=C),
     ):
         pass
     with (
