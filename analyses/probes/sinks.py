@@ -245,6 +245,9 @@ class Sinks(Probe):
         if "sinks" in frames:
             sinks = frames["sinks"].sort_values(["prompt", "position"])
             sinks["token"] = [context.token(int(p), int(i)) for p, i in sinks[["prompt", "position"]].to_numpy()]
+            for column in ("emerges_in", "sink_layer"):
+                if sinks[column].notna().all():
+                    sinks[column] = sinks[column].astype(np.int64)
             made["sinks"] = sinks[SINKS.names].reset_index(drop=True)
         if "heads" in frames:
             made["sink_heads"] = _by_head(frames["heads"])

@@ -98,7 +98,7 @@ def test_what_wrote_it(arch: str, place: str, site: str, writer: str, make_bridg
     model, tokens = make_bridge(arch), torch.arange(1, 21)
     sites = find_sites(model)
     found = PromptOutliers(sites)
-    with model.hooks(fwd_hooks=[(place, added_at(7, 5, 3e3))]):
+    with model.hooks(fwd_hooks=[(place, added_at(7, 5, 1e5))]):
         stream(model, tokens, sites, on_norm=lambda s, x, y: found.add(s, x, y) and None)
     assert list(found.found) == [7]
     one = found.found[7]
