@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.edited_runs import passed_over
+from ln_probe.analyses.shared_passes import passed_over
 from ln_probe.hooks.default_tokens import calibration_tokens
 from ln_probe.hooks.edits import Change
 from ln_probe.hooks.frozen_scale import Constant
@@ -249,9 +249,8 @@ class HeadRuns:
             return out
 
         start = layer if first.outputs else 0
-        kept = [_mapped(lambda t: t.expand(len(rows), *t.shape[1:]) if len(t) == 1 else t, o) for o in first.outputs]
         with (
-            passed_over(blocks(self.model)[:start], kept[:start]),
+            passed_over(blocks(self.model)[:start], first.outputs, len(rows)),
             _hooked(z_point(self.model, layer), replaced),
         ):
             logits = run(self.model, tokens.expand(len(rows), -1), return_type="logits")

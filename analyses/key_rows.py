@@ -17,6 +17,9 @@ from ln_probe.analyses.probes.protocol import Piece
 from ln_probe.hooks.variants import VARIANTS
 
 NORMALIZED, HEAD = "normalized", "head"
+# Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
+# prompt costs some hundred forward passes, so 8 of them say more about keys than 32 would.
+GEOMETRY_PROMPTS = 8
 
 
 @dataclass(frozen=True, eq=False)

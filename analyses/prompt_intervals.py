@@ -3,8 +3,8 @@
 The mean change of a loss is a ratio, the sum of the prompts' changes over the sum of their tokens. Its interval is a
 bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio: Cochran 1977, section 2.11): resampled
 prompts tell how (estimate - truth) / standard error is distributed, skewness included. Effects over prompts are skewed
-and have outliers: at 32 prompts the percentile bootstrap used before covers 94, 88 and 84 % of nominal 95 on normal,
-lognormal and outlier-ridden effects, this one 96, 94 and 95 (`coverage`; docs/statistics.md has the table). Below 32
+and have outliers: at 32 prompts the percentile bootstrap used before covers 94, 88 and 92 % of nominal 95 on normal,
+lognormal and outlier-ridden effects, this one 96, 94 and 96 (`coverage`; docs/statistics.md has the table). Below 32
 prompts no method can: with one outlier in ten prompts, 16 prompts show none of them in 18 % of cases.
 """
 
@@ -26,9 +26,9 @@ PROMPTS_NEEDED = 32  # fewer: no interval (see above)
 SIGNIFICANCE = 0.05
 
 
-def resamples(prompts: int, seed: int) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt occurs in each resample; none if there are fewer than PROMPTS_NEEDED."""
-    if prompts < PROMPTS_NEEDED:
+def resamples(prompts: int, seed: int, *, least: int = PROMPTS_NEEDED) -> Float[np.ndarray, "resample prompt"]:
+    """How often each prompt occurs in each resample; none if there are fewer than `least`."""
+    if prompts < least:
         return np.zeros((0, prompts))
     drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES)
     return drawn.astype(float)
@@ -40,6 +40,7 @@ def interval(
     drawn: Float[np.ndarray, "resample prompt"] | None = None,
     *,
     seed: int = 0,
+    least: int = PROMPTS_NEEDED,
 ) -> tuple[float, float]:
     """95 % interval of sum(change) / sum(weight) over prompts.
 
@@ -47,17 +48,18 @@ def interval(
         change: sum over each prompt (nats, for a loss).
         weight: what it is a sum over (tokens); prompts of weight 0 count for nothing.
         drawn: `resamples(…)`, to share them among effects; None: drawn with `seed`.
+        least: with fewer prompts there is no interval; another number only to find out what it would be worth.
 
     Returns:
-        Both ends; NaN if there are fewer than PROMPTS_NEEDED prompts or a change is NaN. An end is infinite if more
+        Both ends; NaN if there are fewer than `least` prompts or a change is NaN. An end is infinite if more
         than half of BEYOND of the resamples hold no variation to judge by.
     """
     counts = weight > 0
     prompts = int(counts.sum())
-    if prompts < PROMPTS_NEEDED or not np.isfinite(change[counts]).all():
+    if prompts < least or not np.isfinite(change[counts]).all():
         return math.nan, math.nan
     if drawn is None or not counts.all():
-        drawn = resamples(prompts, seed)
+        drawn = resamples(prompts, seed, least=least)
     c, w = change[counts].astype(float), weight[counts].astype(float)
     estimate = c.sum() / w.sum()
     residual = c - estimate * w
@@ -94,7 +96,7 @@ def holm(p: Sequence[float]) -> Float[np.ndarray, " test"]:
     return adjusted
 
 
-def coverage(kind: str, prompts: int, *, sets: int, seed: int = 0) -> float:
+def coverage(kind: str, prompts: int, *, sets: int, seed: int = 0, least: int = PROMPTS_NEEDED) -> float:
     """Share of simulated sets of prompt effects whose `interval` holds the true mean; NaN where there is none.
 
     Args:
@@ -102,9 +104,10 @@ def coverage(kind: str, prompts: int, *, sets: int, seed: int = 0) -> float:
             normal, and one prompt in ten 10 standard deviations higher).
         prompts: in each set, of equal weight.
         sets: how many are drawn.
+        least: as `interval`.
     """
     generator = np.random.default_rng([seed, prompts, len(kind)])
-    drawn = resamples(prompts, seed)
+    drawn = resamples(prompts, seed, least=least)
     truth = {"normal": 0.3, "lognormal": math.exp(0.5), "outliers": 1.0}[kind]
     held = 0
     for _ in range(sets):
@@ -115,7 +118,7 @@ def coverage(kind: str, prompts: int, *, sets: int, seed: int = 0) -> float:
             x = np.exp(x)
         else:
             x += 10.0 * (generator.random(prompts) < 0.1)
-        low, high = interval(x, np.ones(prompts), drawn)
+        low, high = interval(x, np.ones(prompts), drawn, least=least)
         if math.isnan(low):
             return math.nan
         held += low <= truth <= high

@@ -61,7 +61,9 @@ LAYERNORMS = Table(
         *map(_without_first, (_MEAN_SHARE, _ANGLE, _BEFORE, _BEFORE_CV, _AFTER, _SCALE, _SCALE_CV)),
         _column("sigma_mean", "float", "mean divisor"),
         _column(
-            "sigma_mean_tail", "float", "`sigma_mean` without position 0: the constant c of variants without scaling"
+            "sigma_mean_tail",
+            "float",
+            "`sigma_mean` without position 0 (the constants of variants without scaling come from other prompts)",
         ),
         _column("eps", "float", "inside the square root of sigma; NaN where the norm does not scale"),
         _column(
@@ -127,7 +129,13 @@ HEADS = Table(
             "the same median over every query the head can make from any residual vector (reachable set)",
             "share",
         ),
-        _column("pattern_max_median", "float", "median over keys of the largest weight they really received", "share"),
+        _column(
+            "pattern_max_median",
+            "float",
+            "median over keys of the largest weight they really received from any query that sees them: attainable weights "
+            "are of queries at the last position, which sees more keys, so the two are not to be compared",
+            "share",
+        ),
         _column(
             "query_radius",
             "float",
@@ -195,7 +203,13 @@ KEYS = Table(
         _column(
             "attainable_reachable", "float", "largest softmax weight found from queries of the reachable set", "share"
         ),
-        _column("pattern_max", "float", "the largest weight it really received", "share"),
+        _column(
+            "pattern_max",
+            "float",
+            "the largest weight it really received from any query that sees it; verdict and attainable are of queries at "
+            "the last position, which sees more keys",
+            "share",
+        ),
         _column(
             "first_unselectable_at",
             "int",
@@ -242,7 +256,8 @@ CAUSAL = Table(
         _column(
             "p_adjusted",
             "float",
-            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN without a loss",
+            "sign test of that number (Holm-adjusted for the groups, or the single norms, of the same variant); NaN where "
+            "nothing changes by construction or there is no loss",
         ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
@@ -315,6 +330,69 @@ UNEMBEDDING = Table(
     ),
 )
 
+# -------------------------------------------------------------------------------------------------- parts of the model
+
+_PART = (
+    _column("part", "text", "embed, pos_embed, L3H5 (a head), L3 mlp, L3 b_O and L3 b_out (biases), or a norm's bias"),
+    _column("kind", "text", "embedding, position, head, mlp, bias, norm bias or unembedding bias"),
+    _column("part_layer", "int", "its block; -1 for embeddings"),
+    _column("index", "int", "its head; -1 for others"),
+    _column("tokens", "int", "positions seen"),
+)
+_OF_SIGMA = (
+    _column(
+        "share",
+        "float",
+        "mean over tokens of <P x_p, P x> / |P x|²: the part's share of sigma² − eps, negative where it shrinks the vector; shares of a norm add up to 1",
+        "share",
+    ),
+    _column(
+        "sigma_change",
+        "float",
+        "mean over tokens of the relative change of sigma if this norm read its input without the part (exact); NaN where the norm does not scale",
+        "share",
+    ),
+    _column(
+        "mu",
+        "float",
+        "mean over tokens of mean(x_p): what the part writes on the ones-vector, which projection takes off",
+    ),
+    _column("mu_share", "float", "mean over tokens of |mu_p| / Σ|mu_p|", "share"),
+)
+
+WRITERS = Table(
+    "writers",
+    "Writers",
+    "A row per norm and part of the model that writes to its input: who sets sigma, who writes on the ones-vector. Columns ending in _tail leave position 0 out.",
+    ("site", "part"),
+    (
+        _column("site", "text", "the norm's name in the model"),
+        _column("layer", "int", "block it stands in"),
+        *_PART,
+        *_OF_SIGMA,
+        *map(_without_first, _OF_SIGMA),
+    ),
+)
+
+ATTRIBUTION = Table(
+    "attribution",
+    "Attribution",
+    "A row per part of the model: what it gives to the next token's logit minus the mean logit, through the final norm, exactly; rows add up to the mean of that difference.",
+    ("part",),
+    (
+        *_PART,
+        _column("contribution", "float", "mean over positions of what it gives", "nats"),
+        _column("magnitude", "float", "mean over positions of the absolute value of that", "nats"),
+        _column("without_projection", "float", "mean of what it would give if the final norm did not project", "nats"),
+        _column(
+            "projection",
+            "float",
+            "mean of what projection takes off; the rest of a bias's contribution is constant",
+            "nats",
+        ),
+    ),
+)
+
 # ---------------------------------------------------------------------------------------------- computed from others
 
 TOKENS = Table(
@@ -370,14 +448,41 @@ SUMMARY = Table(
     ),
 )
 
+PAIRED = Table(
+    "paired",
+    "Paired differences",
+    "A row per model but the first, group of norms or norm, and variant: how much more its loss changes than the first "
+    "one's on the same prompts.",
+    ("model", "sites", "variant"),
+    (
+        _column("model", "text", "what the report is called"),
+        _column("against", "text", "the first report"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("difference", "float", "delta_loss of this model minus that of the first", "nats per token"),
+        _column(
+            "low",
+            "float",
+            "lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN with fewer than 32 prompts",
+            "nats per token",
+        ),
+        _column("high", "float", "upper end of the same", "nats per token"),
+        _column("prompts", "int", "prompts that both were measured on"),
+        _column("prompts_more", "int", "of them, those on which this model loses more"),
+        _column("p_adjusted", "float", "sign test of that number (Holm-adjusted for all rows)"),
+    ),
+)
+
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
 BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES)
+# Of probes that run when they are asked for: in reports where they did.
+ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY, head_tables.BY_HEAD))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, head_tables.BY_HEAD))}"
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from importlib import resources
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, run, vocabulary_size, world
 
 MAX_TOKENS = 512  # longer texts are cut
 CALIBRATION, MEASURED = "calibration", "measured"
@@ -84,16 +84,28 @@ def encode(model: HookedModel, text: str) -> Int[Tensor, " pos"]:
     return torch.tensor(ids)
 
 
+# How vocabulary files call them, in lower case.
+_SPECIAL_NAMES = {
+    "eos": ("<eos>", "</s>", "<|endoftext|>", "[eos]", "<end>"),
+    "bos": ("<bos>", "<s>", "[bos]"),
+    "pad": ("<pad>", "[pad]"),
+}
+
+
 def special_tokens(model: HookedModel, kind: str) -> list[int]:
     """Ids of the model's "eos", "bos" or "pad" tokens, as its tokenizer and its Hugging Face configuration have them.
 
-    Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 whatever the vocabulary).
+    A model without its original (a HookedTransformer) is asked for the `special_token_ids` that `load_model` leaves on
+    it. Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 whatever the vocabulary).
     """
     original = getattr(model, "original_model", None)
     holders = (tokenizer_of(model), getattr(original, "config", None), getattr(original, "generation_config", None))
+    values = [getattr(holder, f"{kind}_token_id", None) for holder in holders]
+    left = getattr(model, "__dict__", {})
+    values.append(left.get("special_token_ids", {}).get(kind))
+    values.append([i for i, name in left.get("token_names", {}).items() if name.lower() in _SPECIAL_NAMES[kind]])
     found: list[int] = []
-    for holder in holders:
-        value = getattr(holder, f"{kind}_token_id", None)
+    for value in values:
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, int) and 0 <= each < vocabulary_size(model) and each not in found:
                 found.append(each)
@@ -155,10 +167,11 @@ def _drawn(
 
 
 class _Generating:
-    """Logits of what comes next; with a key-value cache where the model is a bridge, whose original has one."""
+    """Logits of what comes next; with a key-value cache where a bridge's original or a HookedTransformer has one."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
+        self.hooked = world(model) == "HookedTransformer"
         original = getattr(model, "original_model", None)
         takes = inspect.signature(original.forward).parameters if original is not None else {}
         self.original = original if {"past_key_values", "use_cache"} <= set(takes) else None
@@ -166,6 +179,8 @@ class _Generating:
 
     def __call__(self, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch vocab"]:
         ids = rows.to(device_of(self.model))
+        if self.hooked:
+            return self._hooked(ids)
         if self.original is None:
             logits: Tensor = run(self.model, ids, return_type="logits")[:, -1]
             return logits
@@ -179,9 +194,27 @@ class _Generating:
         out: Tensor = found.logits[:, -1]
         return out
 
-    def keep(self, rows: Tensor) -> None:
-        if self.cache is not None and not bool(rows.all()):
-            self.cache.batch_select_indices(rows.nonzero()[:, 0].to(device_of(self.model)))
+    def _hooked(self, ids: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch vocab"]:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        new = ids if self.cache is None else ids[:, -1:]
+        if self.cache is None:
+            self.cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, device_of(self.model), len(ids))
+        with torch.no_grad():
+            logits: Tensor = self.model(new, past_kv_cache=self.cache, attention_mask=torch.ones_like(new))
+        return logits[:, -1]
+
+    def keep(self, rows: Bool[Tensor, " batch"]) -> None:
+        """Go on with these rows alone."""
+        if self.cache is None or bool(rows.all()):
+            return
+        kept = rows.nonzero()[:, 0].to(device_of(self.model))
+        if not self.hooked:
+            self.cache.batch_select_indices(kept)
+            return
+        self.cache.previous_attention_mask = self.cache.previous_attention_mask[kept]
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = entry.past_keys[kept], entry.past_values[kept]
 
 
 def default_tokens(

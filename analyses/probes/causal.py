@@ -40,6 +40,11 @@ _PASSES_PER_NORM = 1.5
 
 
 class Causal(Probe):
+    """Args: single_norm_prompts: on how many of the first prompts norms are taken one by one; 0: groups alone."""
+
+    def __init__(self, single_norm_prompts: int = SINGLE_NORM_PROMPTS) -> None:
+        self.single_norm_prompts = single_norm_prompts
+
     name = "causal"
     summary = "what the loss is with a term switched off"
     tables = (CAUSAL, CAUSAL_PROMPTS)
@@ -53,7 +58,7 @@ class Causal(Probe):
     absent = "what happens to the loss when a term is switched off in the running model"
 
     def start(self, view: View) -> Observer:
-        return _Watching(view)
+        return _Watching(view, self.single_norm_prompts)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
         measured = [p.tables["effects"] for p in pieces if "effects" in p.tables]
@@ -68,14 +73,14 @@ class Causal(Probe):
         return said(tables[CAUSAL.name], str(provenance.get("prompts", {}).get("source", "")))
 
     def cost(self, shape: Shape) -> Cost:
-        single = min(1.0, SINGLE_NORM_PROMPTS / max(1, len(shape.lengths)))
+        single = min(1.0, self.single_norm_prompts / max(1, len(shape.lengths)))
         return Cost(passes=_PASSES_OF_GROUPS + single * _PASSES_PER_NORM * (2 * shape.layers + 1))
 
 
 class _Watching(Observer):
     """Runs every prompt under every edit."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, single_norm_prompts: int) -> None:
         self.view, self.found = view, list[pd.DataFrame]()
         found = view.calibration
         assert found is not None
@@ -83,7 +88,12 @@ class _Watching(Observer):
         self.runs = None
         if members:
             self.runs = EditedRuns(
-                view.model, members, found.constants, sigmas=found.sigmas, meaningless=view.meaningless
+                view.model,
+                members,
+                found.constants,
+                sigmas=found.sigmas,
+                meaningless=view.meaningless,
+                single_norm_prompts=single_norm_prompts,
             )
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
@@ -140,8 +150,14 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
             **mine.iloc[0][["divisor", "divisor_first", "matched", "no_op"]],
         })  # fmt: skip
     frame = pd.DataFrame(rows, columns=CAUSAL.names)
-    frame["p_adjusted"] = prompt_intervals.holm(frame["p_adjusted"].to_list())
-    return frame
+    return frame.assign(p_adjusted=adjusted(frame))
+
+
+def adjusted(frame: pd.DataFrame) -> pd.Series[float]:
+    """The p-values in `p_adjusted`, adjusted (Holm) for the others that one would look through: the groups, or the
+    single norms, under one variant."""
+    family = [frame["sites"].isin(GROUPS), frame["variant"]]
+    return frame.groupby(family)["p_adjusted"].transform(lambda p: prompt_intervals.holm(p.to_list()))
 
 
 def by_prompt(measured: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -194,7 +210,8 @@ def notes_on(measured: Sequence[pd.DataFrame]) -> list[str]:
         )
     single = intact.loc[~intact["sites"].isin(GROUPS) & (intact["predicted"] > 0), "prompt"].nunique()
     if single < prompts:
-        found.append(f"causal: single norms were taken from the first {single} of {prompts} prompts")
+        first = f"from the first {single}" if single else "from none"
+        found.append(f"causal: single norms were taken {first} of {prompts} prompts")
     return found
 
 

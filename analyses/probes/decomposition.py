@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.probes.protocol import Context, Finding, Found, Needs, Piece, Probe
+from ln_probe.analyses.probes.protocol import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe
 from ln_probe.analyses.probes.sentences import largest
 from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.analyses.wording import percent
@@ -33,8 +33,8 @@ class Decomposition(Probe):
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         norms = tables[LAYERNORMS.name]
         return [
-            *(Finding(text, "projection", 50) for text in _projection(norms)),
-            *(Finding(text, "norms", 60) for text in _scaling(norms)),
+            *(Finding(text, "projection", DESCRIBED) for text in _projection(norms)),
+            *(Finding(text, "norms", DESCRIBED) for text in _scaling(norms)),
         ]
 
 

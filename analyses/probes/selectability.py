@@ -22,8 +22,10 @@ from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE
 from ln_probe.analyses.geometry.hull import KeyGeometry, attainable_attention, key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES
-from ln_probe.analyses.key_rows import HEAD, NORMALIZED, Collected, blocks
+from ln_probe.analyses.key_rows import GEOMETRY_PROMPTS, HEAD, NORMALIZED, Collected, blocks
 from ln_probe.analyses.probes.protocol import (
+    DESCRIBED,
+    NO_EFFECT,
     Context,
     Cost,
     Finding,
@@ -57,6 +59,7 @@ class Selectability(Probe):
     summary = "which keys a query can select, by what margin"
     tables = (Part(HEADS, tuple(c for c in HEADS.names if c not in _UNIFORMITY)), KEYS)
     needs = Needs(attention=True, calibration=True)
+    prompts = GEOMETRY_PROMPTS
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,
@@ -75,13 +78,14 @@ class Selectability(Probe):
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
-        said = (
-            (20, "attainable", _attainable(heads)),
-            (30, "unselectable", _selectable(heads, "head", "As attention sees them, per head")),
-            (70, "margins", _margins(heads)),
-            (80, "geometry", _selectable(heads, "normalized", "At the norm's output")),
-        )
-        return [Finding(text, picture, rank) for rank, picture, texts in said for text in texts]
+        found = provenance.get("prompts", {})
+        even = found["count"] / found["tokens"] if found.get("tokens") else math.nan
+        return [
+            *_attainable(heads, even),
+            *_selectable(heads, "head", "As attention sees them, per head", "unselectable"),
+            *_margins(heads),
+            *_selectable(heads, "normalized", "At the norm's output", "geometry"),
+        ]
 
     def marks(self, pieces: Sequence[Piece]) -> Iterator[Marks]:
         for block in blocks(pieces):
@@ -183,7 +187,7 @@ def _per_key(tokens: float) -> float:
 # --------------------------------------------------------------------------------------------------------- findings
 
 
-def _margins(heads: pd.DataFrame) -> list[str]:
+def _margins(heads: pd.DataFrame) -> list[Finding]:
     """How far the strongest query can raise a key above the others."""
     one, two = medians(heads, "margin_median")
     if math.isnan(one):
@@ -194,7 +198,7 @@ def _margins(heads: pd.DataFrame) -> list[str]:
     low_one, low_two = medians(heads, "margin_p05")
     if not math.isnan(low_two) and max(low_one, low_two) > 0:
         text += f". For the hardest twentieth of keys: {number(low_one)} against {number(low_two)} nats"
-    return [text + "."]
+    return [Finding(text + ".", "margins", DESCRIBED)]
 
 
 def _raises(margin: float) -> str:
@@ -204,22 +208,29 @@ def _raises(margin: float) -> str:
     return f"raises a typical key {number(margin)} nats above every other"
 
 
-def _attainable(heads: pd.DataFrame) -> list[str]:
-    """How much attention keys can get, and how much less or more without scaling."""
+def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
+    """How much attention keys can get, how much less or more without scaling, and what an even share would be.
+
+    Of queries at the last position: what keys really received is the largest weight over all queries that see them, and
+    so is not set beside it.
+    """
     one, two = medians(heads, "attainable_median")
     if math.isnan(one):
         return []
     low_one, low_two = medians(heads, "attainable_p05")
+    share = "" if math.isnan(even) else f" (an even share of a prompt of average length: {percent(even)})"
     if math.isnan(two):
-        return [
+        text = (
             f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
-            f"position, one of the hardest twentieth {percent(low_one)}."
-        ]
+            f"position{share}, one of the hardest twentieth {percent(low_one)}."
+        )
+        return [Finding(text, "attainable", DESCRIBED)]
     text = (
         f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
         f"position ({percent(two)} without scaling), one of the hardest twentieth {percent(low_one)} "
-        f"({percent(low_two)})"
+        f"({percent(low_two)}){share}"
     )
+    size = abs(two - one)
     per_layer = {v: of_variant(heads, v).groupby("layer")["attainable_p05"].median() for v in ("intact", "no_scaling")}
     change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
     if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
@@ -229,18 +240,20 @@ def _attainable(heads: pd.DataFrame) -> list[str]:
             f"; it matters most in layer {layer}, where without scaling its hardest keys can get {percent(after)} "
             f"instead of {percent(before)}"
         )
-    return [text + "."]
+        size = max(size, abs(after - before))
+    return [Finding(text + ".", "attainable", DESCRIBED, size=size)]
 
 
-def _selectable(heads: pd.DataFrame, space: str, where: str) -> list[str]:
+def _selectable(heads: pd.DataFrame, space: str, where: str, picture: str) -> list[Finding]:
     """Keys in the hull of the others, in one space."""
     if not len(heads) or heads["keys"].isna().all():
         return []
-    parts = []
+    parts, shares = [], []
     for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
         rows = of_variant(heads, variant, space)
         if len(rows) and rows["keys"].sum():
-            parts.append(f"{100 * rows['unselectable'].sum() / rows['keys'].sum():.1f} % {name}")
+            shares.append(float(rows["unselectable"].sum() / rows["keys"].sum()))
+            parts.append(f"{100 * shares[-1]:.1f} % {name}")
     if not parts:
         return []
     rows = heads[heads["space"] == space]
@@ -249,4 +262,7 @@ def _selectable(heads: pd.DataFrame, space: str, where: str) -> list[str]:
         known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
     elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
         known = " The intact figure is so by theorem (keys on a sphere)."
-    return [f"{where}, keys that no query can select: {', '.join(parts)}.{known}"]
+    size = abs(shares[1] - shares[0]) if len(shares) > 1 and not known else 0.0
+    count = int(rows.groupby("variant")["keys"].sum().max())
+    text = f"{where}, keys that no query at the last position can select: {', '.join(parts)} (of {count}).{known}"
+    return [Finding(text, picture, NO_EFFECT if known.startswith(" All") else DESCRIBED, size=size)]

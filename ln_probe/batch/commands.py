@@ -46,6 +46,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit; Pythi
 Checkpoints = Annotated[str | None, typer.Option(help="Training steps, 0,1000,…, or 'all'.")]
 Keys = Annotated[str, typer.Option(help="Rows of the keys table: 'hardest' or 'all'.")]
 Seed = Annotated[int, typer.Option(help="Of sampled prompts and keys.")]
+Vocab = Annotated[Path | None, typer.Option(help="Token strings for a model without a tokenizer: JSON, or one a line.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt weights (weights_only).")]
 EngineName = Annotated[str, typer.Option("--engine", help="'local' processes or a 'ray' cluster.")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; 'auto' finds one, none starts one here.")]
@@ -86,6 +87,8 @@ class Wish:
     revision: str | None
     checkpoints: str | None
     allow_pickle: bool
+    vocab: Path | None = None
+    quiet: bool = False
 
 
 def report(
@@ -103,6 +106,7 @@ def report(
     keys: Keys = "hardest",
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     engine: EngineName = "local",
     address: Address = None,
     workers: Workers = None,
@@ -117,7 +121,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, vocab, quiet,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -162,6 +166,7 @@ def plan(
     keys: Keys = "hardest",
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     workers: Workers = None,
     shard: Shard = None,
     as_json: AsJson = False,
@@ -169,7 +174,7 @@ def plan(
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, vocab,
     )  # fmt: skip
     _plan(wish, out, workers, as_json)
 
@@ -261,11 +266,14 @@ def _work(
 ) -> None:
     """Have all units of the schedule done; exits where nobody can go on."""
     from ln_probe.batch.drive import StoppedError, drive
+    from ln_probe.batch.engines import LocalEngine
 
     if not len(schedule):
         return
     engine = _engine(run, schedule, engine_name, address, workers, gpus)
     display.workers = engine.workers
+    if isinstance(engine, LocalEngine):
+        display.pulses = engine.pulses
     try:
         drive(engine, schedule, display)
     except StoppedError as error:
@@ -354,12 +362,16 @@ def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
 def _targets(wish: Wish) -> list[Target]:
     import ln_probe
     from ln_probe.batch.suite import SuiteError, suite
+    from ln_probe.measuring.live import Live
 
     names = wish.models or tuple(ln_probe.bundled_models())
     if not names:
         raise refuse("no model given, and this installation has no bundled checkpoints")
+    if not wish.quiet:
+        typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
     try:
-        return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
+        with Live(quiet=wish.quiet):
+            return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
     except SuiteError as error:
         raise refuse(str(error)) from error
 
@@ -369,6 +381,7 @@ def _settings(wish: Wish) -> Settings:
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.measuring.settings import KEYS, Settings
     from ln_probe.prompting.sources import check_source
+    from ln_probe.prompting.vocabulary import read_vocabulary
 
     known = ", ".join(entries())
     wanted = DEFAULT if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
@@ -387,7 +400,13 @@ def _settings(wish: Wish) -> Settings:
             check_source(str(wish.prompts))
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed)
+    vocab = None if wish.vocab is None else str(wish.vocab.resolve())
+    if vocab is not None:
+        try:
+            read_vocabulary(vocab)
+        except (FileNotFoundError, ValueError) as error:
+            raise refuse(str(error)) from error
+    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed, vocab)
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:

@@ -144,7 +144,8 @@ class Worker:
         assert tokens is not None
         shards = range(self.run.corpus.shards)
         found = passes.calibrate(pair for shard in shards for pair in tokens[shard].numbered())
-        prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows))
+        names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
+        prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows), names.__getitem__)
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)

@@ -128,6 +128,9 @@ def into_world(
         notes.append(f"log-probabilities before and after {done} agree to {change:.1e}")
     if pretrained.tokenizer is not None:
         notes.extend(_settle_tokenizer(model, pretrained))
+    # Conversion to HookedTransformer drops them; a bridge would hand a plain assignment on to what it wraps.
+    kinds = ("eos", "bos", "pad")
+    model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
     remember(
         model,
         replace(

@@ -14,7 +14,8 @@ KEYS = ("hardest", "all")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, and the seed of samples."""
+    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, and a file
+    of token strings."""
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
@@ -22,6 +23,7 @@ class Settings:
     keys: str = "hardest"
     max_tokens: int = 512
     seed: int = 0
+    vocab: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.probes, str) or not self.probes:
@@ -37,7 +39,7 @@ class Settings:
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Settings:
         """The settings that `plain` was made from; further entries are ignored."""
-        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls)}
+        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from ln_probe.hooks.default_tokens import (
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, entries
 
+# How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
+_SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
 _FEW_TOKENS = 20  # of which a third can be the same by chance
 
 
@@ -52,23 +55,53 @@ class Prompts:
     @property
     def summary(self) -> dict[str, Any]:
         """What a report's provenance says of them."""
-        return summary(self.source, self.tokens)
+        return summary(self.source, self.tokens, self.name_of)
 
 
-def summary(source: str, rows: Iterable[Int[Tensor, " _"]]) -> dict[str, Any]:
-    """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts."""
+def summary(
+    source: str, rows: Iterable[Int[Tensor, " _"]], name_of: Callable[[int], str] | None = None
+) -> dict[str, Any]:
+    """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts.
+
+    With `name_of`, also what a reader can judge them by: how the first of them begin, the commonest tokens with their
+    shares, and how many prompts are the same as an earlier one.
+    """
     digest = hashlib.sha256()
     lengths = []
+    counts = Counter[int]()
+    seen: set[tuple[int, ...]] = set()
+    begin: list[str] = []
     for row in rows:
-        digest.update(np.asarray([len(row), *row.tolist()], np.int64).tobytes())
+        ids = row.tolist()
+        digest.update(np.asarray([len(row), *ids], np.int64).tobytes())
         lengths.append(len(row))
+        counts.update(ids)
+        seen.add(tuple(ids))
+        if name_of is not None and len(begin) < _SHOWN_PROMPTS:
+            begin.append("".join(_spaced([name_of(i) for i in ids[:_SHOWN_TOKENS]])))
+    shown: dict[str, Any] = {}
+    if name_of is not None:
+        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_COMMONEST]
+        shown = {
+            "commonest": {name_of(i): round(n / sum(lengths), 4) for i, n in common},
+            "repeated": len(lengths) - len(seen),
+            "begin": begin,
+        }
     return {
         "source": source,
         "count": len(lengths),
         "tokens": sum(lengths),
         "longest": max(lengths, default=0),
         "sha256": digest.hexdigest(),
+        **shown,
     }
+
+
+def _spaced(names: Sequence[str]) -> list[str]:
+    """Token strings as one text: spaces go between names of tokens (`<EOS>`, ids), not between pieces of words."""
+    words = all(n.isdigit() or (n[:1] == "<" and n[-1:] == ">") or len(n) > 1 for n in names)
+    pieces = any(n[:1].isspace() for n in names)
+    return [n if pieces or not words else f"{n} " for n in names]
 
 
 def make_prompts(
@@ -178,8 +211,10 @@ def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], s
 
 
 def namer(model: HookedModel) -> Callable[[int], str]:
-    """The string of a token id (the id itself where there is no tokenizer)."""
+    """The string of a token id: of the vocabulary file or the tokenizer; the id itself where there is neither."""
     tokenizer = tokenizer_of(model)
+    if (names := vars(model).get("token_names")) is not None:
+        return lambda i: names.get(i, str(i))
     return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
 
 

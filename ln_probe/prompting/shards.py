@@ -25,7 +25,7 @@ class ShardedCorpus:
     Attributes:
         given: "default", "sampled", or the file or data set.
         source: what reports call it.
-        count: number of prompts (of sampled ones: at most this).
+        count: number of prompts (of sampled ones: at least this; the last shard takes what there is more).
         sha256: hash of all of them, however they are divided; empty for prompts that come from the model.
         per_shard: prompts in a shard.
         file_sha256: of the file they were read from, to notice that it has changed; empty for a data set.
@@ -57,11 +57,11 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_ROUNDS, SAMPLED_SEQUENCES, bundled_texts
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_texts
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
-    sampled = SAMPLED_ROUNDS * SAMPLED_SEQUENCES[MEASURED]
+    sampled = SAMPLED_SEQUENCES[MEASURED]
     if given == SAMPLED:
         return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", per_shard)
     if given is None:

@@ -92,7 +92,9 @@ class TokenShards:
                 self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
             made = self._sampled
             source, notes = made.source, made.notes
-            rows, given = made.tokens[first : first + size], made.given[first : first + size]
+            # More were drawn where sequences are short: the last shard takes the rest.
+            end = None if shard == self.run.corpus.shards - 1 else first + size
+            rows, given = made.tokens[first:end], made.given[first:end]
         elif file.is_file():
             try:
                 made = make_prompts(model, file, max_tokens=settings.max_tokens)

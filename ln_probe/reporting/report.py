@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "report.json"
 FORMAT = 3
+# Tables of reports that do not say which they have.
+_OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 READ = (2, 3)  # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions
 
 
@@ -149,7 +151,11 @@ def load_report(folder: str | Path) -> Report:
     own = {t.name: t for t in declared_here.BUILT_IN}
     names = dict.fromkeys((*own, *described, *sorted(p.stem for p in folder.glob("[!.]*.parquet"))))
     tables, declared = dict[str, pd.DataFrame](), dict[str, Table]()
+    expected = set(described) or _OF_0_1_0
     for name in names:
+        if name not in expected and name in own and not (folder / f"{name}.parquet").exists():
+            tables[name], declared[name] = own[name].empty(), own[name]  # a table that came later
+            continue
         tables[name], declared[name] = _read(folder / f"{name}.parquet", described.get(name), own.get(name))
     kept = folder / EXHIBITS_FILE
     if not kept.exists():

@@ -57,14 +57,14 @@ def measured(
     return effects, causal_table.table(frames), [*effects.notes(), *causal_table.notes_on(frames)]
 
 
-def forward_passes(model: Any, effects: EditedRuns) -> int:
-    """How often a prompt goes through the model: calls of its final norm, which no edit passes over."""
+def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
+    """Rows of every batch that goes through the model: those of its final norm, which no edit passes over."""
     (final,) = [s for s in find_sites(model) if s.reads == "unembed"]
-    calls: list[int] = []
-    handle = final.module.register_forward_hook(lambda *_: calls.append(1))
+    rows: list[int] = []
+    handle = final.module.register_forward_hook(lambda _m, _args, output: rows.append(len(output)))
     effects.measure(0, PROMPTS[0])
     handle.remove()
-    return len(calls)
+    return rows
 
 
 FEW = (
@@ -158,8 +158,9 @@ def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[...
 def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("llama")
     effects, table, _ = measured(model)
-    # scaling at four sites, and at the final one and three more groups with two constants and with one
-    assert forward_passes(model, effects) == 1 + 4 + 2 * 4
+    # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
+    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together.
+    assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2]
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
     assert (kept["delta_loss"] == 0).all()

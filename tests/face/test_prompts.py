@@ -24,6 +24,7 @@ from ln_probe.hooks.default_tokens import (
     special_tokens,
 )
 from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompting.vocabulary import name_tokens, read_vocabulary
 
 
 class Letters:
@@ -114,7 +115,11 @@ def test_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any
     assert all(int(row[0]) == 7 for row in sample(model, limit=9, seed=0))
 
 
-def test_sampling_with_a_cache_is_sampling(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world", ["bridge", "hooked"])
+def test_sampling_with_a_cache_is_sampling(
+    world: str, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model = model if world == "bridge" else request.getfixturevalue("make_hooked")()
     kept = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
     monkeypatch.setattr(default_tokens._Generating, "__init__", without_cache)
     whole = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
@@ -122,7 +127,7 @@ def test_sampling_with_a_cache_is_sampling(model: Any, monkeypatch: pytest.Monke
 
 
 def without_cache(self: Any, model: Any) -> None:
-    self.model, self.original, self.cache = model, None, None
+    self.model, self.original, self.cache, self.hooked = model, None, None, False
 
 
 def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
@@ -181,3 +186,34 @@ def test_text_without_a_tokenizer(model: Any) -> None:
         ValueError, match="this model has no tokenizer, so text cannot be turned into tokens: pass token ids"
     ):
         make_prompts(model, ["hello"])
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.json", '{"the": 0, "cat": 1, "<EOS>": 2}'),
+    ("b.json", '{"0": "the", "1": "cat", "2": "<EOS>"}'),
+    ("c.json", '["the", "cat", "<EOS>"]'),
+    ("d.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"the": 0, "cat": 1, "<EOS>": 2}}}'),
+    ("e.txt", "the\ncat\n<EOS>\n"),
+])  # fmt: skip
+def test_vocabulary_files(name: str, content: str, tmp_path: Path, model: Any) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_vocabulary(tmp_path / name) == {0: "the", 1: "cat", 2: "<EOS>"}
+    name_tokens(model, tmp_path / name)
+    made = make_prompts(model, torch.tensor([[0, 1, 2, 7]]))
+    assert made.strings == (("the", "cat", "<EOS>", "7"),)
+    assert special_tokens(model, "eos") == [2]
+    assert made.summary["begin"] == ["the cat <EOS> 7 "]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.json", "{", "is not a readable vocabulary: JSONDecodeError"),
+    ("b.json", '{"x": 1.5}', "holds no vocabulary: it takes JSON"),
+    ("c.json", '{"x": 1, "y": 1}', "gives two tokens the same id"),
+    ("d.json", '{"x": 50}', r"names token 50, and the model has 0 … 49: another model's file\?"),
+    ("missing.txt", None, "no vocabulary file"),
+])  # fmt: skip
+def test_bad_vocabulary_files(name: str, content: str | None, said: str, tmp_path: Path, model: Any) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        name_tokens(model, tmp_path / name)

@@ -82,7 +82,10 @@ def test_with_a_cache_later_tokens_are_not_position_0(
             from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
 
             cache = Cache.init_cache(model.cfg, "cpu", 2)
-            steps = [model(part, past_kv_cache=cache) for part in (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1))]
+            steps = [
+                model(part, past_kv_cache=cache, attention_mask=torch.ones_like(part))
+                for part in (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1))
+            ]
         else:
             steps, cache = [], None
             for part in (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1)):
