@@ -156,7 +156,7 @@ class SharedPasses:
         edits = [_RowEdit(rows, mine) for mine in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
         with ExitStack() as stack:
-            stack.enter_context(_passed_over(blocks(self.model)[:start], unedited.outputs, rows))
+            stack.enter_context(passed_over(blocks(self.model)[:start], unedited.outputs, rows))
             stack.enter_context(installed(self.model, edits))
             if whole:
                 stack.enter_context(self._watching(seen))
@@ -364,7 +364,7 @@ class _RowEdit(Edit):
 
 
 @contextmanager
-def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
+def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
     """While it lasts these blocks compute nothing and return what they returned before; the last of them for every row
     of the batch."""
 

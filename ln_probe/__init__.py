@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
+    from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
     from ln_probe.reporting.comparison import Comparison, compare
@@ -34,6 +35,7 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
+    "outlier_tokens": "ln_probe.analyses.outliers",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -51,6 +53,7 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "outlier_tokens",
 ]
 
 

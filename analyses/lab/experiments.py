@@ -128,6 +128,13 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
     ),
+    "remove_norm": Experiment(
+        "ln_probe.analyses.lab.removal.remove_norm",
+        "the bundled lm-layernorm fine-tuned while its norms become constants, beside the same with its norms kept",
+        "Heimersheim 2024; Baroni et al. 2025",
+        seeds=3, quick_seeds=1, duration="about 30 minutes (6 runs of 5 minutes)", quick_duration="1 minute",
+        needs_text=True,
+    ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",

@@ -70,6 +70,23 @@ class Report(Contents):
 
         return AttentionView(self.exhibits, layer, prompt)
 
+    def by_head(self, sort: str | None = None) -> pd.DataFrame:
+        """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.
+
+        Args:
+            sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
+
+        Returns:
+            A row per (layer, head); `ln_probe.analyses.head_tables.BY_HEAD` says what the columns mean. The picture of
+            it is `ln_probe.render.heads.heads_map`.
+
+        Raises:
+            ValueError: no such column.
+        """
+        from ln_probe.reporting.by_head import by_head
+
+        return by_head(self, sort)
+
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page that opens offline; the path written."""
         from ln_probe.render.page import report_page

@@ -72,6 +72,7 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     report = ln_probe.load_report(OLD)
     assert {n: len(t) for n, t in report.tables.items()} == {
         "layernorms": 3, "heads": 12, "keys": 92, "causal": 28, "causal_prompts": 0, "unembedding": 0,
+        "head_effects": 0, "sinks": 0, "sink_heads": 0, "token_sizes": 0, "outlier_dimensions": 0,
     }  # fmt: skip
     for table in BUILT_IN:
         gone = ["delta_loss_tail"] if table.name == "causal" else []  # kept where it is known
