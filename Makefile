@@ -23,6 +23,7 @@ lint: $(VENV)/.installed-dev    ## style and types
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
 	$(BIN)/python bench/decomposition.py
+	$(BIN)/python bench/attribution.py
 	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/lab.py

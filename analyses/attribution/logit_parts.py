@@ -166,9 +166,7 @@ def attribute_logits(
         other = token_ids(hooked, against)
     asked = direction(hooked, chosen, other, _names(hooked))
     table, total, sigma = _table(split, final, where, asked)
-    from_model = float(own[chosen].mean())
-    if other is not None:
-        from_model -= float(own.mean() if isinstance(other, str) else own[other].mean())
+    from_model = float(logit_asked(hooked, own, chosen, other))
     bound, scale = wiring.bound(where, seen.dtype), max(float(own.abs().max()), 1e-300)
     cap = soft_cap(hooked)  # as the config declares it: whether the model does it is seen
     if cap and abs(total - from_model) > bound * scale:
@@ -181,6 +179,19 @@ def attribute_logits(
     else:
         cap = 0.0
     return LogitAttribution(table, total, from_model, scale, bound, asked.label, sigma, cap)
+
+
+def logit_asked(
+    model: HookedModel, logits: Float64[Tensor, " d_vocab"] | Tensor, target: Tokens | None, against: Tokens | None
+) -> Tensor:
+    """The logit, or the difference, that `target` and `against` mean, with its graph."""
+    chosen = [int(logits.argmax())] if target is None else token_ids(model, target)
+    found = logits[chosen].mean()
+    if against is None:
+        return found
+    if isinstance(against, str) and against == MEAN:
+        return found - logits.mean()
+    return found - logits[token_ids(model, against)].mean()
 
 
 def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
