@@ -65,7 +65,7 @@ def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     return lambda: observer.prompt(0, tokens)
 
 
-def measure(part: str, vocabulary: int) -> dict[str, float]:
+def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
     torch.set_num_threads(THREADS)
     model = gpt2_small(vocabulary)
     tokens = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
@@ -74,7 +74,7 @@ def measure(part: str, vocabulary: int) -> dict[str, float]:
     if part != "forward":
         wanted()
     taken: dict[str, list[float]] = {n: [] for n in ("wall", "processor", "bare_wall", "bare_processor")}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name, act in (("", wanted), ("bare_", bare)):
             start, used = time.perf_counter(), time.process_time()
             act()
@@ -88,9 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     arguments = parser.parse_args()
     if arguments.part:
-        print(json.dumps(measure(arguments.part, arguments.vocabulary)))
+        print(json.dumps(measure(arguments.part, arguments.vocabulary, arguments.repeats)))
         return
     threads = {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     print(f"\nattribution: GPT-2 small's shape, {TOKENS} tokens, {THREADS} threads")
@@ -99,6 +100,7 @@ def main() -> None:
     base = 0.0
     for part in PARTS:
         command = [sys.executable, __file__, "--part", part, "--vocabulary", str(arguments.vocabulary)]
+        command += ["--repeats", str(arguments.repeats)]
         done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         base = base or found["peak_mb"]

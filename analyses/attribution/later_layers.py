@@ -86,16 +86,17 @@ def attribute_through_layers(
         logits = hooked(ids[None], return_type="logits")[0, at]
         asked = logit_asked(hooked, logits, target, against)
         found = seen.effects(asked)
+    total = float(asked.detach())
     rows = direct.table.set_index("part")["contribution"]
     table = [
         (p.name, p.kind, p.layer, p.index, float(rows.get(p.name, 0.0)), v - float(rows.get(p.name, 0.0)), v)
         for p, v in found.items()
     ]
     remainders = pd.DataFrame(
-        [(layer, value, float(asked) - value) for layer, value in seen.first_order.items()],
+        [(layer, value, total - value) for layer, value in seen.first_order.items()],
         columns=["layer", "first_order", "remainder"],
     )
-    return LayersAttribution(pd.DataFrame(table, columns=list(COLUMNS)), remainders, float(asked), direct.label)
+    return LayersAttribution(pd.DataFrame(table, columns=list(COLUMNS)), remainders, total, direct.label)
 
 
 class _Watched:
@@ -165,9 +166,12 @@ class _Watched:
         def product(kept: dict[Any, Tensor], key: Any) -> float:
             return float((by[id(kept), key].double() * kept[key].detach().double()).sum())
 
-        size = max(abs(float(asked)), 1e-300)
+        size = max(abs(float(asked.detach())), 1e-300)
         for layer in self.queries:
-            if float(by[id(self.queries), layer].abs().max()) * float(self.queries[layer].abs().max()) > _HELD * size:
+            if (
+                float(by[id(self.queries), layer].abs().max()) * float(self.queries[layer].detach().abs().max())
+                > _HELD * size
+            ):
                 raise AttributionError(
                     f"the attention pattern of layer {layer} cannot be held: this world shows it after it was used. "
                     "Load the model as a HookedTransformer (TransformerLens 3.9), or use attribute_logits"
