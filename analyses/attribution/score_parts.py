@@ -244,7 +244,7 @@ def attribute_scores(
     typical = float(site.sigma(seen.x[visible].double()).median())
 
     def side(W: Tensor, b: Tensor, norm: Site | None, places: list[int], name: str) -> _Side:
-        """The mean over these positions, a few at a time: 512 keys of GPT-2's shape at once would take 0.2 GB a layer."""
+        """The mean over these positions; 512 keys of GPT-2's shape at once would take 0.2 GB a layer."""
         made: _Side | None = None
         for some in (places[i : i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
             few, at = split.rows([rows.index(p) for p in some]), torch.tensor(some)
