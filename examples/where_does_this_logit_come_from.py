@@ -24,24 +24,23 @@ import torch
 import ln_probe
 from ln_probe.analyses.attribution import attribute_through_layers
 from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.prompting.prompts import make_prompts
 
 model = ln_probe.load_model("lm-layernorm")
 text = "The lamp was lit before the ships came home, and the"
 found = ln_probe.attribute_logits(model, text)  # the model's own first choice at the last position
-found.check()  # raises if the parts do not add up to the model's own logit
-
-# %%
-found
+found.check()  # itself; raises if the parts do not add up to the model's own logit
 
 # %% [markdown]
 # Every bar is `w·gain·P x_p / sigma` of a part p; the tick is what the part would give if the norm did not project.
 # The column `projection` adds up to what taking projection away from the final norm does to the logit:
 
 # %%
-tokens = torch.tensor([model.tokenizer(text)["input_ids"]])
+tokens = make_prompts(model, [text]).tokens[0][None]
 target = int(model(tokens)[0, -1].argmax())
 with torch.no_grad(), without(model, "projection", sites=["ln_final"]):
     edited = float(model(tokens)[0, -1, target])
+assert abs(found.table["projection"].sum() - (found.own - edited)) < found.bound * found.scale
 pd.Series(
     {"column `projection`, summed": found.table["projection"].sum(), "the running model": found.own - edited}
 ).to_frame("change of the logit")
@@ -82,7 +81,7 @@ layers.remainders
 # is held.
 
 # %%
-other = torch.tensor([model.tokenizer(text.replace("lamp", "door").replace("ships", "men"))["input_ids"]])
+other = make_prompts(model, [text.replace("lamp", "door").replace("ships", "men")]).tokens[0][None]
 length = min(tokens.shape[1], other.shape[1])
 clean, corrupt = tokens[:, -length:], other[:, -length:]
 names = [f"blocks.{layer}.attn.hook_z" for layer in range(model.cfg.n_layers)]

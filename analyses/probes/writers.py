@@ -50,7 +50,7 @@ class WritersProbe(Probe):
         return _Watching(view)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
-        rows = next((p.info["rows"] for p in pieces if p.info.get("rows")), [])
+        rows: list[dict[str, Any]] = next((p.info["rows"] for p in pieces if p.info.get("rows")), [])
         notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
         if not rows:
             return Found({WRITERS.name: WRITERS.empty()}, notes)
