@@ -1,16 +1,21 @@
 """What a model loses when projection, scaling or both are taken away: the loss, the predictions, the attention.
 
 Every norm alone, and every group of them (what attention reads, what MLPs read, the final norm, all), is run under the
-four variants with scale frozen at the site's mean sigma (`ln_probe.hooks.without`). On each prompt, against the
-unedited model:
+four variants with scale frozen at the site's two mean sigmas, at position 0 and elsewhere (`ln_probe.hooks.without`).
+On each prompt, against the unedited model:
 
     delta_loss       change of the mean next-token loss, nats
     kl               KL(unedited ‖ edited) of the next-token distributions, mean over positions, nats
     top1_agreement   share of positions with the same most likely token
     entropy_change   change of attention entropy over log(visible keys), mean over layers, heads and queries
-    delta_loss_tail  delta_loss of `no_scaling` if position 0 keeps its own sigma: a frozen scale makes an attention
-                     sink's vectors longer by as much as its sigma is larger (SmolLM2-135M, layer 16: +32.1 nats with
-                     position 0, +0.003 without)
+
+and of groups also with the other ways of taking scaling away:
+
+    delta_loss_uniform    one constant everywhere: makes an attention sink's vectors longer by as much as its sigma is
+                          larger, and measures that (SmolLM2-135M, layer 16: +32.1 nats, +0.003 with two constants)
+    delta_loss_resampled  every token with the sigma of a calibration token drawn at random
+
+Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS).
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
 once (`shared_passes`).
@@ -31,18 +36,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attention_spread import entropy_ratio
-from ln_probe.analyses.shared_passes import Job, SharedPasses, Sums
-from ln_probe.hooks.edits import Change, Edit
+from ln_probe.analyses.next_tokens import Sums
+from ln_probe.analyses.shared_passes import Job, SharedPasses
+from ln_probe.hooks.edits import Edit
+from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
-MEASURES = ("nll", "nll_tail", "predicted", "kl", "agree", "positions", "entropy", "queries")
-PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "matched", "no_op")
+MEASURES = ("nll", "nll_uniform", "nll_resampled", "predicted", "kl", "agree", "positions", "entropy", "queries")
+PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_first", "matched", "no_op")
+_OF_GROUPS = ("nll_uniform", "nll_resampled")
 
-FROZEN, TAIL = "frozen", "tail"  # ways in which scaling is taken away
+# Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
+# correction over the norms of a model of fifty layers.
+SINGLE_NORM_PROMPTS = 12
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
 _Signature = tuple[tuple[str, bool, bool], ...]
@@ -53,6 +64,10 @@ class _Row:
     sites: str
     variant: str
     members: tuple[Site, ...]
+
+    @property
+    def is_group(self) -> bool:
+        return self.sites in GROUPS
 
     @property
     def signature(self) -> _Signature:
@@ -67,7 +82,9 @@ class EditedRuns:
     Args:
         model: any hooked model.
         sites: its norms (those of some layers alone: groups then hold only these).
-        constants: what replaces sigma, by site.
+        constants: what replaces sigma, by site (a number: the same at position 0).
+        sigmas: to draw resampled ones from; without them there are none.
+        seed: of resampled sigmas.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -76,12 +93,16 @@ class EditedRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, float],
+        constants: Mapping[str, Constant | float],
         *,
+        sigmas: Mapping[str, Sigmas] | None = None,
+        seed: int = 0,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
-        self.model, self.constants, self.matched, self.meaningless = model, constants, matched, meaningless
+        self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
+        self.constants = {name: Constant.of(given) for name, given in constants.items()}
+        self.sigmas = sigmas or {}
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -116,36 +137,51 @@ class EditedRuns:
             passes = SharedPasses(self.model, list(self.sites.values()), self.attentions, self._entropies)
             unedited = passes.unedited(tokens)
             self.outputs = unedited.vocabulary
+            rows = self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]
             jobs: dict[tuple[_Signature, str], Job] = {}
-            for row in self.rows:
+            for row in rows:
                 if row.signature and not self._is_lost(row):
-                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens))}
+                    jobs |= {(row.signature, scale): job for scale, job in self._jobs(row, prompt, len(tokens))}
             effects = passes.effects(tokens, unedited, jobs)
             intact = unedited.reference.itself() | dict(
                 zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
             )
-        rows = [
+        found = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant}
             | self._sums(row, intact, effects, len(tokens))
             | self._about(row)
-            for row in self.rows
+            for row in rows
         ]
-        return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
+        return pd.DataFrame(found, columns=list(PROMPT_COLUMNS))
 
     def _is_lost(self, row: _Row) -> bool:
         return bool(row.signature) and any(s.name in self.lost for s in row.members)
 
-    def _jobs(self, row: _Row, length: int) -> Iterator[tuple[str, Job]]:
-        """The ways in which a row is run: frozen, and once more with position 0 left intact."""
-        yield FROZEN, Job(self._edits(row))
-        if row.variant == "no_scaling" and not self.no_loss:
-            edits = self._edits(row)
-            for edit in edits:
-                edit.change = _keeping_first(edit.site, edit.change, length)
-            yield TAIL, Job(edits, whole=False)
+    def _jobs(self, row: _Row, prompt: int, length: int) -> Iterator[tuple[str, Job]]:
+        """The ways in which a row is run: groups also with the other ways of taking scaling away, for the loss."""
+        yield FROZEN, Job(self._edits(row, FROZEN, prompt, length))
+        taken = [s for s in row.members if takes_scaling(s, row.variant)]
+        if row.is_group and taken and not self.no_loss:
+            yield UNIFORM, Job(self._edits(row, UNIFORM, prompt, length), whole=False)
+            if all(s.name in self.sigmas for s in taken):
+                yield RESAMPLED, Job(self._edits(row, RESAMPLED, prompt, length), whole=False)
 
-    def _edits(self, row: _Row) -> list[Edit]:
-        return [make_edit(s, row.variant, self.constants.get(s.name)) for s in row.members]
+    def _edits(self, row: _Row, scale: str, prompt: int, length: int) -> list[Edit]:
+        positions = Positions()
+        positions.shape = 1, length  # each edit sees its own row of a batch
+        return [
+            make_edit(
+                s, row.variant, self._divisor(s, scale, prompt) if takes_scaling(s, row.variant) else None, positions
+            )
+            for s in row.members
+        ]
+
+    def _divisor(self, site: Site, scale: str, prompt: int) -> Divisor | None:
+        constant = self.constants.get(site.name)
+        if scale == RESAMPLED:
+            # Drawn anew for every prompt, and the same whoever measures it.
+            return Resampled(self.sigmas[site.name], f"{self.seed}/{site.name}/{prompt}")
+        return constant.uniform if constant is not None and scale == UNIFORM else constant
 
     def _sums(
         self, row: _Row, intact: Sums, effects: Mapping[tuple[_Signature, str], Sums], length: int
@@ -154,8 +190,12 @@ class EditedRuns:
         if self._is_lost(row):
             return dict.fromkeys(MEASURES, math.nan)
         found = effects[row.signature, FROZEN] if row.signature else intact
-        tail = effects.get((row.signature, TAIL), {"nll": math.nan}) if row.signature else intact
-        losses = {"nll": found["nll"], "nll_tail": tail["nll"]}
+        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
+        if row.is_group:
+            untouched = not any(takes_scaling(s, row.variant) for s in row.members)
+            for name, scale in zip(_OF_GROUPS, (UNIFORM, RESAMPLED), strict=True):
+                other = found if untouched else effects.get((row.signature, scale))
+                losses[name] = math.nan if other is None else other["nll"]
         compared = {"kl": found["kl"], "agree": found["agree"]}
         if self.no_loss or self.meaningless:
             losses = dict.fromkeys(losses, math.nan)
@@ -171,7 +211,10 @@ class EditedRuns:
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
         alone = row.members[0] if len(row.members) == 1 else None
         return {
-            "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor": self.constants[alone.name].rest if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor_first": (
+                self.constants[alone.name].first if alone and takes_scaling(alone, row.variant) else math.nan
+            ),
             "matched": self.matched,
             "no_op": "; ".join(sorted(set(reasons))) if all(reasons) else "",
         }
@@ -200,21 +243,6 @@ class EditedRuns:
                 return entropy_ratio(wide)[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
-
-
-def _keeping_first(site: Site, change: Change, length: int) -> Change:
-    """The same change everywhere but at position 0, for one prompt of this length."""
-
-    def kept(x: Tensor, y: Tensor) -> Tensor:
-        out = change(x, y).clone(memory_format=torch.contiguous_format)
-        if y.ndim == 4 and site.reads in ("query", "key") and y.shape[2] == length:  # inside a bridge: heads first
-            out[:, :, 0] = y[:, :, 0]
-        else:
-            first = y.numel() // (site.d * length)  # rows of position 0: one, or one a head
-            out.view(-1, site.d)[:first] = y.reshape(-1, site.d)[:first]
-        return out
-
-    return kept
 
 
 def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:

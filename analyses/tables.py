@@ -219,10 +219,30 @@ CAUSAL = Table(
         _column(
             "delta_loss_low",
             "float",
-            "lower end of its 95 % bootstrap interval over prompts; NaN with one prompt",
+            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts",
             "nats per token",
         ),
         _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column(
+            "delta_loss_uniform",
+            "float",
+            "delta_loss with one constant, that of the other positions, at position 0 too: what attention sinks, whose "
+            "vectors it leaves as much too long as their sigma is larger, add to it; of groups and where scaling goes",
+            "nats per token",
+        ),
+        _column(
+            "delta_loss_resampled",
+            "float",
+            "delta_loss with the sigma of a calibration token drawn at random for each token instead of constants; of "
+            "groups and where scaling goes",
+            "nats per token",
+        ),
+        _column("prompts_worse", "int", "prompts whose loss rises"),
+        _column(
+            "p_adjusted",
+            "float",
+            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN without a loss",
+        ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
         _column(
@@ -230,17 +250,36 @@ CAUSAL = Table(
             "float",
             "change of attention entropy over log(visible keys), mean over layers, heads, queries",
         ),
+        _column("prompts", "int", "number of prompts: single norms are taken from fewer than groups"),
         _column(
-            "delta_loss_tail",
+            "divisor",
             "float",
-            "delta_loss of no_scaling if position 0 keeps its own sigma: the rest is the attention sink, whose vectors a "
-            "frozen scale leaves hundreds of times too long; NaN for other variants",
-            "nats per token",
+            "what stands for sigma but at position 0: its mean over calibration prompts; NaN for groups and where scaling "
+            "stays",
         ),
-        _column("prompts", "int", "number of prompts"),
-        _column("divisor", "float", "c, what stands for sigma; NaN for groups and where scaling stays"),
+        _column("divisor_first", "float", "the same at position 0"),
         _column("matched", "bool", "whether the divisor is the site's own mean sigma"),
         _column("no_op", "text", "why nothing changes by construction; empty if something does"),
+    ),
+)
+
+CAUSAL_PROMPTS = Table(
+    "causal_prompts",
+    "Interventions, prompt by prompt",
+    "A row per prompt, group of norms or norm, and variant: what the intervals of `causal` come from.",
+    ("prompt", "sites", "variant"),
+    (
+        _column("prompt", "int", "number of the prompt, from 0"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("predicted", "int", "tokens that are predicted: all but the first"),
+        _column("loss", "float", "mean next-token loss of the unedited model on this prompt", "nats per token"),
+        _column("delta_loss", "float", "its change", "nats per token"),
+        _column("delta_loss_uniform", "float", "the same with one constant everywhere", "nats per token"),
+        _column("delta_loss_resampled", "float", "the same with resampled sigmas", "nats per token"),
+        _column("kl", "float", "KL(unedited ‖ edited), mean over positions", "nats"),
+        _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
+        _column("entropy_change", "float", "change of attention entropy over log(visible keys)"),
     ),
 )
 
@@ -331,7 +370,7 @@ SUMMARY = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING)
 
 
 def document() -> str:

@@ -1,7 +1,7 @@
 """What is left of a norm without one of its terms: the four variants, as formulas of its input.
 
     intact           Px / sigma
-    no_scaling       Px / c           c = the site's mean sigma over calibration tokens other than position 0
+    no_scaling       Px / c           c = the site's mean sigma over calibration tokens: two numbers, one for position 0
     no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
     neither           x / c
 
@@ -31,7 +31,7 @@ def takes_projection(site: Site, variant: str) -> bool:
 
 
 def normalized(
-    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | None
+    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | Float[Tensor, "*batch 1"] | None
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
     frozen = takes_scaling(site, variant)
@@ -40,7 +40,11 @@ def normalized(
 
 
 def changed_output(
-    site: Site, variant: str, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"], constant: float | None
+    site: Site,
+    variant: str,
+    x: Float[Tensor, "*batch d"],
+    y: Float[Tensor, "*batch d"],
+    constant: float | Float[Tensor, "*batch 1"] | None,
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output under a variant, from its input x and its own output y; 16-bit formats computed in float32.
 

@@ -26,13 +26,16 @@ from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, V
 from ln_probe.analyses.probes.registry import chosen, package_of
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
+from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
+from ln_probe.hooks.frozen_scale import calibration_sigmas
 from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring import recording
 from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.prompts import namer
+from ln_probe.prompting.prompts import namer, summary
+from ln_probe.prompting.sources import BUNDLED, SAMPLED
 from ln_probe.reporting.exhibits import Exhibits
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
@@ -78,7 +81,11 @@ class Passes:
         return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
-        """The first pass, over all prompts (number and token ids) in their order."""
+        """The first pass, over all prompts (number and token ids) in their order.
+
+        The constants are not theirs: they come from prompts of their own (`calibration_tokens`), on which nothing is
+        measured.
+        """
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
         statistics = [
@@ -116,10 +123,15 @@ class Passes:
                 self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )  # fmt: skip
+        rows = calibration_tokens(self.model)
+        sigmas = calibration_sigmas(self.model, [s.site for s in statistics], rows)
         return_free_memory()
+        source = SAMPLED if tokenizer_of(self.model) is None else BUNDLED
         return Calibration(
             norms=norm_statistics.table(statistics),
-            constants={s.site.name: s.constant for s in statistics},
+            constants={name: found.constant for name, found in sigmas.items()},
+            sigmas=sigmas,
+            calibrated_on=summary(f"{source}, calibration part", rows),
             radii={
                 layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
                 for layer, found in observed.items()

@@ -57,16 +57,17 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_ROUNDS, SAMPLED_SEQUENCES, bundled_texts
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
+    sampled = SAMPLED_ROUNDS * SAMPLED_SEQUENCES[MEASURED]
     if given == SAMPLED:
-        return ShardedCorpus(SAMPLED, SAMPLED, SAMPLED_PROMPTS, "", per_shard)
+        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", per_shard)
     if given is None:
         texts = bundled_texts()[:limit]
         made = _write(texts, folder, per_shard)
-        return ShardedCorpus(DEFAULT, BUNDLED, max(len(texts), SAMPLED_PROMPTS), made[1], per_shard, folder=name)
+        return ShardedCorpus(DEFAULT, BUNDLED, max(len(texts), sampled), made[1], per_shard, folder=name)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
     held = _held(folder, file_sha256)

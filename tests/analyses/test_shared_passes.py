@@ -10,18 +10,19 @@ import pandas as pd
 import pytest
 import torch
 
-from ln_probe.analyses import shared_passes
+from ln_probe.analyses import next_tokens, shared_passes
 from ln_probe.analyses.edited_runs import EditedRuns
-from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.frozen_scale import calibration_sigmas, mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.tensor([5, 7, 7, 3, 11, 2, 19, 23])
-SUMS = ["nll", "kl", "agree", "entropy"]
+SUMS = ["nll", "nll_uniform", "nll_resampled", "kl", "agree", "entropy"]
 
 
 def measured(model: Any) -> pd.DataFrame:
     sites = find_sites(model)
-    return EditedRuns(model, sites, mean_sigmas(model, sites, [TOKENS])).measure(0, TOKENS)
+    constants, sigmas = mean_sigmas(model, sites, [TOKENS]), calibration_sigmas(model, sites, [TOKENS])
+    return EditedRuns(model, sites, constants, sigmas=sigmas).measure(0, TOKENS)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3", "opt"])
@@ -31,7 +32,7 @@ def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypat
     monkeypatch.setattr(shared_passes, "TOKENS_AT_ONCE", 1)
     alone = measured(model)
     for name in SUMS:
-        scale = np.abs(alone["nll"]).max() if name in ("nll", "kl") else 1.0
+        scale = np.abs(alone["nll"]).max() if name.startswith(("nll", "kl")) else 1.0
         np.testing.assert_allclose(together[name], alone[name], rtol=1e-6, atol=1e-6 * scale)
     assert (together["agree"] == alone["agree"]).all()
 
@@ -42,16 +43,16 @@ def test_logits_made_here_are_the_models(
 ) -> None:
     """A few columns of the vocabulary at a time, against whole logits; Gemma 2 caps its own, so those are taken."""
     model = make_bridge(arch, torch.float64)
-    monkeypatch.setattr(shared_passes, "_NARROWEST", 7)
-    monkeypatch.setattr(shared_passes, "_LOGITS", 1)
+    monkeypatch.setattr(next_tokens, "_NARROWEST", 7)
+    monkeypatch.setattr(next_tokens, "_LOGITS", 1)
     found: list[bool] = []
-    making = shared_passes._unembedding
+    making = shared_passes.find_unembedding
     monkeypatch.setattr(
-        shared_passes, "_unembedding", lambda *args: (found.append((made := making(*args)) is not None), made)[1]
+        shared_passes, "find_unembedding", lambda *args: (found.append((made := making(*args)) is not None), made)[1]
     )
     ours = measured(model)
     assert found == [arch != "gemma2"]
-    monkeypatch.setattr(shared_passes, "_unembedding", lambda *_: None)
+    monkeypatch.setattr(shared_passes, "find_unembedding", lambda *_: None)
     theirs = measured(model)
     for name in SUMS:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, atol=1e-11)
