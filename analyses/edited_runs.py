@@ -137,38 +137,38 @@ class EditedRuns:
             passes = SharedPasses(self.model, list(self.sites.values()), self.attentions, self._entropies)
             unedited = passes.unedited(tokens)
             self.outputs = unedited.vocabulary
-            rows = self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]
+            wanted = self.rows if prompt < SINGLE_NORM_PROMPTS else [r for r in self.rows if r.is_group]
             jobs: dict[tuple[_Signature, str], Job] = {}
-            for row in rows:
+            for row in wanted:
                 if row.signature and not self._is_lost(row):
-                    jobs |= {(row.signature, scale): job for scale, job in self._jobs(row, prompt, len(tokens))}
+                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
             effects = passes.effects(tokens, unedited, jobs)
             intact = unedited.reference.itself() | dict(
                 zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
             )
-        found = [
+        rows = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant}
             | self._sums(row, intact, effects, len(tokens))
             | self._about(row)
-            for row in rows
+            for row in wanted
         ]
-        return pd.DataFrame(found, columns=list(PROMPT_COLUMNS))
+        return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
 
     def _is_lost(self, row: _Row) -> bool:
         return bool(row.signature) and any(s.name in self.lost for s in row.members)
 
-    def _jobs(self, row: _Row, prompt: int, length: int) -> Iterator[tuple[str, Job]]:
-        """The ways in which a row is run: groups also with the other ways of taking scaling away, for the loss."""
-        yield FROZEN, Job(self._edits(row, FROZEN, prompt, length))
+    def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
+        """The ways in which a row is run: of groups whose scaling goes, more than one."""
+        yield FROZEN, Job(self._edits(row, FROZEN, length, prompt))
         taken = [s for s in row.members if takes_scaling(s, row.variant)]
         if row.is_group and taken and not self.no_loss:
-            yield UNIFORM, Job(self._edits(row, UNIFORM, prompt, length), whole=False)
+            yield UNIFORM, Job(self._edits(row, UNIFORM, length, prompt), whole=False)
             if all(s.name in self.sigmas for s in taken):
-                yield RESAMPLED, Job(self._edits(row, RESAMPLED, prompt, length), whole=False)
+                yield RESAMPLED, Job(self._edits(row, RESAMPLED, length, prompt), whole=False)
 
-    def _edits(self, row: _Row, scale: str, prompt: int, length: int) -> list[Edit]:
+    def _edits(self, row: _Row, scale: str, length: int, prompt: int) -> list[Edit]:
         positions = Positions()
-        positions.shape = 1, length  # each edit sees its own row of a batch
+        positions.shape = (1, length)  # of its own row of the batch
         return [
             make_edit(
                 s, row.variant, self._divisor(s, scale, prompt) if takes_scaling(s, row.variant) else None, positions
@@ -192,10 +192,13 @@ class EditedRuns:
         found = effects[row.signature, FROZEN] if row.signature else intact
         losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
         if row.is_group:
-            untouched = not any(takes_scaling(s, row.variant) for s in row.members)
-            for name, scale in zip(_OF_GROUPS, (UNIFORM, RESAMPLED), strict=True):
-                other = found if untouched else effects.get((row.signature, scale))
-                losses[name] = math.nan if other is None else other["nll"]
+            if any(takes_scaling(s, row.variant) for s in row.members):
+                ways = {"nll_uniform": UNIFORM, "nll_resampled": RESAMPLED}
+                losses |= {
+                    m: effects[row.signature, w]["nll"] for m, w in ways.items() if (row.signature, w) in effects
+                }
+            else:
+                losses |= dict.fromkeys(_OF_GROUPS, found["nll"])
         compared = {"kl": found["kl"], "agree": found["agree"]}
         if self.no_loss or self.meaningless:
             losses = dict.fromkeys(losses, math.nan)

@@ -314,6 +314,69 @@ UNEMBEDDING = Table(
     ),
 )
 
+# -------------------------------------------------------------------------------------------------- parts of the model
+
+_PART = (
+    _column("part", "text", "embed, pos_embed, L3H5 (a head), L3 mlp, L3 b_O and L3 b_out (biases), or a norm's bias"),
+    _column("kind", "text", "embedding, position, head, mlp, bias, norm bias or unembedding bias"),
+    _column("part_layer", "int", "its block; -1 for embeddings"),
+    _column("index", "int", "its head; -1 for others"),
+    _column("tokens", "int", "positions seen"),
+)
+_OF_SIGMA = (
+    _column(
+        "share",
+        "float",
+        "mean over tokens of <P x_p, P x> / |P x|²: the part's share of sigma² − eps, negative where it shrinks the vector; shares of a norm add up to 1",
+        "share",
+    ),
+    _column(
+        "sigma_change",
+        "float",
+        "mean over tokens of the relative change of sigma if this norm read its input without the part (exact); NaN where the norm does not scale",
+        "share",
+    ),
+    _column(
+        "mu",
+        "float",
+        "mean over tokens of mean(x_p): what the part writes on the ones-vector, which projection takes off",
+    ),
+    _column("mu_share", "float", "mean over tokens of |mu_p| / Σ|mu_p|", "share"),
+)
+
+WRITERS = Table(
+    "writers",
+    "Writers",
+    "A row per norm and part of the model that writes to its input: who sets sigma, who writes on the ones-vector. Columns ending in _tail leave position 0 out.",
+    ("site", "part"),
+    (
+        _column("site", "text", "the norm's name in the model"),
+        _column("layer", "int", "block it stands in"),
+        *_PART,
+        *_OF_SIGMA,
+        *map(_without_first, _OF_SIGMA),
+    ),
+)
+
+ATTRIBUTION = Table(
+    "attribution",
+    "Attribution",
+    "A row per part of the model: what it gives to the next token's logit minus the mean logit, through the final norm, exactly; rows add up to the mean of that difference.",
+    ("part",),
+    (
+        *_PART,
+        _column("contribution", "float", "mean over positions of what it gives", "nats"),
+        _column("magnitude", "float", "mean over positions of the absolute value of that", "nats"),
+        _column("without_projection", "float", "mean of what it would give if the final norm did not project", "nats"),
+        _column(
+            "projection",
+            "float",
+            "mean of what projection takes off; the rest of a bias's contribution is constant",
+            "nats",
+        ),
+    ),
+)
+
 # ---------------------------------------------------------------------------------------------- computed from others
 
 TOKENS = Table(
@@ -371,12 +434,14 @@ SUMMARY = Table(
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
 BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING)
+# Of probes that run when they are asked for: in reports where they did.
+ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY))}"
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from ln_probe.hooks.frozen_scale import (
     check_tokens,
     divisors_of,
 )
+from ln_probe.hooks.held_sigma import LinearEdit, held
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
@@ -187,7 +188,8 @@ def make_edit(
         if divisor is not None and takes_scaling(site, variant):
             wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
             rows = divisor.at(where.first(site, x), wide)
-        return changed_output(site, variant, x, y, rows)
+        linear = held(site.module)
+        return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
 
     if only is None:
         return Edit(site, change, label or variant, where)
@@ -249,7 +251,7 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 
 def _refuse_twice(chosen: Sequence[Site]) -> None:
     for site in chosen:
-        if there := edits_on(site.module):
+        if there := [e for e in edits_on(site.module) if not isinstance(e, LinearEdit)]:
             raise InterventionError(
                 f"{site.name} is already under an intervention ({there[0].label}): leave that `with` block first, or "
                 "choose other sites"

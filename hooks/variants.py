@@ -45,8 +45,11 @@ def changed_output(
     x: Float[Tensor, "*batch d"],
     y: Float[Tensor, "*batch d"],
     constant: float | Float[Tensor, "*batch 1"] | None,
+    sigma: Float[Tensor, "*batch 1"] | None = None,
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output under a variant, from its input x and its own output y; 16-bit formats computed in float32.
+
+    `sigma`: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
 
     Where scaling stays, the output is the norm's own plus gain·mu/sigma: so where there is nothing to put back,
     nothing changes, rounding included.
@@ -56,7 +59,7 @@ def changed_output(
         return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
     if not takes_projection(site, variant):
         return y
-    back = wide.mean(-1, keepdim=True) / site.sigma(wide)
+    back = wide.mean(-1, keepdim=True) / (site.sigma(wide) if sigma is None else sigma.to(wide))
     back = back if site.gain is None else back * site.gain.to(back)
     return (y.to(back.dtype) + back).to(y.dtype)
 

@@ -158,8 +158,8 @@ def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[...
 def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("llama")
     effects, table, _ = measured(model)
-    # The unedited model; then scaling at four sites, and at the final one and three more groups with two constants and
-    # with one: edits that begin at the same block (0, after both, 1) together.
+    # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
+    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together.
     assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2]
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
