@@ -109,10 +109,12 @@ def lab_run(
         texts=tuple(text or ()), tokenizer=tokenizer, jobs=jobs, collect=collect,
         progress=not quiet and sys.stderr.isatty(),
     )  # fmt: skip
+    from ln_probe.measuring.live import Live
+
+    command = shlex.join(["ln-probe", *sys.argv[1:]])
     try:
-        results = experiments.run(
-            name, request, command=shlex.join(["ln-probe", *sys.argv[1:]]), ln_probe_version=ln_probe.__version__
-        )
+        with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
+            results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ValueError) as error:
         raise commands.refuse(str(error)) from error
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics
 from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
+from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.machinery.worker import follow_parent
 
 if TYPE_CHECKING:
@@ -129,8 +130,10 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, p
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
         waiting = [pool.submit(_one, run, until, False) for run in runs]
-        for done in tqdm(as_completed(waiting), total=len(waiting), disable=not progress, unit="run"):
+        tell("training", 0, len(runs), "runs")
+        for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
             done.result()
+            tell("training", count, len(runs), "runs")
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in set(multiprocessing.active_children()) - before:

@@ -47,6 +47,7 @@ from ln_probe.analyses.lab.run_folder import (
 )
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.pulse import tell
 
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
@@ -257,6 +258,7 @@ def _train(
     stop = training.steps if until is None else max(start, min(until, training.steps))
     bar = tqdm(range(start, stop), initial=start, total=training.steps, disable=not progress, desc=out.name)
     for step in bar:
+        tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
         for group in optimizer.param_groups:
