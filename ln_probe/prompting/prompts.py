@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.analyses.wording import encodable
 from ln_probe.hooks.default_tokens import MAX_TOKENS, bundled_texts, encode, sample, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.sources import BUNDLED, SAMPLED, entries
+from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ def make_prompts(
                 else ""
             )
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}{hint}")
-        return _finish(model, _read(model, path), path.name, limit)
+        return of_entries(model, entries(path), path.name, max_tokens=max_tokens)
     if isinstance(prompts, Tensor):
         return _finish(model, _rows(prompts, "prompts"), "tokens", limit)
     if isinstance(prompts, Sequence) and all(isinstance(t, str) for t in prompts):
@@ -118,8 +119,10 @@ def _rows(ids: Tensor, where: str) -> list[Tensor]:
     return list(ids.long().cpu())
 
 
-def _read(model: HookedModel, path: Path) -> list[Tensor]:
-    return [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in entries(path)]
+def of_entries(model: HookedModel, found: Iterable[Entry], source: str, *, max_tokens: int = MAX_TOKENS) -> Prompts:
+    """Prompts for `model` from texts and ids that were read already; arguments and errors as `make_prompts`."""
+    rows = [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in found]
+    return _finish(model, rows, source, min(max_tokens, context_length(model)))
 
 
 def _finish(
@@ -156,7 +159,7 @@ def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]
 def namer(model: HookedModel) -> Callable[[int], str]:
     """The string of a token id (the id itself where there is no tokenizer)."""
     tokenizer = tokenizer_of(model)
-    return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
+    return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
 
 
 def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,6 +17,8 @@ import torch
 import ln_probe
 from ln_probe.analyses.tables import CAUSAL
 from ln_probe.reporting.report import Report
+
+sys.path.insert(0, str(Path(__file__).parent))  # the helper modules of this folder, wherever the tests are run from
 
 # In the browser `fired()` records a call; whatever calls it has escaped.
 HOSTILE = [
