@@ -2,31 +2,39 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run side by side, a file to a process; the processes' own threads would only get in each other's way.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report test slow lint bench clean
+.PHONY: report test slow lint bench docs clean
 
 report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoints
 	$(BIN)/ln-probe report --out reports
 
 test: $(VENV)/.installed-dev    ## the fast tests
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
 slow: $(VENV)/.installed-dev    ## the others
-	$(BIN)/python -m pytest tests -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev    ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs   ## docs/_build/index.html, the site; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
+	$(BIN)/python bench/truth.py
 	$(BIN)/python bench/decomposition.py
 	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/lab.py
 	$(BIN)/python bench/recurrence.py
+	$(BIN)/python bench/whole.py
 	$(BIN)/python bench/page.py
 
 $(VENV)/bin/python:
@@ -40,5 +48,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[dev,gguf]"
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	$(PIP) -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info reports
+	rm -rf $(VENV) build dist *.egg-info reports docs/_build docs/notebooks

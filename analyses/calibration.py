@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.frozen_scale import Constant, Sigmas
 from ln_probe.hooks.sites import Site
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
@@ -23,17 +25,21 @@ class Calibration:
 
     Attributes:
         norms: a row per norm that was looked at (columns of the `layernorms` table).
-        constants: c of each of them, by name.
+        constants: what stands for sigma at each of them, by name; from calibration prompts.
         radii: rho of each layer whose queries are bounded, by head.
         unsupported: why head space is left out, by layer.
         notes: what a reader has to know about this model, in sentences.
+        sigmas: of each norm over the calibration prompts, to draw from.
+        calibrated_on: source, counts and hash of those prompts.
     """
 
     norms: pd.DataFrame
-    constants: Mapping[str, float]
+    constants: Mapping[str, Constant]
     radii: Mapping[int, Float64[np.ndarray, " head"]]
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
+    sigmas: Mapping[str, Sigmas] = field(default_factory=dict)
+    calibrated_on: Mapping[str, Any] = field(default_factory=dict)
 
     def radius(self, layer: int, head: int) -> float:
         """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""

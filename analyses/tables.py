@@ -219,10 +219,30 @@ CAUSAL = Table(
         _column(
             "delta_loss_low",
             "float",
-            "lower end of its 95 % bootstrap interval over prompts; NaN with one prompt",
+            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts",
             "nats per token",
         ),
         _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column(
+            "delta_loss_uniform",
+            "float",
+            "delta_loss with one constant, that of the other positions, at position 0 too: what attention sinks, whose "
+            "vectors it leaves as much too long as their sigma is larger, add to it; of groups and where scaling goes",
+            "nats per token",
+        ),
+        _column(
+            "delta_loss_resampled",
+            "float",
+            "delta_loss with the sigma of a calibration token drawn at random for each token instead of constants; of "
+            "groups and where scaling goes",
+            "nats per token",
+        ),
+        _column("prompts_worse", "int", "prompts whose loss rises"),
+        _column(
+            "p_adjusted",
+            "float",
+            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN without a loss",
+        ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
         _column(
@@ -230,17 +250,36 @@ CAUSAL = Table(
             "float",
             "change of attention entropy over log(visible keys), mean over layers, heads, queries",
         ),
+        _column("prompts", "int", "number of prompts: single norms are taken from fewer than groups"),
         _column(
-            "delta_loss_tail",
+            "divisor",
             "float",
-            "delta_loss of no_scaling if position 0 keeps its own sigma: the rest is the attention sink, whose vectors a "
-            "frozen scale leaves hundreds of times too long; NaN for other variants",
-            "nats per token",
+            "what stands for sigma but at position 0: its mean over calibration prompts; NaN for groups and where scaling "
+            "stays",
         ),
-        _column("prompts", "int", "number of prompts"),
-        _column("divisor", "float", "c, what stands for sigma; NaN for groups and where scaling stays"),
+        _column("divisor_first", "float", "the same at position 0"),
         _column("matched", "bool", "whether the divisor is the site's own mean sigma"),
         _column("no_op", "text", "why nothing changes by construction; empty if something does"),
+    ),
+)
+
+CAUSAL_PROMPTS = Table(
+    "causal_prompts",
+    "Interventions, prompt by prompt",
+    "A row per prompt, group of norms or norm, and variant: what the intervals of `causal` come from.",
+    ("prompt", "sites", "variant"),
+    (
+        _column("prompt", "int", "number of the prompt, from 0"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("predicted", "int", "tokens that are predicted: all but the first"),
+        _column("loss", "float", "mean next-token loss of the unedited model on this prompt", "nats per token"),
+        _column("delta_loss", "float", "its change", "nats per token"),
+        _column("delta_loss_uniform", "float", "the same with one constant everywhere", "nats per token"),
+        _column("delta_loss_resampled", "float", "the same with resampled sigmas", "nats per token"),
+        _column("kl", "float", "KL(unedited ‖ edited), mean over positions", "nats"),
+        _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
+        _column("entropy_change", "float", "change of attention entropy over log(visible keys)"),
     ),
 )
 
@@ -272,6 +311,69 @@ UNEMBEDDING = Table(
             "share",
         ),
         _column("attainable_upper", "float", "upper bound of that probability", "share"),
+    ),
+)
+
+# -------------------------------------------------------------------------------------------------- parts of the model
+
+_PART = (
+    _column("part", "text", "embed, pos_embed, L3H5 (a head), L3 mlp, L3 b_O and L3 b_out (biases), or a norm's bias"),
+    _column("kind", "text", "embedding, position, head, mlp, bias, norm bias or unembedding bias"),
+    _column("part_layer", "int", "its block; -1 for embeddings"),
+    _column("index", "int", "its head; -1 for others"),
+    _column("tokens", "int", "positions seen"),
+)
+_OF_SIGMA = (
+    _column(
+        "share",
+        "float",
+        "mean over tokens of <P x_p, P x> / |P x|²: the part's share of sigma² − eps, negative where it shrinks the vector; shares of a norm add up to 1",
+        "share",
+    ),
+    _column(
+        "sigma_change",
+        "float",
+        "mean over tokens of the relative change of sigma if this norm read its input without the part (exact); NaN where the norm does not scale",
+        "share",
+    ),
+    _column(
+        "mu",
+        "float",
+        "mean over tokens of mean(x_p): what the part writes on the ones-vector, which projection takes off",
+    ),
+    _column("mu_share", "float", "mean over tokens of |mu_p| / Σ|mu_p|", "share"),
+)
+
+WRITERS = Table(
+    "writers",
+    "Writers",
+    "A row per norm and part of the model that writes to its input: who sets sigma, who writes on the ones-vector. Columns ending in _tail leave position 0 out.",
+    ("site", "part"),
+    (
+        _column("site", "text", "the norm's name in the model"),
+        _column("layer", "int", "block it stands in"),
+        *_PART,
+        *_OF_SIGMA,
+        *map(_without_first, _OF_SIGMA),
+    ),
+)
+
+ATTRIBUTION = Table(
+    "attribution",
+    "Attribution",
+    "A row per part of the model: what it gives to the next token's logit minus the mean logit, through the final norm, exactly; rows add up to the mean of that difference.",
+    ("part",),
+    (
+        *_PART,
+        _column("contribution", "float", "mean over positions of what it gives", "nats"),
+        _column("magnitude", "float", "mean over positions of the absolute value of that", "nats"),
+        _column("without_projection", "float", "mean of what it would give if the final norm did not project", "nats"),
+        _column(
+            "projection",
+            "float",
+            "mean of what projection takes off; the rest of a bias's contribution is constant",
+            "nats",
+        ),
     ),
 )
 
@@ -331,13 +433,15 @@ SUMMARY = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING)
+# Of probes that run when they are asked for: in reports where they did.
+ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY))}"
 
 
 if __name__ == "__main__":

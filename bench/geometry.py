@@ -2,9 +2,9 @@
 
 Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds
 of thousands of keys against construction, certificates and linear programs), hard (families that are slow to
-decide, one thread), worst (the slowest single key of every family), heads (the shape of GPT-2 small), pool (10⁴ to 10⁵
-keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
-are set to 1 and the script starts itself again.
+decide, one thread), worst (the slowest single key of every family), checks (what proofs cost), heads (the
+shape of GPT-2 small), pool (10⁴ to 10⁵ keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and
+the like are set to 1 and the script starts itself again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ HARD = [  # family, keys, dimensions, with margins over a radius, target in ms p
 ]
 WORST = [(128, 2), (400, 6), (512, 64), (512, 128)]  # keys, dimensions
 WORST_SAMPLE = 40  # keys per set, of those that are left when white queries have been tried
+CHECKS = ("__init__", "selects", "leads", "reproduces", "gap_at_least", "gap_at_most", "attention")  # of the checker
 MGM_LAYER = 4
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -201,6 +202,45 @@ def worst() -> None:
     print(f"slowest: {1e3 * slowest:.0f} ms")
 
 
+def checks(repeats: int = REPEATS) -> None:
+    """What proving costs: processor time inside the independent checker, over the solvers' (bound: 0.15)."""
+    print(f"\nchecks: one thread, medians of {repeats} repeats, the checker's processor time over the solvers'")
+    row("keys", "n", "d", "verdicts", "verdicts and margins")
+    row(*["---"] * 5)
+    for name, n, d, sets, _ in SPEED:
+        keys = np.stack([families.RANDOM[name](np.random.default_rng(seed), n, d) for seed in range(sets)])
+        row(name, n, d, *(f"{np.median([_share(keys, also) for _ in range(repeats)]):.2f}" for also in (False, True)))
+
+
+def _share(keys: np.ndarray, with_margins: bool) -> float:
+    """The checker's processor time over the rest of one call's, every public entry of the checker counted once."""
+    spent, inside = 0.0, False
+
+    def timed(work: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            nonlocal spent, inside
+            if inside:
+                return work(*arguments, **named)
+            inside, start = True, time.process_time()
+            try:
+                return work(*arguments, **named)
+            finally:
+                spent += time.process_time() - start
+                inside = False
+
+        return call
+
+    own = {name: getattr(Checker, name) for name in CHECKS}
+    for name, work in own.items():
+        setattr(Checker, name, timed(work))
+    try:
+        whole = processor_seconds(_decide, keys, None, with_margins)
+    finally:
+        for name, work in own.items():
+            setattr(Checker, name, work)
+    return spent / (whole - spent)
+
+
 def heads(layers: int = 12) -> None:
     """12 heads per layer of d_head 64, 512 keys each, in two threads."""
     print("\nheads: 12 × 12 heads of d_head 64, 512 keys, 2 threads; seconds, from one layer of them")
@@ -272,7 +312,9 @@ def mgm_keys(number: int) -> np.ndarray:
     return np.concatenate(found)[:number]
 
 
-SECTIONS = {"speed": speed, "verdicts": verdicts, "hard": hard, "worst": worst, "heads": heads, "pool": pool}
+SECTIONS = {
+    "speed": speed, "verdicts": verdicts, "hard": hard, "worst": worst, "checks": checks, "heads": heads, "pool": pool,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 
@@ -146,10 +146,12 @@ def active_dropout(model: HookedModel) -> str:
 
 def read_unembedding(
     model: HookedModel,
-) -> tuple[Float64[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
-    """W_U as a row per token and its bias (None where there is none), float64; None if the model shows no W_U.
+) -> tuple[Float[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
+    """W_U as a row per token and its bias, float64 (None where there is none); None if the model shows no W_U.
 
-    Rows past the tokens that are really used (padded vocabularies) are left out where the config tells.
+    The rows are the model's own numbers where numpy can show them without a copy (float32 and float64 on the CPU), and
+    not to be written to. Rows past the tokens that are really used (padded vocabularies) are left out where the config
+    tells.
     """
     try:
         weight = cast(Any, model).W_U
@@ -161,7 +163,8 @@ def read_unembedding(
         bias = cast(Any, model).b_U
     except AttributeError:
         bias = None
-    rows = weight.detach().double().cpu().numpy().T
+    held = weight.detach().cpu()
+    rows = (held if held.dtype in (torch.float32, torch.float64) else held.float()).numpy().T
     lift = bias.detach().double().cpu().numpy() if isinstance(bias, Tensor) else None
     size = min(len(rows), vocabulary_size(model))
     return rows[:size], None if lift is None else lift[:size]

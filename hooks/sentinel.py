@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.edits import Change, Edit, InterventionError, KeyEdit, LostEditError, installed
+from ln_probe.hooks.edits import Change, Edit, InterventionError, LostEditError, PartEdit, installed
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, run, vocabulary_size
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED, ignored_below
@@ -29,25 +29,25 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
-def prove(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> None:
+def prove(model: HookedModel, sites: Sequence[Site], *, only: str | None = None) -> None:
     """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
 
     Raises:
         LostEditError: it does not; names the site.
-        InterventionError: keys alone cannot be edited in this architecture.
+        InterventionError: the part of attention `only` cannot be edited alone in this architecture.
     """
-    lost = lost_edits(model, sites, only_keys=only_keys)
+    lost = lost_edits(model, sites, only=only)
     if lost:
         more = f" (and at {len(lost) - 1} more sites)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)
 
 
-def lost_edits(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> dict[str, str]:
+def lost_edits(model: HookedModel, sites: Sequence[Site], *, only: str | None = None) -> dict[str, str]:
     """Sites at which an edit does not reach the model's output, and what is known about why."""
     found: dict[str, str] = {}
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
-            found |= _try(model, sites[at : at + SITES_AT_ONCE], only_keys)
+            found |= _try(model, sites[at : at + SITES_AT_ONCE], only)
     return found
 
 
@@ -92,15 +92,18 @@ def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
     return (logits - logits[0]).abs().amax(-1)
 
 
-def _try(model: HookedModel, sites: Sequence[Site], only_keys: bool) -> dict[str, str]:
+def _try(model: HookedModel, sites: Sequence[Site], only: str | None) -> dict[str, str]:
     rows = len(sites) + 2
-    kind = KeyEdit if only_keys else Edit
     moved: dict[str, bool] = {}
-    edits = [kind(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
+    changes = [_perturbation(s, i, rows, moved) for i, s in enumerate(sites, start=1)]
+    edits = [
+        Edit(s, c, "sentinel") if only is None else PartEdit(s, c, "sentinel", part=only)
+        for s, c in zip(sites, changes, strict=True)
+    ]
     try:
         logits = _perturbed(model, edits)
     except LostEditError as error:
-        unread = [e.site for e in edits if isinstance(e, KeyEdit) and e.waiting]
+        unread = [e.site for e in edits if isinstance(e, PartEdit) and e.waiting]
         if not unread:
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}

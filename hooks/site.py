@@ -127,7 +127,11 @@ class Site:
         return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
     def normalize(
-        self, x: Float[Tensor, "*batch d"], *, keep_mean: bool = False, divisor: float | None = None
+        self,
+        x: Float[Tensor, "*batch d"],
+        *,
+        keep_mean: bool = False,
+        divisor: float | Float[Tensor, "*batch 1"] | None = None,
     ) -> Float[Tensor, "*batch d"]:
         """The norm before gain and bias, Px / sigma, in x's own precision.
 

@@ -15,6 +15,8 @@ from ln_probe.reporting.software import __version__
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
+    from ln_probe.analyses.attribution.logits import attribute_logits
+    from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Comparison": "ln_probe.reporting.comparison",
     "Report": "ln_probe.reporting.report",
+    "attribute_logits": "ln_probe.analyses.attribution.logits",
+    "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.reporting.comparison",
@@ -39,6 +43,8 @@ __all__ = [
     "__version__",
     "analyses",
     "analyze",
+    "attribute_logits",
+    "attribute_scores",
     "bundled_models",
     "compare",
     "hooks",

@@ -1,4 +1,4 @@
-"""The command line: `ln-probe report | plan | merge | models | lab`. Heavy imports happen inside the commands."""
+"""The command line: `ln-probe report | plan | merge | models | lab | env`. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ def models(
 app.command()(commands.report)
 app.command()(commands.plan)
 app.command()(commands.merge)
+
+
+@app.command()
+def env() -> None:
+    """Versions, TransformerLens's worlds, devices: what a report of a fault should say."""
+    from ln_probe.reporting.software import environment
+
+    typer.echo("\n".join(f"{name}: {found}" for name, found in environment().items()))
 
 
 @lab.command("list")

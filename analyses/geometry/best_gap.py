@@ -17,14 +17,24 @@ Source of the scheme: P. Wolfe, "Finding the nearest point in a polytope", Math.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ln_probe.analyses.geometry.min_norm import _append, _gram_column, _rebuild, _remove
+from ln_probe.analyses.geometry.active_set import (
+    ActiveSet,
+    active_set,
+    append,
+    contains,
+    gram_column,
+    rebuild,
+    refine,
+    remove,
+    weighted_mean,
+)
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
 from ln_probe.analyses.machinery.compiled import compiled, room, table
 
-# As in min_norm: pivots below this share of a point's own square are rounding.
-_PIVOT = 1e-14
 # A hull whose slope is this near to 1 has its minimizer too far out for float64 to tell it from none.
 _STEEP = 1.0 - 1e-12
 # |x| below this share of the longest difference has no direction left; the slope alone makes the query then.
@@ -39,47 +49,40 @@ _NOISE = 1e-13
 _STEPS_PER_DIMENSION = 40
 
 
-@compiled
-def _refine(
-    points: Floats, e: Floats, inverse: Floats, right: Floats, found: Floats, m: int, bordering: float, x: Floats,
-    rest: Floats,
-) -> None:  # fmt: skip
-    """One step of iterative refinement of `(c·eeᵀ + P Pᵀ) found = right`, with residuals from P itself."""
-    total = 0.0
-    for t in range(points.shape[1]):
-        x[t] = 0.0
-    for a in range(m):
-        total += e[a] * found[a]
-        for t in range(points.shape[1]):
-            x[t] += found[a] * points[a, t]
-    for a in range(m):
-        left = right[a] - bordering * e[a] * total
-        for t in range(points.shape[1]):
-            left -= points[a, t] * x[t]
-        rest[a] = left
-    for a in range(m):
-        total = 0.0
-        for b in range(m):
-            total += inverse[a, b] * rest[b]
-        found[a] += total
+class Keys(NamedTuple):
+    """All keys, in nats."""
+
+    rows: Floats  # "key dim"
+    columns: Floats  # "dim key"
+    offset: Floats  # added to their scores
+    squares: Floats  # of their lengths
+
+
+class Cone(NamedTuple):
+    """An active set whose points have offsets, and the affine function that these are on its hull."""
+
+    active: ActiveSet
+    lead: Floats  # each point's offset beyond the target's, scaled as the point is
+    base: Floats  # weights of the point p of the affine hull that is nearest to the origin
+    along: Floats  # change of the weights that goes up the slope
+    p: Floats
+    d: Floats  # the slope
 
 
 @compiled
-def _affine_minimizer(
-    points: Floats, e: Floats, lead: Floats, inverse: Floats, solution: Floats, m: int, base: Floats, along: Floats,
-    p: Floats, d: Floats, bordering: float, careful: bool, rest: Floats,
-) -> float:  # fmt: skip
+def _affine_minimizer(cone: Cone, m: int, bordering: float, careful: bool) -> float:
     """Weights `base + s·along` of the affine hull's minimizer; returns s, or -1 if there is none (go along `along`)."""
-    dim = points.shape[1]
+    active, lead, base, along, p, d = cone.active, cone.lead, cone.base, cone.along, cone.p, cone.d
+    points, e, solution, dim = active.points, active.e, active.solution, p.shape[0]
     ones, slope = 0.0, 0.0
     for a in range(m):
         total = 0.0
         for b in range(m):
-            total += inverse[a, b] * lead[b]
+            total += active.inverse[a, b] * lead[b]
         along[a] = total
     if careful:
-        _refine(points, e, inverse, e, solution, m, bordering, p, rest)
-        _refine(points, e, inverse, lead, along, m, bordering, p, rest)
+        refine(points, e, active.inverse, e, solution, m, bordering, p, active.border)
+        refine(points, e, active.inverse, lead, along, m, bordering, p, active.border)
     for a in range(m):
         slope += e[a] * along[a]
         ones += e[a] * solution[a]
@@ -102,17 +105,153 @@ def _affine_minimizer(
 
 
 @compiled
-def _put(point: Floats, key: Floats, target: Floats, lead: float, unit: float) -> tuple[float, float]:
-    """The difference of two keys brought to length `unit` (far keys would drown near ones), its factor, and its
-    lead."""
-    square = 0.0
+def _take_out(cone: Cone, k: int, m: int) -> None:
+    cone.lead[k] = cone.lead[m - 1]
+    active = cone.active
+    remove(active.points, active.e, active.weight, active.members, active.inverse, active.solution, k, m)
+
+
+@compiled
+def _put(cone: Cone, m: int, key: int, weight: float, keys: Keys, i: int, unit: float, bordering: float) -> bool:
+    """Let a key in at place `m`, its difference from the target brought to length `unit` (far keys would drown near
+    ones); False if it is affinely dependent on the others."""
+    active, square = cone.active, 0.0
+    point = active.points[m]
     for t in range(point.shape[0]):
-        point[t] = key[t] - target[t]
+        point[t] = keys.rows[key, t] - keys.rows[i, t]
         square += point[t] * point[t]
     factor = min(unit / np.sqrt(square), _LONGER) if square > 0.0 else 1.0
     for t in range(point.shape[0]):
         point[t] *= factor
-    return factor, lead * factor
+    active.e[m], cone.lead[m] = factor, factor * (keys.offset[key] - keys.offset[i])
+    active.weight[m], active.members[m] = weight, key
+    gram_column(active.points, active.e, active.border, bordering, m)
+    return append(active.inverse, active.solution, active.border, active.work, active.e, m)
+
+
+@compiled
+def _exchangeable(active: ActiveSet, m: int) -> tuple[int, float]:
+    """Which point to take out for one that has just been found dependent, and the weight the new one gets; -1: none."""
+    share, leaving = np.inf, -1
+    for a in range(m):
+        if active.work[a] > _DEPENDS and active.weight[a] / active.work[a] < share:
+            share, leaving = active.weight[a] / active.work[a], a
+    if leaving >= 0:
+        for a in range(m):
+            active.weight[a] = max(active.weight[a] - share * active.work[a], 0.0)
+    return leaving, share
+
+
+@compiled
+def _let_in(cone: Cone, m: int, key: int, keys: Keys, i: int, unit: float, bordering: float) -> tuple[bool, int]:
+    """Let a key in, in exchange for another if it lies in the affine hull already; whether it is in, and the size."""
+    if _put(cone, m, key, 0.0, keys, i, unit, bordering):
+        return True, m + 1
+    leaving, share = _exchangeable(cone.active, m)
+    if leaving < 0:
+        return False, m
+    _take_out(cone, leaving, m)
+    if _put(cone, m - 1, key, share, keys, i, unit, bordering):
+        return True, m
+    return False, m - 1
+
+
+@compiled
+def _to_minimizer(cone: Cone, m: int, bordering: float, careful: bool) -> tuple[int, bool, float]:
+    """As far towards the affine minimizer as the weights stay convex, without the points that block.
+
+    Returns:
+        how many points are left, whether some were taken out, and the multiply-adds spent.
+    """
+    weight, base, along = cone.active.weight, cone.base, cone.along
+    spent, removed = 0.0, False
+    while m > 0:
+        s = _affine_minimizer(cone, m, bordering, careful)
+        step, blocking = 1.0, -1
+        if s < 0.0:
+            step = np.inf
+            for a in range(m):
+                if along[a] < 0.0 and -weight[a] / along[a] < step:
+                    step, blocking = -weight[a] / along[a], a
+            if blocking < 0:
+                break
+            for a in range(m):
+                weight[a] = max(weight[a] + step * along[a], 0.0)
+        else:
+            for a in range(m):
+                goal = base[a] + s * along[a]
+                if goal < _BLOCKED:
+                    share = weight[a] / (weight[a] - goal)
+                    if share < step:
+                        step, blocking = share, a
+            for a in range(m):
+                weight[a] = max(weight[a] + step * (base[a] + s * along[a] - weight[a]), 0.0)
+        spent += 4.0 * m * (m + cone.p.shape[0])
+        if blocking < 0:
+            break
+        _take_out(cone, blocking, m)
+        m -= 1
+        removed = True
+    return m, removed, spent
+
+
+@compiled
+def _nearest(keys: Keys, i: int, scores: Floats) -> tuple[int, float]:
+    """The key with the smallest distance beyond its offset, to start from, and the longest distance."""
+    scores_of(keys.columns, keys.rows[i], len(scores), scores)
+    start, closest, largest = -1, np.inf, 0.0
+    for j in range(len(scores)):
+        if j != i:
+            apart = np.sqrt(max(keys.squares[j] + keys.squares[i] - 2.0 * scores[j], 0.0))
+            largest = max(largest, apart)
+            if apart - keys.offset[j] < closest:
+                closest, start = apart - keys.offset[j], j
+    return start, largest
+
+
+@compiled
+def _begin(cone: Cone, keys: Keys, i: int, start: int, largest: float) -> float:
+    """Make one key the only active one; returns what borders the Gram matrix."""
+    active = cone.active
+    point = active.points[0]
+    for t in range(point.shape[0]):
+        point[t] = keys.rows[start, t] - keys.rows[i, t]
+    active.e[0], active.weight[0], active.members[0] = 1.0, 1.0, start
+    cone.lead[0] = keys.offset[start] - keys.offset[i]
+    square = np.sum(point * point)
+    bordering = float(max(square, 1e-24 * largest * largest, 1e-300))
+    active.inverse[0, 0] = active.solution[0] = 1.0 / (bordering + square)
+    cone.d[:] = 0.0
+    return bordering
+
+
+@compiled
+def _query(x: Floats, length: float, largest: float, d: Floats, u: Floats) -> None:
+    """The unit query of an iterate, into `u`: against x, or against the slope where x has no direction left."""
+    if length > _POINT * largest:
+        for t in range(x.shape[0]):
+            u[t] = -x[t] / length
+    else:
+        short = max(np.sqrt(np.sum(d * d)), 1.0)
+        for t in range(x.shape[0]):
+            u[t] = -d[t] / short
+
+
+@compiled
+def _winner(keys: Keys, i: int, u: Floats, scores: Floats) -> tuple[int, float]:
+    """The other key that scores highest under `u`, and the gap of key `i` above it."""
+    scores_of(keys.columns, u, len(scores), scores)
+    best, new = -np.inf, -1
+    for j in range(len(scores)):
+        if scores[j] + keys.offset[j] > best and j != i:
+            best, new = scores[j] + keys.offset[j], j
+    return new, scores[i] + keys.offset[i] - best
+
+
+@compiled
+def _rebuilt(active: ActiveSet, m: int, bordering: float) -> bool:
+    points, e, _, _, inverse, solution, border, work = active
+    return rebuild(points, e, inverse, solution, border, work, m, bordering)
 
 
 @compiled
@@ -132,159 +271,60 @@ def best_gaps(
     """
     number, count, dim = targets.shape[0], rows.shape[0], rows.shape[1]
     capacity = dim + 2
-    lower, upper = room(number), room(number)
-    queries = table(number, dim)
+    lower, upper, queries = room(number), room(number), table(number, dim)
     sizes = np.zeros(number, np.int64)
     values, indices = room(number * capacity), np.empty(number * capacity, np.int64)
-    points, inverse = table(capacity, dim), table(capacity, capacity)
-    weight, e, index, lead = room(capacity), room(capacity), np.empty(capacity, np.int64), room(capacity)
-    solution, border, work = room(capacity), room(capacity), room(3 * capacity)
-    base, along, p, d = room(capacity), room(capacity), room(dim), room(dim)
-    x, u, scores, squares = room(dim), room(dim), room(count), room(count)
+    cone = Cone(active_set(capacity, dim), room(capacity), room(capacity), room(capacity), room(dim), room(dim))
+    active, lead = cone.active, cone.lead
+    x, u, scores = room(dim), room(dim), room(count)
+    keys = Keys(rows, columns, offset, room(count))
     for j in range(count):
-        squares[j] = np.sum(rows[j] * rows[j])
+        keys.squares[j] = np.sum(rows[j] * rows[j])
     used = 0
     for k in range(number):
         i = targets[k]
-        scores_of(columns, rows[i], count, scores)
-        start, closest, largest = -1, np.inf, 0.0
-        for j in range(count):
-            if j != i:
-                apart = np.sqrt(max(squares[j] + squares[i] - 2.0 * scores[j], 0.0))
-                largest = max(largest, apart)
-                if apart - offset[j] < closest:
-                    closest, start = apart - offset[j], j
-        spent = 2.0 * count * dim
-        lower[k], upper[k] = -np.inf, np.inf
-        for t in range(dim):
-            queries[k, t] = 0.0
-            points[0, t] = rows[start, t] - rows[i, t]
-        e[0], weight[0], index[0], lead[0] = 1.0, 1.0, start, offset[start] - offset[i]
-        square = np.sum(points[0] * points[0])
-        bordering = max(square, 1e-24 * largest * largest, 1e-300)
-        unit = np.sqrt(bordering)
-        inverse[0, 0] = 1.0 / (bordering + square)
-        solution[0] = inverse[0, 0]
+        start, largest = _nearest(keys, i, scores)
+        bordering = _begin(cone, keys, i, start, largest)
+        unit, spent = np.sqrt(bordering), 2.0 * count * dim
+        lower[k], upper[k], queries[k] = -np.inf, np.inf, 0.0
         m, fresh, careful = 1, True, False
-        for t in range(dim):
-            d[t] = 0.0
         for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
-            total, square = 0.0, 0.0
+            weighted_mean(active.points, active.e, active.weight, m, x)
+            ahead, square = 0.0, 0.0
             for a in range(m):
-                total += e[a] * weight[a]
-            for t in range(dim):
-                x[t] = 0.0
-            ahead = 0.0
-            for a in range(m):
-                weight[a] /= total
-                ahead += weight[a] * lead[a]
-                for t in range(dim):
-                    x[t] += weight[a] * points[a, t]
+                ahead += active.weight[a] * lead[a]
             for t in range(dim):
                 square += x[t] * x[t]
             length = np.sqrt(square)
             level = length - ahead
             if level < upper[k]:
-                upper[k] = level
-                sizes[k] = m
+                upper[k], sizes[k] = level, m
                 for a in range(m):
-                    values[used + a], indices[used + a] = e[a] * weight[a], index[a]
-            short = 0.0
-            if length > _POINT * largest:
-                for t in range(dim):
-                    u[t] = -x[t] / length
-            else:
-                for t in range(dim):
-                    short += d[t] * d[t]
-                short = max(np.sqrt(short), 1.0)
-                for t in range(dim):
-                    u[t] = -d[t] / short
-            scores_of(columns, u, count, scores)
-            own = scores[i] + offset[i]
-            best, new = -np.inf, -1
-            for j in range(count):
-                if scores[j] + offset[j] > best and j != i:
-                    best, new = scores[j] + offset[j], j
-            value = own - best
+                    values[used + a], indices[used + a] = active.e[a] * active.weight[a], active.members[a]
+            _query(x, length, largest, cone.d, u)
+            new, value = _winner(keys, i, u, scores)
             if value > lower[k]:
-                lower[k] = value
-                for t in range(dim):
-                    queries[k, t] = u[t]
+                lower[k], queries[k] = value, u
             spent += 2.0 * count * dim + 6.0 * m * (m + dim)
-            room_left = upper[k] - lower[k]
-            if room_left <= floor or room_left <= gap * max(abs(upper[k]), abs(lower[k])) or spent > budget:
+            left = upper[k] - lower[k]
+            if left <= floor or left <= gap * max(abs(upper[k]), abs(lower[k])) or spent > budget:
                 break
             if value >= level - _NOISE * (largest + abs(ahead)):
                 break
-            known = False
-            for a in range(m):
-                known = known or index[a] == new
-            if not known:
-                e[m], lead[m] = _put(points[m], rows[new], rows[i], offset[new] - offset[i], unit)
-                weight[m], index[m] = 0.0, new
-                _gram_column(points, e, border, bordering, m)
-                if _append(inverse, solution, border, work, e, m, _PIVOT * border[m]):
-                    m += 1
-                    fresh = False
-                else:  # in the affine hull already: exchange it for one that it can stand for
-                    share, leaving = np.inf, -1
-                    for a in range(m):
-                        if work[a] > _DEPENDS and weight[a] / work[a] < share:
-                            share, leaving = weight[a] / work[a], a
-                    if leaving >= 0:
-                        for a in range(m):
-                            weight[a] = max(weight[a] - share * work[a], 0.0)
-                        lead[leaving] = lead[m - 1]
-                        _remove(inverse, solution, points, weight, e, index, leaving, m)
-                        m -= 1
-                        e[m], lead[m] = _put(points[m], rows[new], rows[i], offset[new] - offset[i], unit)
-                        weight[m], index[m] = share, new
-                        _gram_column(points, e, border, bordering, m)
-                        if _append(inverse, solution, border, work, e, m, _PIVOT * border[m]):
-                            m += 1
-                            fresh = False
-                        else:
-                            known = True
-                            if m == 0:
-                                break
-                    else:
-                        known = True
-            if known:  # nothing new: rounding, put right once
-                if fresh or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
-                    break
-                fresh, careful = True, True
-            while True:
-                s = _affine_minimizer(
-                    points, e, lead, inverse, solution, m, base, along, p, d, bordering, careful, border
-                )
-                step, blocking = 1.0, -1
-                if s < 0.0:
-                    step = np.inf
-                    for a in range(m):
-                        if along[a] < 0.0 and -weight[a] / along[a] < step:
-                            step, blocking = -weight[a] / along[a], a
-                    if blocking < 0:
-                        break
-                    for a in range(m):
-                        weight[a] = max(weight[a] + step * along[a], 0.0)
-                else:
-                    for a in range(m):
-                        goal = base[a] + s * along[a]
-                        if goal < _BLOCKED:
-                            share = weight[a] / (weight[a] - goal)
-                            if share < step:
-                                step, blocking = share, a
-                    for a in range(m):
-                        weight[a] = max(weight[a] + step * (base[a] + s * along[a] - weight[a]), 0.0)
-                spent += 4.0 * m * (m + dim)
-                if blocking < 0:
-                    break
-                lead[blocking] = lead[m - 1]
-                _remove(inverse, solution, points, weight, e, index, blocking, m)
-                m -= 1
-                fresh = False
+            entered = False
+            if not contains(active.members, new, m):
+                entered, m = _let_in(cone, m, new, keys, i, unit, bordering)
                 if m == 0:
                     break
+            if entered:
+                fresh = False
+            else:  # nothing new: rounding, put right once
+                if fresh or not _rebuilt(active, m, bordering):
+                    break
+                fresh, careful = True, True
+            m, removed, more = _to_minimizer(cone, m, bordering, careful)
+            spent += more
+            fresh = fresh and not removed
             if m == 0:
                 break
         used += sizes[k]

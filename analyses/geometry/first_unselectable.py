@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.polish import INSIDE, SEPARATED
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.geometry.search import INSIDE, SEPARATED
 from ln_probe.analyses.geometry.verdicts import UNSELECTABLE, SparseWeights, Verdicts
 from ln_probe.analyses.machinery.compiled import room
 

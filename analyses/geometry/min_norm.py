@@ -10,9 +10,7 @@ keys with a bias). Every iterate is a certificate in both directions:
 At the optimum both agree (`x·(z_j - z_i) >= |x|²` for all j), so the run stops as soon as the bounds answer
 the question.
 
-Source: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149. The inverse
-of the bordered Gram matrix `c·eeᵀ + P Pᵀ` of the active set is updated in O(m²) per step and rebuilt when it
-has drifted.
+Source: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 
 Whether zero lies in `conv{z_j - z_i}` does not depend on the lengths of the differences. A verdict may therefore be
 sought among differences of length one (`scaled`): eight decades of norms then cost hardly more steps than one, where
@@ -23,14 +21,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from ln_probe.analyses.geometry.polish import BRACKETED, CLEAR, CONVERGED, EXHAUSTED, INSIDE, SEPARATED, STALLED, polish
+from ln_probe.analyses.geometry.active_set import (
+    ActiveSet,
+    active_set,
+    append,
+    contains,
+    gram_column,
+    rebuild,
+    refine,
+    remove,
+    weighted_mean,
+)
+from ln_probe.analyses.geometry.polish import polish
 from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.search import (
+    BRACKETED,
+    CLEAR,
+    CONVERGED,
+    EXHAUSTED,
+    INSIDE,
+    SEPARATED,
+    STALLED,
+    Search,
+)
 from ln_probe.analyses.machinery.compiled import compiled, room, table
 
-# Pivots of the bordered Gram matrix below this share of the new point's own squared length mean that the
-# point lies in the affine hull of the active set as far as float64 can tell (its square root, 1e-7, is the
-# resolved sine).
-_PIVOT = 1e-14
 # Wolfe's optimality test to float64 accuracy: products x·p carry errors of about 1e-16·|x|·|p|; 1e-12 leaves
 # room for sums over thousands of terms.
 _NOISE = 1e-12
@@ -55,180 +70,125 @@ _TINY = 1e-300
 
 
 @compiled
-def _append(inverse: Floats, solution: Floats, border: Floats, work: Floats, e: Floats, m: int, floor: float) -> bool:
-    """Border the inverse by one point, whose Gram column is `border`. False if it is affinely dependent."""
-    for a in range(m):
-        total = 0.0
-        for b in range(m):
-            total += inverse[a, b] * border[b]
-        work[a] = total
-    pivot = border[m]
-    known = 0.0
-    for a in range(m):
-        pivot -= work[a] * border[a]
-        known += work[a] * e[a]
-    if not pivot > floor:
-        return False
-    for a in range(m):
-        scaled = work[a] / pivot
-        for b in range(m):
-            inverse[a, b] += scaled * work[b]
-        inverse[a, m] = -scaled
-        inverse[m, a] = -scaled
-    inverse[m, m] = 1.0 / pivot
-    last = (e[m] - known) / pivot
-    for a in range(m):
-        solution[a] -= work[a] * last
-    solution[m] = last
-    return True
+def _lowest_of_few(rows: Floats, scale: Floats, few: Ints, kept: int, x: Floats, own: float) -> tuple[int, float]:
+    """Of some keys the one whose scaled difference scores lowest under `x`, and that score."""
+    new, value = -1, np.inf
+    for c in range(kept):
+        j = few[c]
+        product = -own
+        for t in range(x.shape[0]):
+            product += rows[j, t] * x[t]
+        product *= scale[j]
+        if product < value:
+            value, new = product, j
+    return new, value
 
 
 @compiled
-def _remove(
-    inverse: Floats, solution: Floats, points: Floats, weight: Floats, e: Floats, index: Ints, k: int, m: int
-) -> None:
-    """Take active point `k` of `m` out: the last one moves to its place, the inverse loses one rank."""
-    last = m - 1
-    if k != last:
-        for t in range(points.shape[1]):
-            points[k, t] = points[last, t]
-        weight[k], e[k], index[k] = weight[last], e[last], index[last]
-        solution[k], solution[last] = solution[last], solution[k]
-        for b in range(m):
-            inverse[k, b], inverse[last, b] = inverse[last, b], inverse[k, b]
-        for b in range(m):
-            inverse[b, k], inverse[b, last] = inverse[b, last], inverse[b, k]
-    pivot = inverse[last, last]
-    for a in range(last):
-        scaled = inverse[a, last] / pivot
-        for b in range(last):
-            inverse[a, b] -= scaled * inverse[last, b]
-        solution[a] -= scaled * solution[last]
+def _lowest_of_all(
+    columns: Floats, scale: Floats, target: int, count: int, x: Floats, own: float, scores: Floats
+) -> tuple[int, float, float]:
+    """The same of all keys, and the lowest score of a true difference; `scores` keeps the scaled ones."""
+    scores_of(columns, x, count, scores)
+    if target < count:
+        scores[target] = np.inf
+    new, value, least = -1, np.inf, np.inf
+    for j in range(count):
+        product = scores[j] - own
+        least = min(least, product)
+        product *= scale[j]
+        scores[j] = product
+        if product < value:
+            value, new = product, j
+    return new, value, least
 
 
 @compiled
-def _gram_column(points: Floats, e: Floats, border: Floats, bordering: float, new: int) -> None:
-    for a in range(new + 1):
-        total = bordering * e[a] * e[new]
-        for t in range(points.shape[1]):
-            total += points[a, t] * points[new, t]
-        border[a] = total
-
-
-@compiled
-def _rebuild(
-    inverse: Floats,
-    solution: Floats,
-    points: Floats,
-    border: Floats,
-    work: Floats,
-    e: Floats,
-    m: int,
-    bordering: float,
-) -> bool:
-    """The inverse from scratch, to get rid of accumulated rounding."""
-    for a in range(m):
-        _gram_column(points, e, border, bordering, a)
-        if not _append(inverse, solution, border, work, e, a, _PIVOT * border[a]):
-            return False
-    return True
-
-
-@compiled
-def _refine(
-    inverse: Floats,
-    solution: Floats,
-    points: Floats,
-    border: Floats,
-    work: Floats,
-    e: Floats,
-    x: Floats,
-    m: int,
-    bordering: float,
-) -> None:
-    """One step of iterative refinement of `(c·eeᵀ + P Pᵀ) solution = e`; `x` is overwritten."""
+def _put(
+    rows: Floats, scale: Floats, target: int, points: Floats, e: Floats, weight: Floats, index: Ints, m: int, new: int,
+    largest: float,
+) -> None:  # fmt: skip
+    """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
     dim = points.shape[1]
-    total = 0.0
-    for t in range(dim):
-        x[t] = 0.0
-    for a in range(m):
-        total += e[a] * solution[a]
+    if new < 0:
         for t in range(dim):
-            x[t] += solution[a] * points[a, t]
-    for a in range(m):
-        rest = e[a] * (1.0 - bordering * total)
+            points[m, t] = 0.0
+        points[m, dim - 1] = -largest
+        e[m] = 0.0
+    else:
         for t in range(dim):
-            rest -= points[a, t] * x[t]
-        border[a] = rest
-    for a in range(m):
+            points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
+        e[m] = 1.0
+    weight[m], index[m] = 0.0, new
+
+
+@compiled
+def _to_affine_minimizer(
+    points: Floats, e: Floats, weight: Floats, index: Ints, inverse: Floats, solution: Floats, border: Floats, m: int,
+    x: Floats, bordering: float, careful: bool,
+) -> tuple[bool, int, float]:  # fmt: skip
+    """Wolfe's minor cycle: to the affine minimizer, as far as the weights stay convex, without the points that block.
+
+    Returns:
+        whether there was one, how many points are left, and the multiply-adds spent.
+    """
+    dim, spent = points.shape[1], 0.0
+    while m > 0:
+        spent += m * dim
+        if careful:
+            refine(points, e, inverse, e, solution, m, bordering, x, border)
+            spent += m * (2 * dim + m)
         total = 0.0
-        for b in range(m):
-            total += inverse[a, b] * border[b]
-        solution[a] += total
+        for a in range(m):
+            total += e[a] * solution[a]
+        if not total > 0.0:
+            return False, m, spent
+        step, blocking = 1.0, -1
+        for a in range(m):
+            goal = solution[a] / total
+            if goal <= 0.0:
+                share = weight[a] / (weight[a] - goal) if weight[a] > goal else 0.0
+                if share < step:
+                    step, blocking = share, a
+        for a in range(m):
+            weight[a] += step * (solution[a] / total - weight[a])
+        if blocking < 0:
+            break
+        remove(points, e, weight, index, inverse, solution, blocking, m)
+        spent += 2 * m * m
+        m -= 1
+    for a in range(m):
+        weight[a] = max(weight[a], 0.0)
+    return m > 0, m, spent
 
 
 @compiled
 def nearest_point(
-    rows: Floats,
-    columns: Floats,
-    target: int,
-    count: int,
-    start: int,
-    ray: bool,
-    stretch: Floats,
-    slope: Floats,
-    tau: float,
-    gap: float,
-    patience: int,
-    points: Floats,
-    inverse: Floats,
-    weight: Floats,
-    e: Floats,
-    index: Ints,
-    x: Floats,
-    best: Floats,
-    scores: Floats,
-    work: Floats,
-    scale: Floats,
-    budget: float,
+    search: Search, start: int, patience: int, active: ActiveSet, x: Floats, best: Floats, scores: Floats, budget: float
 ) -> tuple[int, int, float, float, float]:
-    """Nearest point of the hull of keys 0..count-1 without `target` to key `target`.
+    """Nearest point of the hull of the keys without the target to the target.
 
     Args:
-        rows, columns: the keys, "key dim" and "dim key".
         start: the first active key.
-        ray: whether the hull is extended downwards along the last coordinate (keys with a bias).
-        stretch, slope: what turns these coordinates into the keys' normalized ones.
-        tau: with `gap` < 0, stop when a verdict holds with this tolerance in normalized coordinates.
-        gap: if >= 0, stop when lower and upper bound differ by at most this share of the lower (of scaled differences:
-            their bounds), or upper <= tau.
         patience: give up when the inverse has drifted more often; -1: never.
-        points … work: workspace; on return `index`, `weight` hold the active set, `x` the last point, `best`
-        minus the
-            query with the highest lower bound (where it ends SEPARATED: that query).
-        scale: what the difference of each key from the target is multiplied by; weights are of these products
-            (`unscale` makes them weights of the keys).
+        active, x, best, scores: workspace; on return `active` holds the active set, `x` the last point, `best` minus
+            the query with the highest lower bound (where it ends SEPARATED: that query).
         budget: multiply-adds to spend at most, but for the step in which they run out.
 
     Returns:
         how it ended, size of the active set, lower and upper bound of the distance in these coordinates, and the
         multiply-adds spent.
     """
-    dim = rows.shape[1]
-    capacity = index.shape[0]
-    for t in range(dim):
-        points[0, t] = scale[start] * (rows[start, t] - rows[target, t])
-    e[0], weight[0], index[0] = 1.0, 1.0, start
-    m = 1
-    bordering = 0.0
+    rows, columns, target, count, ray, stretch, slope, tau, gap, scale = search
+    points, e, weight, index, inverse, solution, border, work = active
+    dim, capacity = rows.shape[1], index.shape[0]
+    _put(rows, scale, target, points, e, weight, index, 0, start, 0.0)
+    weight[0], bordering = 1.0, 0.0
     for t in range(dim):
         x[t] = points[0, t]
         bordering += x[t] * x[t]
-    largest = np.sqrt(bordering)
-    inverse[0, 0] = 0.5 / bordering
-    solution = work[capacity : 2 * capacity]
-    border = work[2 * capacity : 3 * capacity]
-    solution[0] = inverse[0, 0]
+    inverse[0, 0] = solution[0] = 0.5 / bordering
+    m, largest = 1, np.sqrt(bordering)
     lower, upper = 0.0, largest
     fresh, careful, rebuilt = True, False, 0
     shortest, idle, spent, shown = np.inf, 0, 0.0, 0.0
@@ -260,30 +220,13 @@ def nearest_point(
             return EXHAUSTED, m, lower, upper, spent
         new, value = -1, np.inf
         if not lift and kept > 0:  # among the keys that scored lowest when all were asked
-            for c in range(kept):
-                j = few[c]
-                product = -own
-                for t in range(dim):
-                    product += rows[j, t] * x[t]
-                product *= scale[j]
-                if product < value:
-                    value, new = product, j
+            new, value = _lowest_of_few(rows, scale, few, kept, x, own)
             spent += kept * dim
             if square - value <= _WORN * violation or (gap < 0.0 and value > 0.0):
                 new = -1
         if not lift and new < 0:
-            scores_of(columns, x, count, scores)
+            new, value, least = _lowest_of_all(columns, scale, target, count, x, own, scores)
             spent += count * dim
-            if target < count:
-                scores[target] = np.inf
-            least, value = np.inf, np.inf
-            for j in range(count):
-                product = scores[j] - own
-                least = min(least, product)
-                product *= scale[j]
-                scores[j] = product
-                if product < value:
-                    value, new = product, j
             if value > shown * length:
                 shown, lower = value / length, max(least / length, 0.0)
                 for t in range(dim):
@@ -299,30 +242,18 @@ def nearest_point(
                 return CONVERGED, m, lower, upper, spent
             if count * dim > _MANY:
                 kept, violation = lowest(scores, count, few), square - value
-        drifted = idle >= _IDLE
-        for a in range(m):
-            drifted = drifted or index[a] == new
+        drifted = idle >= _IDLE or contains(index, new, m)
         if not drifted:
             if m == capacity:
                 return STALLED, m, lower, upper, spent
-            if new < 0:
-                for t in range(dim):
-                    points[m, t] = 0.0
-                points[m, dim - 1] = -largest
-                e[m] = 0.0
-            else:
-                for t in range(dim):
-                    points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
-                e[m] = 1.0
-            weight[m], index[m] = 0.0, new
-            _gram_column(points, e, border, bordering, m)
+            _put(rows, scale, target, points, e, weight, index, m, new, largest)
+            gram_column(points, e, border, bordering, m)
             spent += m * (dim + 3 * m)
-            own_square = border[m] - bordering * e[m]
-            if own_square > largest * largest and new >= 0:
-                largest = np.sqrt(own_square)
-            drifted = not _append(inverse, solution, border, work, e, m, _PIVOT * border[m])
+            if new >= 0:
+                largest = max(largest, np.sqrt(max(border[m] - bordering, 0.0)))
+            drifted = not append(inverse, solution, border, work, e, m)
         if drifted:
-            if fresh or rebuilt == patience or not _rebuild(inverse, solution, points, border, work, e, m, bordering):
+            if fresh or rebuilt == patience or not rebuild(points, e, inverse, solution, border, work, m, bordering):
                 return STALLED, m, lower, upper, spent
             fresh, careful, idle = True, True, 0
             rebuilt += 1
@@ -330,43 +261,15 @@ def nearest_point(
         else:
             m += 1
             fresh = False
-        while True:  # Wolfe's minor cycle: to the affine minimizer, as far as the weights stay convex
-            spent += m * dim
-            if careful:
-                _refine(inverse, solution, points, border, work, e, x, m, bordering)
-                spent += m * (2 * dim + m)
-            total = 0.0
-            for a in range(m):
-                total += e[a] * solution[a]
-            if not total > 0.0:
-                return STALLED, m, lower, upper, spent
-            step, blocking = 1.0, -1
-            for a in range(m):
-                goal = solution[a] / total
-                if goal <= 0.0:
-                    share = weight[a] / (weight[a] - goal) if weight[a] > goal else 0.0
-                    if share < step:
-                        step, blocking = share, a
-            for a in range(m):
-                weight[a] += step * (solution[a] / total - weight[a])
-            if blocking < 0:
-                break
-            _remove(inverse, solution, points, weight, e, index, blocking, m)
-            spent += 2 * m * m
-            m -= 1
-            fresh = False
-            if m == 0:
-                return STALLED, m, lower, upper, spent
-        total = 0.0
-        for a in range(m):
-            weight[a] = max(weight[a], 0.0)
-            total += e[a] * weight[a]
-        for t in range(dim):
-            x[t] = 0.0
-        for a in range(m):
-            weight[a] /= total
-            for t in range(dim):
-                x[t] += weight[a] * points[a, t]
+        before = m
+        found, m, used = _to_affine_minimizer(
+            points, e, weight, index, inverse, solution, border, m, x, bordering, careful
+        )
+        spent += used
+        if not found:
+            return STALLED, m, lower, upper, spent
+        fresh = fresh and m == before
+        weighted_mean(points, e, weight, m, x)
     return STALLED, m, lower, upper, spent
 
 
@@ -394,8 +297,9 @@ def scale_of(square: float, size: float) -> float:
 
 
 @compiled
-def unscale(points: Floats, weight: Floats, index: Ints, scale: Floats, m: int) -> None:
+def unscale(active: ActiveSet, scale: Floats, m: int) -> None:
     """Scaled differences and their weights as plain ones, in place; the weights sum to one without the ray."""
+    points, weight, index = active.points, active.weight, active.members
     total = 0.0
     for a in range(m):
         if index[a] >= 0:
@@ -408,9 +312,9 @@ def unscale(points: Floats, weight: Floats, index: Ints, scale: Floats, m: int) 
 
 
 @compiled
-def _distance(rows: Floats, target: int, ray: bool, weight: Floats, index: Ints, m: int, x: Floats) -> float:
+def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
     """How far the key is from the mean of the active keys, whose weights are made to sum to one; infinite if none."""
-    dim = rows.shape[1]
+    rows, weight, index, dim = search.rows, active.weight, active.members, x.shape[0]
     total = 0.0
     for a in range(m):
         weight[a] = max(weight[a], 0.0)
@@ -424,8 +328,8 @@ def _distance(rows: Floats, target: int, ray: bool, weight: Floats, index: Ints,
         weight[a] /= total
         if index[a] >= 0:
             for t in range(dim):
-                x[t] += weight[a] * (rows[index[a], t] - rows[target, t])
-    if ray:
+                x[t] += weight[a] * (rows[index[a], t] - rows[search.target, t])
+    if search.ray:
         x[dim - 1] = min(x[dim - 1], 0.0)
     square = 0.0
     for t in range(dim):
@@ -468,69 +372,75 @@ def _nearest_points(
 ) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:  # fmt: skip
     number, dim = targets.shape[0], rows.shape[1]
     capacity = dim + 2
-    ended = np.empty(number, np.int64)
-    lower, upper = room(number), room(number)
-    queries = table(number, dim)
-    sizes = np.empty(number, np.int64)
-    weights = room(number * capacity)
-    indices = np.empty(number * capacity, np.int64)
-    points, inverse = table(capacity, dim), table(capacity, capacity)
-    weight, e, index = room(capacity), room(capacity), np.empty(capacity, np.int64)
-    x, best, kept = room(dim), room(dim), room(dim)
-    scores, work = room(rows.shape[0]), room(3 * capacity)
-    used = 0
-    squares = room(rows.shape[0])
+    ended, sizes = np.empty(number, np.int64), np.empty(number, np.int64)
+    lower, upper, queries = room(number), room(number), table(number, dim)
+    weights, indices = room(number * capacity), np.empty(number * capacity, np.int64)
+    active = active_set(capacity, dim)
+    x, best = room(dim), room(dim)
+    scores, scale, squares = room(rows.shape[0]), room(rows.shape[0]), room(rows.shape[0])
     for j in range(rows.shape[0]):
         squares[j] = np.sum(rows[j] * rows[j])
-    scale = room(rows.shape[0])
+    used = 0
     for k in range(number):
+        search = Search(rows, columns, targets[k], counts[k], ray, stretch, slope, tau, gap, scale)
         spent, m = 0.0, 0
         for attempt in range(_ATTEMPTS if careful and gap < 0.0 else 1):
-            best[:] = 0.0
-            start = starts[k] if attempt == 0 else -1
             shorten = scaled if attempt != 1 else not scaled
-            if start < 0 or shorten:
-                scores_of(columns, rows[targets[k]], counts[k], scores)
+            start = _start(search, starts[k] if attempt == 0 else -1, shorten, squares, scores)
+            if shorten or attempt > 0 or starts[k] < 0:
                 spent += counts[k] * dim
-                for j in range(counts[k]):
-                    scores[j] = squares[j] - 2.0 * scores[j]
-            if start < 0:
-                closest = np.inf
-                for j in range(counts[k]):
-                    if scores[j] < closest and j != targets[k]:
-                        closest, start = scores[j], j
-            own = squares[targets[k]]
-            for j in range(counts[k]):
-                scale[j] = scale_of(scores[j] + own, squares[j] + own) if shorten else 1.0
-            ended[k], m, lower[k], upper[k], used_up = nearest_point(
-                rows, columns, targets[k], counts[k], start, ray, stretch, slope, tau, gap,
-                1 if careful else -1, points, inverse, weight, e, index, x, best, scores, work, scale,
-                budget - spent,
-            )  # fmt: skip
+            best[:] = 0.0
+            ended[k], m, lower[k], upper[k], used_up = _attempt(
+                search, start, careful, shorten, active, x, best, scores, budget - spent
+            )
             spent += used_up
-            if shorten:
-                unscale(points, weight, index, scale, m)
-            if careful and (ended[k] == STALLED or ended[k] == CONVERGED) and m > 0:
-                low = lower[k]
-                for t in range(dim):
-                    kept[t] = best[t]
-                ended[k], m, lower[k], upper[k], used_up = polish(
-                    rows, columns, targets[k], counts[k], ray, stretch, slope, tau, gap,
-                    points, weight, e, index, m, x, best, scores, budget - spent,
-                )  # fmt: skip
-                spent += used_up
-                if ended[k] != SEPARATED and low > lower[k]:
-                    lower[k] = low
-                    for t in range(dim):
-                        best[t] = kept[t]
-            if ended[k] == STALLED or ended[k] == EXHAUSTED:  # it may have stopped between two points
-                upper[k] = _distance(rows, targets[k], ray, weight, index, m, x)
             if ended[k] == SEPARATED or ended[k] == INSIDE or ended[k] == EXHAUSTED:
                 break
         for t in range(dim):
             queries[k, t] = -best[t]
         sizes[k] = m
         for a in range(m):
-            weights[used + a], indices[used + a] = weight[a], index[a]
+            weights[used + a], indices[used + a] = active.weight[a], active.members[a]
         used += m
     return ended, lower, upper, queries, sizes, weights[:used].copy(), indices[:used].copy()
+
+
+@compiled
+def _start(search: Search, start: int, shorten: bool, squares: Floats, scores: Floats) -> int:
+    """The first active key (the closest one if `start` is negative), when every key's scale has been set."""
+    if start >= 0 and not shorten:
+        search.scale[:] = 1.0
+        return start
+    scores_of(search.columns, search.rows[search.target], search.number, scores)
+    for j in range(search.number):
+        scores[j] = squares[j] - 2.0 * scores[j]
+    own, closest, nearest = squares[search.target], np.inf, start
+    if start < 0:
+        for j in range(search.number):
+            if scores[j] < closest and j != search.target:
+                closest, nearest = scores[j], j
+    scale = search.scale
+    for j in range(search.number):  # (a loop of its own: roots and quotients on vector registers)
+        scale[j] = scale_of(scores[j] + own, squares[j] + own) if shorten else 1.0
+    return nearest
+
+
+@compiled
+def _attempt(
+    search: Search, start: int, careful: bool, shortened: bool, active: ActiveSet, x: Floats, best: Floats,
+    scores: Floats, budget: float,
+) -> tuple[int, int, float, float, float]:  # fmt: skip
+    """`nearest_point`, polished where it ends without an answer; results as there, weights of the keys themselves."""
+    ended, m, lower, upper, spent = nearest_point(search, start, 1 if careful else -1, active, x, best, scores, budget)
+    if shortened:
+        unscale(active, search.scale, m)
+    if careful and ended in (STALLED, CONVERGED) and m > 0:
+        low, kept = lower, best.copy()
+        ended, m, lower, upper, more = polish(search, active, m, x, best, scores, budget - spent)
+        spent += more
+        if ended != SEPARATED and low > lower:
+            lower = low
+            best[:] = kept
+    if ended in (STALLED, EXHAUSTED):  # it may have stopped between two points
+        upper = _distance(search, active, m, x)
+    return ended, m, lower, upper, spent

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ln_probe.analyses.geometry.active_set import active_set
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
-from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_point, nearest_points, scale_of, unscale
+from ln_probe.analyses.geometry.min_norm import BUDGET, lowest, nearest_point, nearest_points, scale_of, unscale
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
+from ln_probe.analyses.geometry.search import Search
 from ln_probe.analyses.machinery.compiled import compiled, room, table
 from ln_probe.analyses.machinery.parallel import in_threads
 
@@ -31,24 +33,6 @@ _LONGEST = 512
 _COLUMNS, _COLUMN_GAP = 32, 0.3
 _KEYS_PER_TASK = 256
 _ROUNDS = 200
-
-
-@compiled
-def _lowest(scores: Floats, number: int) -> Ints:
-    """Places of the lowest scores, lowest first."""
-    found = np.zeros(min(number, len(scores)), np.int64)
-    many = 0
-    for j in range(len(scores)):
-        if many == len(found) and scores[j] >= scores[found[many - 1]]:
-            continue
-        if many < len(found):
-            many += 1
-        a = many - 1
-        while a > 0 and scores[found[a - 1]] > scores[j]:
-            found[a] = found[a - 1]
-            a -= 1
-        found[a] = j
-    return found
 
 
 @compiled
@@ -77,48 +61,42 @@ def _by_columns(
     queries = np.zeros((number, dim))
     sizes = np.zeros(number, np.int64)
     weights, indices = room(number * capacity), np.empty(number * capacity, np.int64)
-    points, inverse = table(capacity, dim), table(capacity, capacity)
-    weight, e, index = room(capacity), room(capacity), np.empty(capacity, np.int64)
+    active = active_set(capacity, dim)
     x, best = room(dim), room(dim)
-    scores, few, work = room(generators), room(places + 1), room(3 * capacity)
-    chosen = np.empty(places + 1, np.int64)
+    scores, few = room(generators), room(places + 1)
+    fetched, chosen = np.empty(_COLUMNS, np.int64), np.empty(places + 1, np.int64)
     here, there = table(places + 1, dim), table(dim, places + 1)
     squares, scale, chosen_scale = room(generators), room(generators), room(places + 1)
     for j in range(generators):
         squares[j] = np.sum(rows[j] * rows[j])
     used = 0
     for k in range(number):
-        many = 0
-        square = 0.0
+        many, spent = 0, 0.0
         for t in range(dim):
             x[t] = -keys[k, t]
-            square += x[t] * x[t]
-        m, spent = 0, 0.0
-        for _ in range(_ROUNDS):
+        for attempt in range(_ROUNDS):
             scores_of(columns, x, generators, scores)
             spent += generators * dim
-            if m == 0:
+            if attempt == 0:
+                square = np.sum(x * x)
                 for j in range(generators):
                     scale[j] = scale_of(squares[j] + 2.0 * scores[j] + square, squares[j] + square)
             if own[k] >= 0:
                 scores[own[k]] = np.inf
-            level = 0.0
-            for t in range(dim):
-                level += x[t] * keys[k, t]
-            lowest = scores.min()
-            if m > 0 and lowest - level > tau * (1.0 + 1e-3) * _length(x, stretch, slope):
+            level = np.sum(x * keys[k])
+            if attempt > 0 and scores.min() - level > tau * (1.0 + 1e-3) * _length(x, stretch, slope):
                 state[k] = 0
                 for t in range(dim):
                     queries[k, t] = -x[t]
                 break
             if spent > budget:
                 break
-            fresh = 0
             for j in range(generators):
                 scores[j] = (scores[j] - level) * scale[j]
             for a in range(many):
                 scores[chosen[a]] = np.inf
-            for new in _lowest(scores, _COLUMNS):
+            before = many
+            for new in fetched[: lowest(scores, generators, fetched)]:
                 if many >= places or scores[new] == np.inf:
                     break
                 chosen[many], chosen_scale[many] = new, scale[new]
@@ -126,28 +104,22 @@ def _by_columns(
                     here[many, t] = rows[new, t]
                     there[t, many] = rows[new, t]
                 many += 1
-                fresh += 1
-            if fresh == 0:
+            if many == before:
                 break
             for t in range(dim):
                 here[many, t] = keys[k, t]
-            start, closest = 0, np.inf
-            for a in range(many):
-                if 1.0 / chosen_scale[a] < closest:
-                    closest, start = 1.0 / chosen_scale[a], a
             best[:] = 0.0
-            _, m, lower, upper, used_up = nearest_point(
-                here, there, many, many, start, ray, stretch, slope, near, _COLUMN_GAP,
-                -1, points, inverse, weight, e, index, x, best, few, work, chosen_scale, budget - spent,
-            )  # fmt: skip
+            search = Search(here, there, many, many, ray, stretch, slope, near, _COLUMN_GAP, chosen_scale)
+            start = int(np.argmax(chosen_scale[:many]))  # the closest
+            _, m, lower, upper, used_up = nearest_point(search, start, -1, active, x, best, few, budget - spent)
             spent += used_up
             if upper <= near:
                 state[k] = 1
                 sizes[k] = m
-                unscale(points, weight, index, chosen_scale, m)
+                unscale(active, chosen_scale, m)
                 for a in range(m):
-                    weights[used + a] = weight[a]
-                    indices[used + a] = chosen[index[a]] if index[a] >= 0 else -1
+                    weights[used + a] = active.weight[a]
+                    indices[used + a] = chosen[active.members[a]] if active.members[a] >= 0 else -1
                 used += m
                 break
             if not lower > 0.0:

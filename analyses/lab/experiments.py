@@ -94,6 +94,13 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, section 4.2",
         seeds=1, quick_seeds=1, duration="90 minutes", quick_duration="3 minutes", needs_text=True, function="run_full",
     ),
+    "language_model_bundled": Experiment(
+        "ln_probe.analyses.lab.language_model.bundled_seeds",
+        "the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys",
+        "the shape and schedule of the bundled models",
+        seeds=3, quick_seeds=1, duration="about 6 hours (12 runs of half an hour)", quick_duration="2 minutes",
+        needs_text=True,
+    ),
     "depth": Experiment(
         "ln_probe.analyses.lab.depth.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
@@ -121,6 +128,12 @@ EXPERIMENTS = {
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
         seeds=3, quick_seeds=1, duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
+    ),
+    "counting_budget": Experiment(
+        "ln_probe.analyses.lab.counting.qrnn_budget",
+        "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
+        "Merrill et al. 2020, section 5",
+        seeds=3, quick_seeds=1, duration="about 90 minutes (24 runs of 4 minutes)", quick_duration="1 minute",
     ),
 }  # fmt: skip
 
@@ -158,7 +171,7 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
-    _claim(name, request)
+    claim(name, request)
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
@@ -174,8 +187,13 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     return results
 
 
-def _claim(name: str, request: Request) -> None:
-    """Make `request.out` this experiment's folder, or raise if it holds something else."""
+def claim(name: str, request: Request) -> None:
+    """Make `request.out` this experiment's folder.
+
+    Raises:
+        FileExistsError: it holds something else.
+        ValueError: its claim cannot be read.
+    """
     path = request.out / EXPERIMENT_FILE
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():

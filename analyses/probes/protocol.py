@@ -28,7 +28,9 @@ from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.sites import Site
 
-LAST = 100  # rank of a finding that does not say how much it matters
+# Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
+# without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
+EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence computed from tables, the picture of the page that shows it, and its rank: the smallest is first."""
+    """A sentence computed from tables, and the picture of the page that shows it.
+
+    The smallest `rank` is first, and of the same rank the largest `size`: the effect in share of its baseline (the
+    unedited loss, the whole of attention, the greatest entropy).
+    """
 
     text: str
     picture: str = ""
     rank: int = LAST
+    size: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Wish:
     revision: str | None
     checkpoints: str | None
     allow_pickle: bool
+    quiet: bool = False
 
 
 def report(
@@ -126,7 +127,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, quiet,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -284,11 +285,14 @@ def _work(
 ) -> None:
     """Have all units of the schedule done; exits where nobody can go on."""
     from ln_probe.batch.drive import StoppedError, drive
+    from ln_probe.batch.engines import LocalEngine
 
     if not len(schedule):
         return
     engine = _engine(run, schedule, engine_name, address, workers, gpus)
     display.workers = engine.workers
+    if isinstance(engine, LocalEngine):
+        display.pulses = engine.pulses
     try:
         drive(engine, schedule, display)
     except StoppedError as error:
@@ -409,12 +413,16 @@ def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
 def _targets(wish: Wish) -> list[Target]:
     import ln_probe
     from ln_probe.batch.suite import SuiteError, suite
+    from ln_probe.measuring.live import Live
 
     names = wish.models or tuple(ln_probe.bundled_models())
     if not names:
         raise refuse("no model given, and this installation has no bundled checkpoints")
+    if not wish.quiet:
+        typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
     try:
-        return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
+        with Live(quiet=wish.quiet):
+            return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
     except SuiteError as error:
         raise refuse(str(error)) from error
 

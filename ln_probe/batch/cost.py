@@ -73,10 +73,10 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
-    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, SAMPLED_TOKENS
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, SAMPLED_TOKENS
 
     if corpus.given == SAMPLED:
-        return [float(SAMPLED_TOKENS)] * SAMPLED_PROMPTS
+        return [float(SAMPLED_TOKENS)] * SAMPLED_SEQUENCES[MEASURED]
     found: list[float] = []
     for shard in range(corpus.shards):
         path = shard_file(folder, shard)

@@ -27,6 +27,7 @@ from ln_probe.batch.pieces import packed, unpacked
 from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
+from ln_probe.hooks.frozen_scale import Sigmas
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.assembly import assemble, provenance
@@ -37,6 +38,7 @@ from ln_probe.prompting.shards import DEFAULT
 from ln_probe.prompting.token_shards import TokenShards
 from ln_probe.reporting.exhibits import Exhibits
 
+_SIGMAS = ("first", "rest")  # what is kept of them
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
 
@@ -166,7 +168,7 @@ class Worker:
         exhibits, index = self._record(passes, tokens, len(given)).plain()
         info = {
             "exhibits": index,
-            "constants": dict(found.constants),
+            "calibrated_on": dict(found.calibrated_on),
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*tokens[0].notes, *cut, *found.notes],
             "prompts": prompts,
@@ -176,6 +178,7 @@ class Worker:
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
+        arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
     def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
@@ -212,9 +215,14 @@ def _all_of(hashes: Iterable[str]) -> str:
 
 def calibration(stored: Stored) -> Calibration:
     """What a calibration unit found."""
+    drawn = stored.arrays("sigmas/")
+    names = dict.fromkeys(name.rpartition("/")[0] for name in drawn)
+    sigmas = {name: Sigmas(**{part: drawn[f"{name}/{part}"] for part in _SIGMAS}) for name in names}
     return Calibration(
         norms=stored.table("norms"),
-        constants=stored.info["constants"],
+        constants={name: s.constant for name, s in sigmas.items()},
+        sigmas=sigmas,
+        calibrated_on=stored.info["calibrated_on"],
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
         notes=tuple(stored.info["notes"]),

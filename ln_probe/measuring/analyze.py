@@ -11,11 +11,13 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring.assembly import assemble, provenance
+from ln_probe.measuring.live import Live
 from ln_probe.measuring.passes import Passes
 from ln_probe.measuring.settings import Settings
 from ln_probe.prompting.prompts import make_prompts
@@ -51,7 +53,7 @@ def analyze(
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
         seed: of sampled prompts and sampled keys.
-        progress: show a progress bar.
+        progress: show what is going on: a live line on a terminal or in a notebook, elsewhere a line every half minute.
 
     A probe that fails is named in `Report.failures`, in its notes and in a ProbeFailedWarning; the others' results
     stand.
@@ -75,9 +77,10 @@ def analyze(
     settings.check(hooked)
     clock = _Clock()
     was_training = cast(nn.Module, model).training
-    with evaluating(hooked):
+    with Live(quiet=not progress), evaluating(hooked):
+        pulse.tell("preparing prompts")
         ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
-        passes = Passes(hooked, settings, probes=found, progress=progress)
+        passes = Passes(hooked, settings, probes=found)
         clock.lap("preparation")
         numbered = list(enumerate(ready.tokens))
         calibration = passes.calibrate(numbered)
@@ -88,6 +91,7 @@ def analyze(
         clock.lap("second pass")
         pieces |= {p.name: [passes.weigh(p)] for p in found if p.needs.nothing}
         clock.lap("weights")
+        pulse.tell("pictures of attention")
         exhibits = passes.record(ready.tokens, ready.strings, count=len(ready.tokens))
         clock.lap("exhibits")
     source = source_of(cast(nn.Module, model))

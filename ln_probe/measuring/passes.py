@@ -7,31 +7,35 @@ prompts, in any order, and the pieces joined afterwards.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ln_probe.analyses import norm_statistics
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius
+from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
 from ln_probe.analyses.probes.registry import chosen, package_of
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
+from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
+from ln_probe.hooks.frozen_scale import calibration_sigmas
 from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring import recording
 from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.prompts import namer
+from ln_probe.prompting.prompts import namer, summary
+from ln_probe.prompting.sources import BUNDLED, SAMPLED
 from ln_probe.reporting.exhibits import Exhibits
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
@@ -55,10 +59,9 @@ class Passes:
         settings: Settings,
         *,
         probes: Sequence[Probe] | None = None,
-        progress: bool = False,
     ) -> None:
         settings.check(model)
-        self.model, self.settings, self.progress = model, settings, progress
+        self.model, self.settings = model, settings
         self.probes = chosen(settings.probes if probes is None else probes)
         self.sites = find_sites(model)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
@@ -66,15 +69,23 @@ class Passes:
         self.attends = any("attention" in s.reads.split("+") for s in self.sites)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
-    def _bar(self, text: str, prompts: Iterable[tuple[int, Tensor]]) -> Any:
-        return tqdm(prompts, desc=text, unit="prompt", disable=not self.progress, leave=False)
+    def _told(self, stage: str, prompts: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """The prompts, and to whoever watches, which of them is under way."""
+        total = float(len(prompts)) if isinstance(prompts, Sized) else math.nan
+        for done, pair in enumerate(prompts):
+            tell(stage, done, total, "prompts")
+            yield pair
 
     def _heads_of(self, seen: AttentionInput) -> Heads:
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
-        """The first pass, over all prompts (number and token ids) in their order."""
+        """The first pass, over all prompts (number and token ids) in their order.
+
+        The constants are not theirs: they come from prompts of their own (`calibration_tokens`), on which nothing is
+        measured.
+        """
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
         statistics = [
@@ -106,16 +117,21 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for _, row in self._bar("norms", prompts):
+        for _, row in self._told("first pass", prompts):
             length = len(row)
             stream(
                 self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )  # fmt: skip
+        rows = calibration_tokens(self.model)
+        sigmas = calibration_sigmas(self.model, [s.site for s in statistics], rows)
         return_free_memory()
+        source = SAMPLED if tokenizer_of(self.model) is None else BUNDLED
         return Calibration(
             norms=norm_statistics.table(statistics),
-            constants={s.site.name: s.constant for s in statistics},
+            constants={name: found.constant for name, found in sigmas.items()},
+            sigmas=sigmas,
+            calibrated_on=summary(f"{source}, calibration part", rows),
             radii={
                 layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
                 for layer, found in observed.items()
@@ -136,14 +152,13 @@ class Passes:
             return {}
         view = self._view(calibration)
         watching = [_Watching(p, view, p.prompts if default else None) for p in asked]
-        bar = self._bar("probes", prompts)
-        for number, row in bar:
-            self._watch(number, row, [w for w in watching if w.takes(number)], calibration, bar)
+        for number, row in self._told("second pass", prompts):
+            self._watch(number, row, [w for w in watching if w.takes(number)], calibration)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
     def _watch(
-        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration, bar: Any
+        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration
     ) -> None:
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
@@ -153,7 +168,6 @@ class Passes:
                 w.see(lambda o: o.norm(number, site, x, y))
 
         def on_attention(seen: AttentionInput) -> None:
-            bar.set_postfix(layer=seen.layer)
             heads = None if seen.layer in calibration.unsupported else self._heads_of(seen)
             attended = Attended(seen, heads, calibration, self.heads)
             for w in attention:
@@ -166,10 +180,12 @@ class Passes:
             )  # fmt: skip
         for w in watching:
             if w.probe.needs.output:
+                tell(w.probe.name)
                 w.see(lambda o: o.prompt(number, row))
 
     def weigh(self, probe: Probe) -> Piece | Failure:
         """What a probe that needs no prompts finds out."""
+        tell(probe.name)
         return _Watching(probe, self._view(None)).piece()
 
     def record(self, prompts: Sequence[Int[Tensor, " _"]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:

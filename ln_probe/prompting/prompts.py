@@ -14,9 +14,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.wording import encodable
-from ln_probe.hooks.default_tokens import MAX_TOKENS, bundled_texts, encode, sample, tokenizer_of
+from ln_probe.hooks.default_tokens import (
+    COMMONEST_SHARE,
+    MAX_TOKENS,
+    bundled_texts,
+    commonest,
+    encode,
+    sample,
+    special_tokens,
+    tokenizer_of,
+)
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries
+
+_FEW_TOKENS = 20  # of which a third can be the same by chance
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +154,8 @@ def _finish(
     cut = tuple(row[:limit] for row in rows)
     name_of = namer(model)
     strings = tuple(tuple(map(name_of, row.tolist())) for row in cut)
-    return Prompts(cut, strings, source, (*notes, *cut_notes(given, limit, context_length(model))), name_of, given)
+    said = (*notes, *cut_notes(given, limit, context_length(model)), *monotony_notes(cut, name_of))
+    return Prompts(cut, strings, source, said, name_of, given)
 
 
 def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]:
@@ -156,6 +168,18 @@ def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]
     )
 
 
+def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], str]) -> tuple[str, ...]:
+    """A warning where one token makes up most of the prompts: then a report is about that token."""
+    total = sum(map(len, rows))
+    ((token, count),) = commonest(rows, 1)
+    if count <= COMMONEST_SHARE * total or total < _FEW_TOKENS:
+        return ()
+    return (
+        f"the token {name_of(token)!r} makes up {count / total:.0%} of the prompts: what is measured describes it more "
+        "than anything else",
+    )
+
+
 def namer(model: HookedModel) -> Callable[[int], str]:
     """The string of a token id (the id itself where there is no tokenizer)."""
     tokenizer = tokenizer_of(model)
@@ -164,5 +188,10 @@ def namer(model: HookedModel) -> Callable[[int], str]:
 
 def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:
     rows = sample(model, limit=limit, seed=seed)
-    note = f"{why}: {len(rows)} sequences of {rows.shape[1]} tokens, temperature 1, seed {seed}"
-    return _finish(model, list(rows), SAMPLED, limit, (note,))
+    lengths = sorted(map(len, rows))
+    ends = set(special_tokens(model, "eos"))
+    ended = sum(int(row[-1]) in ends for row in rows)
+    how = f"{lengths[0]} to {lengths[-1]}" if lengths[0] < lengths[-1] else f"{lengths[0]}"
+    until = f"{ended} of them up to an end token" if ends else "no end token is known"
+    note = f"{why}: {len(rows)} sequences of {how} tokens ({until}), temperature 1, seed {seed}"
+    return _finish(model, rows, SAMPLED, limit, (note,))

@@ -67,16 +67,17 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_ROUNDS, SAMPLED_SEQUENCES, bundled_texts
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
+    sampled = SAMPLED_ROUNDS * SAMPLED_SEQUENCES[MEASURED]
     if given == SAMPLED:
-        return ShardedCorpus(SAMPLED, SAMPLED, SAMPLED_PROMPTS, "", per_shard)
+        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", per_shard)
     if given is None:
         texts = bundled_texts()[:limit]
         _, digest, index = _write(texts, folder, per_shard)
-        count = max(len(texts), SAMPLED_PROMPTS)
+        count = max(len(texts), sampled)
         return ShardedCorpus(DEFAULT, BUNDLED, count, digest, per_shard, folder=name, index_sha256=index)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))

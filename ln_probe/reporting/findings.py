@@ -19,4 +19,4 @@ def findings(report: Contents) -> list[Finding]:
             found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
     if not found and not len(report.layernorms):
         return [Finding("The model has no normalization: there is nothing to take apart.")]
-    return sorted(found, key=lambda f: f.rank)
+    return sorted(found, key=lambda f: (f.rank, -f.size))

@@ -8,7 +8,7 @@ import pytest
 from ln_probe.analyses.geometry.ball_newton import largest_weights
 from ln_probe.analyses.geometry.linear_program import separate
 from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.polish import BRACKETED, EXHAUSTED, INSIDE, SEPARATED
+from ln_probe.analyses.geometry.search import BRACKETED, EXHAUSTED, INSIDE, SEPARATED
 
 N, D = 300, 40
 

@@ -29,6 +29,7 @@ from ln_probe.analyses.lab.approximation.relative_transformer import (
     NORM_ORDERS,
     RelativeConfig,
     RelativeTransformer,
+    lag_features,
 )
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
@@ -149,8 +150,16 @@ def test_no_slopes_beat_the_optimum(data: st.DataObject, target: str, kernel: st
     assert fit(target, kernel, slopes).mse >= linear_optimum(target, kernel, heads).mse * (1 - 1e-6) - 1e-25
 
 
+def test_t5s_positions_are_linear_then_logarithmic_then_constant() -> None:
+    phi = lag_features("t5", 400)
+    assert phi[:17].tolist() == [-float(z) for z in range(17)]
+    steps = phi[16:128].diff() * torch.arange(16.5, 127.5)  # -16 log(z) / log 8 has the slope -16 / (z log 8)
+    torch.testing.assert_close(steps, torch.full_like(steps, -16 / np.log(8)), rtol=1e-3, atol=0)
+    assert phi[128:].tolist() == pytest.approx([-32.0] * 272)  # T5 has 32 buckets
+
+
 def test_attention_columns_are_attention() -> None:
-    for kernel in ("log", "linear"):
+    for kernel in ("log", "linear", "t5"):
         columns = design(kernel, [0.3, 2.0])
         np.testing.assert_allclose(columns.sum(0), 1)
         torch.manual_seed(0)
@@ -207,7 +216,7 @@ def test_table_optima() -> None:
     (lambda: linear_optimum("4a", "table", 1), "kernel 'table' has no slopes to search over: known are log, linear"),
     (lambda: linear_optimum("4a", "log", 0), "heads must be at least 1, got 0"),
     (lambda: RelativeConfig(1000, 0, 1, "log"), "heads must be at least 1, got 0"),
-    (lambda: RelativeConfig(1000, 1, 1, "cubic"), "unknown kernel 'cubic': known are log, linear, table"),
+    (lambda: RelativeConfig(1000, 1, 1, "cubic"), "unknown kernel 'cubic': known are log, linear, t5, table"),
     (lambda: RelativeConfig(1000, 1, 1, "log", norm="batch"), "unknown norm 'batch'"),
 ])  # fmt: skip
 def test_bad_input(call: object, said: str) -> None:

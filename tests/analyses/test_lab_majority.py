@@ -16,7 +16,15 @@ from torch import nn
 from ln_probe.analyses.lab.majority.bags.rows import _exp
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data, partitions
 from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings
-from ln_probe.analyses.lab.majority.majority_task import EPOCH, MajorityTask, majority_model, query_angles, sequences
+from ln_probe.analyses.lab.majority.majority_task import (
+    EPOCH,
+    PARTS,
+    MajorityTask,
+    PartShrunk,
+    majority_model,
+    query_angles,
+    sequences,
+)
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.runs import Run, diverged, train_all
@@ -31,8 +39,10 @@ def task() -> MajorityTask:
     return MajorityTask(0, SMALL)
 
 
-def model(norm: str, radius: float | None = None, seed: int = 0) -> LabTransformer:
+def model(norm: str, radius: float | str | None = None, seed: int = 0) -> LabTransformer:
     torch.manual_seed(seed)
+    if isinstance(radius, str):
+        return PartShrunk(majority_model(norm, None, SMALL), radius).build()
     made = LabTransformer(majority_model(norm, radius, SMALL))
     with calibrate(made), torch.no_grad():
         made.blocks[0].ln1(made.embed.W_E)
@@ -40,9 +50,11 @@ def model(norm: str, radius: float | None = None, seed: int = 0) -> LabTransform
 
 
 @pytest.mark.parametrize("norm", NORM_KINDS)
-@pytest.mark.parametrize("radius", [None, 8**-0.5])
-def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityTask) -> None:
+@pytest.mark.parametrize("radius", [None, 8**-0.5, *PARTS])
+def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: MajorityTask) -> None:
     """Loss and gradients of the compiled float32 rows against the model itself on the sequences, in float64."""
+    if radius in PARTS and norm not in ("layernorm", "scaling_only"):
+        return  # a part is shrunk where a norm scales: the others' divisor is measured
     plain = MajorityTask(0, SMALL, reduced=False)
     ours = model(norm, radius)
     for chosen in (task.batch(0, 150, 0), task.batch(3, 1, 0)):  # more rows than lanes, and fewer
@@ -55,6 +67,24 @@ def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityT
         largest = max(float(g.abs().max()) for g in wanted)
         for (name, _), got, right in zip(ours.named_parameters(), gradients, wanted, strict=True):
             assert float((got - right).abs().max()) < 2e-6 * largest, name
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_part_is_small_and_the_other_is_not(part: str) -> None:
+    """The attention of a shrunk part is that of the norm at radius 1/√d, the rest that at √d; from the same weights."""
+    tokens = torch.randint(6, (3, 12), generator=torch.Generator().manual_seed(1))
+    models = {
+        "large": model("scaling_only"),
+        "small": model("scaling_only", 8**-0.5),
+        "part": model("scaling_only", part),
+    }
+    seen = {name: one.run_with_cache(tokens)[1] for name, one in models.items()}
+    for hook in ("hook_q", "hook_k", "hook_v"):
+        small = (hook == "hook_v") == (part == "values")
+        wanted = seen["small" if small else "large"][f"blocks.0.attn.{hook}"]
+        torch.testing.assert_close(seen["part"][f"blocks.0.attn.{hook}"], wanted)
+    with pytest.raises(ValueError, match="unknown part 'all': known are queries and keys, values"):
+        PartShrunk(majority_model("scaling_only"), "all")
 
 
 def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:

@@ -7,7 +7,7 @@ import ln_probe
 from ln_probe.analyses.geometry import linear_program, proofs, verdicts
 from ln_probe.analyses.geometry.linear_program import separate
 from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.polish import BRACKETED, STALLED
+from ln_probe.analyses.geometry.search import BRACKETED, STALLED
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
 

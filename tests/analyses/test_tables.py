@@ -17,7 +17,7 @@ from ln_probe.analyses import tables
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
 
-EVERY = (*tables.BUILT_IN, tables.TOKENS, tables.SUMMARY)
+EVERY = (*tables.BUILT_IN, *tables.ON_REQUEST, tables.TOKENS, tables.SUMMARY)
 PAIRS = Table("pairs", "Pairs", "A row per pair.", ("a", "b"), (
     Column("a", "int", "one"), Column("b", "text", "other"), Column("x", "float", "first"),
     Column("n", "int", "count"), Column("why", "text", "reason"),

@@ -27,7 +27,7 @@ def command(*args: object) -> tuple[int, str, str]:
 
 
 def report(*args: object) -> tuple[int, str, str]:
-    return command("report", "--workers", 0, "--probes", PROBES, *args)
+    return command("report", "--workers", 0, "--quiet", "--probes", PROBES, *args)
 
 
 def write_prompts(path: Path, rows: list[list[int]] = ROWS) -> Path:

@@ -54,7 +54,14 @@ def tables(out: Path) -> dict[str, bytes]:
 
 
 def workers_of(driver: psutil.Process) -> list[psutil.Process]:
-    return [p for p in driver.children() if "spawn_main" in " ".join(p.cmdline())]
+    return [p for p in driver.children() if is_worker(p)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # ended since it was listed (a zombie has no command line either)
+        return False
 
 
 def wait_for(seconds: float, what: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -107,3 +108,19 @@ def test_names() -> None:
     assert runner.invoke(app, ["--version"]).stdout.strip() == f"ln-probe {ln_probe.__version__}"
     with pytest.raises(AttributeError, match="module 'ln_probe' has no attribute 'analyse'"):
         _ = ln_probe.analyse  # type: ignore[attr-defined]
+
+
+def test_env_says_what_a_report_of_a_fault_needs() -> None:
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 0, result.output
+    said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    assert said["ln_probe"] == ln_probe.__version__
+    assert said["torch"] == importlib.metadata.version("torch")
+    assert "TransformerBridge" in said["worlds"]
+    assert ("HookedTransformer" in said["worlds"]) == said["transformer-lens"].startswith("3.")
+    assert said["devices"].startswith("cpu")
+
+
+def test_the_package_is_a_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "ln_probe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"ln-probe {ln_probe.__version__}"

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faulty import command, lab_model, write_prompts
+from faulty import lab_model, write_prompts
 from faulty import report as report_command
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -319,7 +319,7 @@ def test_c08_c10_prompts_that_are_none(line: str, said: str, tmp_path: Path) -> 
     assert said in str(caught.value)
     assert len(str(caught.value)) < 400
     out = tmp_path / "out"
-    code, _, heard = command("report", lab_model(tmp_path / "m"), "--prompts", path, "--out", out, "--workers", 0)
+    code, _, heard = report_command(lab_model(tmp_path / "m"), "--prompts", path, "--out", out)
     assert code == 2
     assert heard.count(said) == 1
     assert not out.exists()

@@ -32,7 +32,7 @@ SAME = {
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
               "no_op", "unselectable_fraction"],
     "keys": ["layer", "head", "space", "variant", "prompt", "position", "token"],
-    "causal": ["sites", "variant", "prompts", "matched", "no_op", "top1_agreement"],
+    "causal": ["sites", "variant", "prompts", "prompts_worse", "matched", "no_op", "top1_agreement"],
     "unembedding": [],
 }  # fmt: skip
 # Formulas of activations and weights: as near as the arithmetic allows.
@@ -54,7 +54,15 @@ BRACKETED = {
 ROUNDING_IF_CENTRED = ("mean_share", "mean_share_tail")
 
 # Differences of losses or entropies in nats: relative to the loss, not to what cancels.
-CHANGES = ("delta_loss", "delta_loss_low", "delta_loss_high", "delta_loss_tail", "kl", "entropy_change")
+CHANGES = (
+    "delta_loss",
+    "delta_loss_low",
+    "delta_loss_high",
+    "delta_loss_uniform",
+    "delta_loss_resampled",
+    "kl",
+    "entropy_change",
+)
 # Entropy of attention that is one-hot to float64's precision (3e-160 without scaling, in SmolLM2): zero.
 ONE_HOT = 1e-15
 # Exponentials of scores: a part of the scores' size in nats is their relative error.

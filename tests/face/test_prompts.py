@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
+from ln_probe.hooks import default_tokens
+from ln_probe.hooks.default_tokens import (
+    CALIBRATION,
+    MEASURED,
+    SAMPLED_LEAST_TOKENS,
+    SAMPLED_SEQUENCES,
+    bundled_texts,
+    passages,
+    sample,
+    special_tokens,
+)
 from ln_probe.prompting.prompts import make_prompts
 
 
@@ -57,20 +68,68 @@ def test_long_prompts_are_cut_and_it_is_said(speaking: Any) -> None:
 def test_bundled_is_the_default(speaking: Any) -> None:
     made = make_prompts(speaking, max_tokens=20)
     assert made.source == "bundled"
-    assert len(made.tokens) == len(bundled_texts()) >= 4
+    assert len(made.tokens) == len(bundled_texts()) == 32
 
 
 def test_without_a_tokenizer_the_model_speaks_for_itself(model: Any) -> None:
     made = make_prompts(model, max_tokens=12)
     assert made.source == "sampled"
-    assert [len(row) for row in made.tokens] == [12] * SAMPLED_PROMPTS
-    assert "no tokenizer, so prompts were sampled from the model itself: 4 sequences of 12 tokens" in made.notes[0]
+    assert len(made.tokens) >= SAMPLED_SEQUENCES[MEASURED] == 32
+    assert max(map(len, made.tokens)) == 12
+    said = rf"no tokenizer, so prompts were sampled from the model itself: {len(made.tokens)} sequences of"
+    assert re.search(rf"{said} .*12 tokens \(.*\), temperature 1, seed 0$", made.notes[0])
     again = make_prompts(model, "sampled", max_tokens=12)
     assert again.summary["sha256"] == made.summary["sha256"]
     assert make_prompts(model, "sampled", max_tokens=12, seed=1).summary["sha256"] != made.summary["sha256"]
-    logits = model(made.tokens[0][None])  # sampled from the model: likelier than chance on average
-    surprise = -logits[0, :-1].log_softmax(-1).gather(-1, made.tokens[0][1:, None]).mean()
-    assert float(surprise) < np.log(50)
+    surprise = []  # sampled from the model: likelier than chance on average
+    for row in made.tokens:
+        logits = model(row[None])
+        surprise.append(float(-logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None]).mean()))
+    assert np.mean(surprise) < np.log(50)
+
+
+def test_bundled_passages_are_many_and_varied() -> None:
+    texts = [p.text for p in passages()]
+    assert len(texts) == len(set(texts)) >= 48
+    assert len(bundled_texts(CALIBRATION)) == 16
+    assert not set(bundled_texts(CALIBRATION)) & set(bundled_texts(MEASURED))
+    kinds = {p.kind for p in passages() if p.split == MEASURED}
+    assert {"prose", "dialogue", "code", "list", "numbers", "German", "French", "Spanish", "Dutch", "Latin"} <= kinds
+    assert all(40 <= len(t.split()) <= 130 or k == "code" for t, k in ((p.text, p.kind) for p in passages()))
+
+
+def test_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any) -> None:
+    """Up to and with an end token; enough of them and enough tokens; the two parts differ."""
+    ends = list(range(25))  # half of the vocabulary, so that sequences are short
+    rows = sample(model, limit=30, seed=0, ends=ends)
+    assert all(not set(row[:-1].tolist()) & set(ends) for row in rows)
+    assert any(len(row) < 6 and int(row[-1]) in ends for row in rows)
+    assert len(rows) >= 2 * SAMPLED_SEQUENCES[MEASURED]  # one round has too few tokens
+    assert len(rows) % SAMPLED_SEQUENCES[MEASURED] == 0
+    other = sample(model, limit=30, seed=0, ends=ends, split=CALIBRATION)
+    assert not {tuple(r.tolist()) for r in rows if len(r) > 4} & {tuple(r.tolist()) for r in other}
+    assert sum(map(len, sample(model, limit=30, seed=0, ends=[]))) >= SAMPLED_LEAST_TOKENS[MEASURED]
+    model.original_model.config.bos_token_id, model.original_model.config.eos_token_id = 7, [3, 50256]
+    assert special_tokens(model, "eos") == [3]
+    assert all(int(row[0]) == 7 for row in sample(model, limit=9, seed=0))
+
+
+def test_sampling_with_a_cache_is_sampling(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
+    monkeypatch.setattr(default_tokens._Generating, "__init__", without_cache)
+    whole = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
+    assert [r.tolist() for r in kept] == [r.tolist() for r in whole]
+
+
+def without_cache(self: Any, model: Any) -> None:
+    self.model, self.original, self.cache = model, None, None
+
+
+def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
+    token = 2 + ord("P") % 40
+    said = f"the token '<{token}>' makes up 96% of the prompts: what is measured describes it more than anything else"
+    assert make_prompts(speaking, ["P" * 24]).notes == (said,)
+    assert make_prompts(speaking, ["PPP"]).notes == ()  # too short to say
 
 
 def test_files(speaking: Any, tmp_path: Path) -> None:

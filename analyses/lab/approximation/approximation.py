@@ -11,7 +11,7 @@ them that scales puts the output on a sphere, which a sum of many inputs does no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
+FFN_FREE = 0
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
@@ -51,7 +52,7 @@ KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order
 PUBLISHED = pd.DataFrame(
     [("4a", "log", 1, 1e-5), ("4a", "linear", 64, 0.19), ("4b", "linear", 1, 1e-7), ("4b", "log", 64, 5.3e-4)],
     columns=["target", "kernel", "heads", "published"],
-).assign(norm="none", norm_order="pre")
+).assign(norm="none", norm_order="pre", width=0)  # 4a and 4b were published without an FFN
 PUBLISHED_BOUNDS = (("4a", "log", 1), ("4b", "linear", 1))  # the others are figures
 PUBLISHED_RANGES = {
     "1b": "H = 32, m = 256 adequate",
@@ -127,6 +128,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
         for h in heads
         for lr in rates
     ]
+    long_memory += [replace(cell, width=FFN_FREE) for cell in long_memory]
     normed = [
         Cell(target, kernel, h, norm=norm, norm_order=order)
         for target, kernel, h in (("4a", "log", 1), ("2b", "table", 4), ("1b", "table", 4), ("4a", "linear", 16))
@@ -139,7 +141,8 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     affine = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
     dot_product = [Cell("1b", "table", h, dot_product=True) for h in (1, 4)]
     slopes = [Cell(t, kernel, 64) for t in ("1b", "2b") for kernel in ("log", "linear")]
-    return (*long_memory, *sparse, *normed, *affine, *dot_product, *slopes)
+    t5 = [Cell(target, "t5", h, FFN_FREE) for target in ("4a", "4b") for h in HEADS]
+    return (*long_memory, *t5, *sparse, *normed, *affine, *dot_product, *slopes)
 
 
 def training(quick: bool, seed: int, lr: float) -> TrainConfig:

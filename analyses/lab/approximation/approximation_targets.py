@@ -35,7 +35,7 @@ SPARSE_ONE = 99  # that 2a looks at
 UNITS = 64
 TARGETS = ("1b", "2a", "2b", "4a", "4b")
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
-SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0)}
+SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
 

@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.depth.block_languages import (
@@ -30,8 +29,9 @@ from ln_probe.analyses.lab.depth.block_languages import (
 )
 from ln_probe.analyses.lab.depth.crasp_transformer import compare_table
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import binomial_interval
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import LEVEL, Results, effects, summarize
+from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -250,10 +250,10 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
         told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
     per_seed = told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
     for key, hit in per_seed.groupby(list(KEYS), sort=False):
-        interval = stats.binomtest(int(hit.sum()), len(hit)).proportion_ci(LEVEL)
+        low, high = binomial_interval(int(hit.sum()), len(hit))
         cell = cast("tuple[Any, ...]", key)
         predicted = predicted_depth(cell[1]) <= cell[0]
-        rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), interval.low, interval.high))
+        rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -14,10 +14,12 @@ from ln_probe.analyses.lab.majority.majority_task import STEPS_SHOWN, query_angl
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import checkpoint_path
 from ln_probe.analyses.lab.runs import Run, curves, diverged
-from ln_probe.analyses.lab.training import load_run
+from ln_probe.analyses.lab.training import load_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.transformer import LabTransformer
 
 WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
 # Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
@@ -80,11 +82,17 @@ def _start(runs: Iterable[Run]) -> pd.DataFrame:
     """Angles before training, from the models kept at step 0 (every class is as frequent as any other)."""
     rows = [
         {**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg",
-         "value": float(query_angles(load_run(run.folder, step=0)).detach().mean())}
+         "value": float(query_angles(_model_at_start(run)).detach().mean())}
         for run in runs
         if checkpoint_path(run.folder, 0).exists()
     ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _model_at_start(run: Run) -> LabTransformer:
+    model = cast("LabTransformer", run.spec.build())
+    load_weights(model, checkpoint_path(run.folder, 0))
+    return model
 
 
 def _times(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,418 @@
+"""One prompt under many edits: what several passes have in common is computed once.
+
+* Blocks before the first edited norm return what they returned in the unedited pass (`Unedited.outputs`).
+* Edits that begin at the same block go through the model together, a row of the batch each.
+* Logits are not kept: the unembedding is applied here, a block of the vocabulary at a time, and what is wanted of the
+  distributions is summed while the block is in the processor's cache. Where the model's own logits are anything else
+  than W_Uᵀ y + b_U to rounding (a soft cap, a 16-bit format), they are taken as the model gives them.
+
+A row of a batch is what it would be alone, up to the rounding of matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.hooks.edits import Edit, LostEditError, installed
+from ln_probe.hooks.model import HookedModel, blocks, run
+from ln_probe.hooks.sites import Site
+
+# Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
+# operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
+TOKENS_AT_ONCE = 1024
+# Logits that are looked at together: 6 MB, which stay in the cache.
+_LOGITS = 1_500_000
+_NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
+# Logits made here may differ from the model's by this many units in the last place of the largest, times √d_model.
+_UNITS = 16.0
+
+_Key = TypeVar("_Key", bound=Hashable)
+Sums = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way to edit the model.
+
+    Attributes:
+        edits: of one or several norms.
+        whole: whether distributions and attention are compared too; otherwise the loss is all that is wanted.
+    """
+
+    edits: Sequence[Edit]
+    whole: bool = True
+
+
+@dataclass
+class Unedited:
+    """One prompt in the unedited model.
+
+    Attributes:
+        outputs: of every block; empty if blocks cannot be passed over.
+        starts: the block in which each norm runs, or before which.
+        entropy: sum and count of entropy ratios, by layer.
+        reference: its next-token distributions.
+        vocabulary: number of outputs.
+    """
+
+    outputs: list[Any]
+    starts: dict[str, int]
+    entropy: dict[int, tuple[float, float]]
+    reference: Reference
+    vocabulary: int
+
+
+class SharedPasses:
+    """Passes of prompts through one model.
+
+    Args:
+        model: in evaluation mode.
+        sites: its norms.
+        attentions: hook points of attention patterns, by layer.
+        entropies: of the queries of a pattern.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        sites: Sequence[Site],
+        attentions: Sequence[tuple[int, nn.Module]],
+        entropies: Callable[[Float[Tensor, "head query key"]], Float[Tensor, "head later"]],
+    ) -> None:
+        self.model, self.sites, self.attentions, self.entropies = model, sites, attentions, entropies
+
+    def unedited(self, tokens: Int[Tensor, " pos"]) -> Unedited:
+        """The first pass over a prompt."""
+        found: dict[int, list[tuple[float, float]]] = {}
+        outputs: list[Any] = []
+        running = 0  # blocks that have started
+        starts: dict[str, int] = {}
+
+        def started(_m: nn.Module, _args: Any) -> None:
+            nonlocal running
+            running += 1
+
+        def done(_m: nn.Module, _args: Any, output: Any) -> None:
+            outputs.append(output)
+
+        def norm(name: str) -> Callable[..., None]:
+            def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
+                inside = len(outputs) < running
+                starts.setdefault(name, running - 1 if inside else running)
+
+            return hook
+
+        with ExitStack() as stack:
+            for block in blocks(self.model):
+                stack.callback(block.register_forward_pre_hook(started).remove)
+                stack.callback(block.register_forward_hook(done).remove)
+            for site in self.sites:
+                stack.callback(site.module.register_forward_hook(norm(site.name)).remove)
+            stack.enter_context(self._watching(found))
+            read = stack.enter_context(_reading(self.model, skip=False))
+            logits = _wide(run(self.model, tokens[None], return_type="logits").detach())
+        if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
+            outputs = []
+        entropy = {layer: sums[0] for layer, sums in found.items()}
+        reference = Reference(logits, _unembedding(self.model, read, logits), tokens.to(logits.device))
+        return Unedited(outputs, starts, entropy, reference, int(logits.shape[-1]))
+
+    def effects(self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
+        """Of each job: `nll`, `kl` and `agree` (NaN if only the loss is wanted), `entropy` and `queries`: sums over
+        the prompt."""
+        waiting: dict[tuple[int, bool], list[_Key]] = {}
+        for key, job in jobs.items():
+            start = min(unedited.starts.get(e.site.name, 0) for e in job.edits) if unedited.outputs else 0
+            waiting.setdefault((start, job.whole), []).append(key)
+        most = max(1, TOKENS_AT_ONCE // len(tokens))
+        done: dict[_Key, Sums] = {}
+        for (start, whole), keys in waiting.items():
+            parts = -(-len(keys) // most)
+            for part in range(parts):  # of equal size, so that none is a straggler
+                some = keys[len(keys) * part // parts : len(keys) * (part + 1) // parts]
+                tell("edited passes", len(done), len(jobs))
+                made = self._together(tokens, unedited, [jobs[k] for k in some], start, whole)
+                done |= dict(zip(some, made, strict=True))
+        return {key: done[key] for key in jobs}
+
+    def _together(
+        self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Sequence[Job], start: int, whole: bool
+    ) -> list[Sums]:
+        rows = len(jobs)
+        changes: dict[str, dict[int, Edit]] = {}
+        for row, job in enumerate(jobs):
+            for edit in job.edits:
+                changes.setdefault(edit.site.name, {})[row] = edit
+        edits = [_RowEdit(rows, mine) for mine in changes.values()]
+        seen: dict[int, list[tuple[float, float]]] = {}
+        with ExitStack() as stack:
+            stack.enter_context(_passed_over(blocks(self.model)[:start], unedited.outputs, rows))
+            stack.enter_context(installed(self.model, edits))
+            if whole:
+                stack.enter_context(self._watching(seen))
+            read = stack.enter_context(_reading(self.model, skip=unedited.reference.unembedding is not None))
+            logits = run(self.model, tokens.expand(rows, -1), return_type="logits").detach()
+        if idle := next((e for e in edits if not e.calls), None):
+            raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
+        made = unedited.reference.compare(_wide(logits) if unedited.reference.unembedding is None else read[0], whole)
+        for row, sums in enumerate(made):
+            entropy = {layer: sum_ for layer, sum_ in unedited.entropy.items() if layer < start}
+            entropy |= {layer: each[row] for layer, each in seen.items()}
+            total, queries = (math.fsum(e[i] for e in entropy.values()) for i in (0, 1))
+            sums |= {"entropy": total if queries else math.nan, "queries": queries}
+        return made
+
+    @contextmanager
+    def _watching(self, seen: dict[int, list[tuple[float, float]]]) -> Iterator[None]:
+        """Sum and count of entropy ratios over heads and queries, by layer and row, of what attention pays."""
+
+        def hook(layer: int) -> Callable[..., None]:
+            def add(_m: nn.Module, _args: Any, pattern: Tensor) -> None:
+                each = [self.entropies(row) for row in pattern.detach()]
+                seen[layer] = [(float(ratios.sum()), float(ratios.numel())) for ratios in each]
+
+            return add
+
+        with ExitStack() as stack:
+            for layer, module in self.attentions:
+                stack.callback(module.register_forward_hook(hook(layer)).remove)
+            yield
+
+
+class Reference:
+    """The next-token distributions of one prompt in the unedited model, and how others compare with them.
+
+    Args:
+        logits: of the model, [1 pos vocab].
+        unembedding: what makes logits of the final norm's output; None: the model itself does.
+        tokens: of the prompt.
+    """
+
+    def __init__(
+        self, logits: Float[Tensor, "1 pos vocab"], unembedding: Unembedding | None, tokens: Int[Tensor, " pos"]
+    ) -> None:
+        self.unembedding, self.after = unembedding, tokens[1:]
+        self.logits = logits[0]
+        if unembedding is not None:  # made as those of edited models are, so that rounding is the same
+            self.logits = torch.cat([part[0] for _, part in unembedding.blocks(unembedding.read)], dim=-1)
+        self.favourite = self.logits.argmax(-1)
+        self.level = _LogSum(self.logits.shape[:1], self.logits)
+        for _, part in _columns(self.logits[None]):
+            self.level.add(part[0])
+        self.shares = (self.logits - self.level.value()[:, None].to(self.logits)).exp_()
+
+    def itself(self) -> Sums:
+        """The unedited model compared with itself."""
+        loss = float((self.level.value()[:-1] - self._at(self.logits[None])[0]).sum())
+        return {"nll": loss, "kl": 0.0, "agree": float(len(self.logits))}
+
+    def compare(self, made: Float[Tensor, "row pos size"], whole: bool) -> list[Sums]:
+        """Sums over the prompt for each row of logits, or of what the unembedding reads: `nll`, and if `whole` is
+        wanted `kl` (NaN unless all is finite) and `agree`."""
+        parts = _columns(made) if self.unembedding is None else self.unembedding.blocks(made)
+        rows, length = made.shape[:2]
+        level = _LogSum((rows, length), self.logits)
+        wanted = torch.full((rows, max(0, length - 1)), math.nan, dtype=torch.float64, device=made.device)
+        own, apart = (torch.zeros(rows, length, dtype=torch.float64, device=made.device) for _ in range(2))
+        own -= math.inf
+        for columns, part in parts:
+            _pick(part[:, :-1], self.after, columns, wanted)
+            if whole:
+                _pick(part, self.favourite, columns, own)
+                difference = self.logits[:, columns] - part
+                apart += difference.mul_(self.shares[:, columns]).sum(-1)
+            level.add(part)
+        value = level.value()
+        losses = (value[:, :-1] - wanted).sum(-1)
+        found = [{"nll": float(loss), "kl": math.nan, "agree": math.nan} for loss in losses]
+        if whole:
+            distances = (apart + value - self.level.value()).sum(-1)
+            agreed = (own >= level.largest).sum(-1)
+            for sums, distance, agree in zip(found, distances.tolist(), agreed.tolist(), strict=True):
+                if math.isfinite(distance):
+                    sums |= {"kl": distance, "agree": float(agree)}
+        return found
+
+    def _at(self, logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row before"]:
+        rows = torch.arange(len(self.after), device=logits.device)
+        return logits[:, rows, self.after].double()
+
+
+class _LogSum:
+    """log Σ exp over the vocabulary, a block at a time, in double precision."""
+
+    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
+        self.largest = torch.full(tuple(shape), -math.inf, dtype=like.dtype, device=like.device)
+        self.total = torch.zeros(tuple(shape), dtype=torch.float64, device=like.device)
+
+    def add(self, part: Float[Tensor, "*batch columns"]) -> None:
+        largest = torch.maximum(self.largest, part.amax(-1))
+        self.total *= (self.largest.double() - largest.double()).nan_to_num(nan=0.0).exp()
+        self.total += (part - largest[..., None]).exp_().sum(-1)
+        self.largest = largest
+
+    def value(self) -> Float[Tensor, "*batch"]:
+        return self.largest.double() + self.total.log()
+
+
+class Unembedding:
+    """W_U and b_U, applied a block of the vocabulary at a time.
+
+    Attributes:
+        read: what the unembedding read in the unedited pass, [1 pos d_model].
+    """
+
+    def __init__(
+        self, weight: Float[Tensor, "d_model vocab"], bias: Float[Tensor, " vocab"] | None, read: Tensor
+    ) -> None:
+        self.weight, self.bias, self.read = weight, bias, read
+
+    def blocks(
+        self, read: Float[Tensor, "row pos d_model"]
+    ) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
+        """Logits, a slice of the vocabulary at a time; a block is overwritten by the next one."""
+        size = self.weight.shape[1]
+        flat = read.reshape(-1, read.shape[-1])
+        step = min(size, max(_NARROWEST, _LOGITS // len(flat)))
+        room = torch.empty(len(flat) * step, dtype=read.dtype, device=read.device)
+        for first in range(0, size, step):
+            columns = slice(first, min(first + step, size))
+            part = room[: len(flat) * (columns.stop - first)].view(len(flat), -1)
+            if part.device.type == "cpu":  # numpy's product is half as fast again as torch's on so wide a matrix
+                np.matmul(flat.numpy(), self.weight[:, columns].numpy(), out=part.numpy())
+            else:
+                torch.mm(flat, self.weight[:, columns], out=part)
+            if self.bias is not None:
+                part += self.bias[columns]
+            yield columns, part.view(*read.shape[:2], -1)
+
+
+def _unembedding(
+    model: HookedModel, read: Sequence[Tensor], logits: Float[Tensor, "1 pos vocab"]
+) -> Unembedding | None:
+    """The model's unembedding, if its logits are W_Uᵀ y + b_U of what it read."""
+    try:
+        weight, bias = model.W_U, model.b_U  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+    if len(read) != 1 or not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
+        return None
+    weight, size = weight.detach(), logits.shape[-1]
+    made = read[0]
+    if made.ndim != 3 or made.shape[:2] != logits.shape[:2] or weight.shape != (made.shape[-1], size):
+        return None
+    if made.dtype != weight.dtype or logits.dtype != weight.dtype:
+        return None
+    lift = bias.detach() if isinstance(bias, Tensor) and bool(bias.any()) else None
+    found = Unembedding(weight, lift, made)
+    allowed = _UNITS * math.sqrt(len(weight)) * torch.finfo(weight.dtype).eps * float(logits.abs().max())
+    if lift is not None and lift.shape != (size,):
+        return None
+    near = all(float((part - logits[..., c]).abs().max()) <= allowed for c, part in found.blocks(made))
+    return found if near else None
+
+
+@contextmanager
+def _reading(model: HookedModel, *, skip: bool) -> Iterator[list[Tensor]]:
+    """What the unembedding reads meanwhile; with `skip` it computes nothing, and returns a column of what it read."""
+    found: list[Tensor] = []
+    module = getattr(model, "unembed", None)
+
+    def hook(_m: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            found.append(args[0].detach())
+
+    with ExitStack() as stack:
+        if isinstance(module, nn.Module):
+            if skip:
+                stack.enter_context(_replaced(module, lambda x, *_, **__: x[..., :1]))
+            stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield found
+
+
+class _RowEdit(Edit):
+    """The edits of one norm, each on its own row of a batch."""
+
+    def __init__(self, rows: int, edits: Mapping[int, Edit]) -> None:
+        first = next(iter(edits.values()))
+        super().__init__(first.site, self._change, first.label)
+        self.rows, self.changes = rows, {row: edit.change for row, edit in edits.items()}
+
+    def _change(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Rows lead, whatever follows them: [batch pos d], [batch head pos d_head], or flattened."""
+        if x.shape[0] % self.rows:
+            raise LostEditError(
+                f"{self.site.name}: its input {list(x.shape)} does not hold {self.rows} rows of a batch, so edits of "
+                "several rows cannot be told apart"
+            )
+        size = x.shape[0] // self.rows
+        out = y.clone(memory_format=torch.contiguous_format)
+        for row, change in self.changes.items():
+            mine = slice(row * size, (row + 1) * size)
+            out[mine] = change(x[mine], y[mine])
+        return out
+
+
+@contextmanager
+def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
+    """While it lasts these blocks compute nothing and return what they returned before; the last of them for every row
+    of the batch."""
+
+    def returning(output: Any) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: output
+
+    with ExitStack() as stack:
+        last = len(skipped) - 1
+        for k, (block, output) in enumerate(zip(skipped, outputs, strict=False)):
+            stack.enter_context(_replaced(block, returning(_repeated(output, rows) if k == last else output)))
+        yield
+
+
+def _repeated(output: Any, rows: int) -> Any:
+    if isinstance(output, Tensor):
+        repeated = output.ndim > 1 and output.shape[0] == 1
+        return output.expand(rows, *output.shape[1:]).contiguous() if repeated else output
+    return tuple(_repeated(part, rows) for part in output) if isinstance(output, tuple) else output
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module computes something else while it lasts."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward  # not setattr: a bridge hands that on to what it wraps
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def _columns(logits: Float[Tensor, "row pos vocab"]) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
+    """Logits that are there, a slice of the vocabulary at a time."""
+    step = max(_NARROWEST, _LOGITS // max(1, logits.shape[0] * logits.shape[1]))
+    for first in range(0, logits.shape[-1], step):
+        columns = slice(first, min(first + step, logits.shape[-1]))
+        yield columns, logits[..., columns]
+
+
+def _pick(
+    part: Float[Tensor, "row pos columns"], which: Int[Tensor, " pos"], columns: slice, out: Float[Tensor, "row pos"]
+) -> None:
+    """Into `out`, the logits of the tokens `which` (one a position), of those that are among these columns."""
+    here = ((which >= columns.start) & (which < columns.stop)).nonzero()[:, 0]
+    out[:, here] = part[:, here, which[here] - columns.start].to(out)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
