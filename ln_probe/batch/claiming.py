@@ -104,7 +104,8 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
     except ValueError:
         if not fresh:
             raise
-        return [], [t for t, _ in finished(run)]
+        known = {t.folder: t for t in _named(run)} | {t.folder: t for t, _ in finished(run)}
+        return [], list(known.values())
     targets = [Target(**t) for t in held["targets"]]
     wrong = [k for k in run.identity if held["identity"].get(k) != run.identity[k]]
     if not wrong:
@@ -115,6 +116,16 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
             f"{run.out} holds another run ({what}): choose another --out, or --fresh to replace what is there"
         )
     return [], [t for t in targets if not t.error]
+
+
+def _named(run: Run) -> list[Target]:
+    """The checkpoints whose reports a file of another version, or a damaged one, names; as far as they are there."""
+    try:
+        held = plain_json.read(run.work / RUN_FILE)["targets"]
+        found = [Target(str(t["name"]), t["revision"], Path(str(t["folder"])).name) for t in held]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [t for t in found if t.folder not in ("", "..") and (run.out / t.folder / REPORT_FILE).is_file()]
 
 
 def _own_folder(run: Run, target: Target, held: Sequence[Target], taken: Collection[str], fresh: bool) -> str:
@@ -131,12 +142,17 @@ def _own_folder(run: Run, target: Target, held: Sequence[Target], taken: Collect
 def _may_take(run: Run, target: Target, folder: str, holder: Target | None, fresh: bool) -> bool:
     path = run.out / folder
     if holder is not None:
-        same = (holder.identity, holder.revision) == (target.identity, target.revision)
-        again = (holder.name, holder.revision) == (target.name, target.revision)
-        return same or (again and (fresh or not (path / REPORT_FILE).exists()))
+        again = (_place(holder.name), holder.revision) == (_place(target.name), target.revision)
+        same = holder.identity == target.identity
+        return again and (same or fresh or not (path / REPORT_FILE).exists())
     if what_is_done(run.work / "done" / f"{folder}.json").get("key") == run.key(target):
         return True
     return not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
+
+
+def _place(name: str) -> str:
+    """A path by which two ways of writing it are one; names of other kinds stay apart."""
+    return os.path.realpath(os.path.expanduser(name))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "re
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
+
+
+@cache  # keys are made by the thousand, and each version is read from a file
+def _installed() -> tuple[tuple[str, str], ...]:
+    return tuple((name, version(name)) for name in _LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class Run:
 
     def key(self, target: Target) -> str:
         """Hash of everything that decides what is found out about a checkpoint."""
-        versions = {name: version(name) for name in _LIBRARIES}
+        versions = dict(_installed())
         versions |= {p.name: p.package for p in self.probes if p.package != OWN}
         content = {
             "checkpoint": target.identity, "name": target.name, "revision": target.revision, **self.identity,
