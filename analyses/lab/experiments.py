@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
@@ -204,9 +205,9 @@ def claim(name: str, request: Request) -> None:
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
         try:
-            held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+            held = plain_json.read(path)
+        except (OSError, plain_json.JsonError) as error:
+            raise ValueError(f"{error}: delete the folder or choose another --out") from error
         if not isinstance(held, dict):
             raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
         if held != wanted:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.probes.protocol import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.batch.described import described
@@ -51,7 +52,7 @@ class Cost:
 def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     """A rough estimate: what each probe says of itself, and forward passes; `prompts` are lengths in tokens."""
     units = len(list(run.units())) + 1
-    shape = _shape(target)
+    shape = shape_of(target)
     limit = min(run.settings.max_tokens, shape.get("context", math.inf))
     lengths = [min(length, limit) for length in prompts]
     tokens = float(sum(lengths))
@@ -91,7 +92,7 @@ def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     return found
 
 
-def _shape(target: Target) -> dict[str, float]:
+def shape_of(target: Target) -> dict[str, float]:
     """Layers, heads and context from the configuration beside the weights, as far as it says so."""
     from ln_probe.models import bundled_folder, bundled_models
 
@@ -106,12 +107,18 @@ def _shape(target: Target) -> dict[str, float]:
     config: dict[str, Any] = {}
     for file in ("lab.json", "config.json"):
         try:
-            held = json.loads((folder / file).read_text(encoding="utf-8"))
+            held = plain_json.read(folder / file)
         except (OSError, ValueError):
             continue
-        config = held.get("model", held) if file == "lab.json" else held
+        held = held.get("model") if isinstance(held, dict) and file == "lab.json" else held
+        config = held if isinstance(held, dict) else {}
     config = config or described(target).config
-    return {what: float(config[n]) for what, all_names in names.items() for n in all_names[::-1] if n in config}
+    return {
+        what: float(config[n])
+        for what, all_names in names.items()
+        for n in all_names[::-1]
+        if isinstance(config.get(n), int | float)
+    }
 
 
 def _weight_bytes(target: Target) -> int:
