@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.attention_spread import entropy_ratio
 from ln_probe.hooks.edits import Change, LostEditError, installed
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
+from ln_probe.hooks.masks import window_of
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
@@ -102,6 +103,7 @@ class EditedRuns:
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
         self.starts: dict[str, int] = {}
+        self._layers = [getattr(block, "attn", None) for block in blocks(model)]
         self.attentions = [
             (layer, pattern)
             for layer, block in enumerate(blocks(model))
@@ -236,7 +238,8 @@ class EditedRuns:
 
         def hook(layer: int) -> Callable[..., None]:
             def add(_m: nn.Module, _args: Any, pattern: Tensor) -> None:
-                ratios = self._entropies(pattern.detach()[0])
+                paid = pattern.detach()[0]
+                ratios = self._entropies(paid, window_of(self._layers[layer], paid))
                 entropy[layer] = float(ratios.sum()), float(ratios.numel())
 
             return add
@@ -246,14 +249,14 @@ class EditedRuns:
                 stack.callback(module.register_forward_hook(hook(layer)).remove)
             yield
 
-    def _entropies(self, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
+    def _entropies(self, pattern: Float[Tensor, "head query key"], window: int | None) -> Float[Tensor, "head later"]:
         """Of queries that had a choice: all but the first, or all in a bidirectional model."""
         wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
         if self.causal is None or self.causal:
             if self.causal is None and len(pattern[0]) > 1:
                 self.causal = not bool(pattern.triu(1).any())
             if self.causal is not False:
-                return entropy_ratio(wide)[:, 1:]
+                return entropy_ratio(wide, window=window)[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
 

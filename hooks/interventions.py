@@ -22,10 +22,11 @@ from torch import Tensor
 
 from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
+from ln_probe.hooks.exclusive import exclusive
 from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model
 from ln_probe.hooks.sentinel import ignored_means, prove
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.sites import Site, Survey, class_of, known, survey
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
 
 __all__ = [
@@ -119,19 +120,25 @@ def without(
     hooked = check_model(model)
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
-    with suspended(hooked):
-        chosen = choose(find_sites(hooked), sites)
+    with exclusive(hooked), suspended(hooked):
+        found = survey(hooked)
+        chosen = choose(known(found), sites)
         _refuse_twice(chosen)
         if only_keys:
             _refuse_other_readers(chosen)
         prove(hooked, chosen, only_keys=only_keys)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens)
-    _warn(hooked, what, chosen, no_ops)
+    _warn(hooked, what, chosen, no_ops, _left_out(found, sites))
     edits = [make_edit(s, variant, divisors.get(s.name), label=label, only_keys=only_keys) for s in chosen]
     matched = not divisors or scale == FROZEN or isinstance(scale, Mapping)
-    with installed(hooked, edits):
+    with exclusive(hooked), installed(hooked, edits):  # a thread that wants the model meanwhile waits
         yield Intervention(variant, tuple(s.name for s in chosen), divisors, matched, no_ops, only_keys)
+
+
+def _left_out(found: Survey, sites: str | Sequence[str]) -> list[Site]:
+    """What a group would hold if it were a norm."""
+    return members(found.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
 
 
 def make_edit(site: Site, variant: str, divisor: float | None, *, label: str = "", only_keys: bool = False) -> Edit:
@@ -244,7 +251,15 @@ def _divisors(
     return found
 
 
-def _warn(model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str]) -> None:
+def _warn(
+    model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str], left: Sequence[Site]
+) -> None:
+    if left:
+        warnings.warn(
+            f"{_some([s.name for s in left])} stands where a norm would and is none that ln_probe knows "
+            f"({class_of(left[0].module)}): the group leaves it out",
+            stacklevel=4,
+        )
     if no_ops:
         reasons = "; ".join(sorted(set(no_ops.values())))
         where = "every site" if len(no_ops) == len(chosen) else _some(list(no_ops))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.measuring.analyze import analyze
-    from ln_probe.models import bundled_models, load_model
+    from ln_probe.models import bundled_models, load_model, source_of
+    from ln_probe.prompting.inputs import sampled
     from ln_probe.reporting.comparison import Comparison, compare
     from ln_probe.reporting.report import Report, load_report
 
@@ -30,6 +31,8 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
+    "sampled": "ln_probe.prompting.inputs",
+    "source_of": "ln_probe.models",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -45,6 +48,8 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "sampled",
+    "source_of",
 ]
 
 

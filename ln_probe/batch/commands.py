@@ -45,6 +45,13 @@ Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit; Pythia: step1000.")]
 Checkpoints = Annotated[str | None, typer.Option(help="Training steps, 0,1000,…, or 'all'.")]
 Keys = Annotated[str, typer.Option(help="Rows of the keys table: 'hardest' or 'all'.")]
+KeysSample = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Keys measured of each head, each among all. 0: all. Default: all, unless that would take over an hour.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of sampled prompts and keys.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt weights (weights_only).")]
 EngineName = Annotated[str, typer.Option("--engine", help="'local' processes or a 'ray' cluster.")]
@@ -86,6 +93,7 @@ class Wish:
     revision: str | None
     checkpoints: str | None
     allow_pickle: bool
+    keys_sample: int | None = None
 
 
 def report(
@@ -101,6 +109,7 @@ def report(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
     engine: EngineName = "local",
@@ -117,7 +126,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, keys_sample,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -160,6 +169,7 @@ def plan(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
     workers: Workers = None,
@@ -169,7 +179,7 @@ def plan(
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, keys_sample,
     )  # fmt: skip
     _plan(wish, out, workers, as_json)
 
@@ -387,7 +397,8 @@ def _settings(wish: Wish) -> Settings:
             check_source(str(wish.prompts))
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed)
+    layers = _numbers(wish.layers)
+    return Settings(wanted, layers, None, wish.keys, wish.max_tokens, wish.seed, wish.keys_sample)
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
