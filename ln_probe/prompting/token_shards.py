@@ -18,6 +18,7 @@ from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
+from ln_probe.prompting.inputs import Sampled
 from ln_probe.prompting.prompts import Prompts, make_prompts, of_entries
 from ln_probe.prompting.shards import DEFAULT, read_shard
 from ln_probe.prompting.sources import SAMPLED
@@ -89,7 +90,7 @@ class TokenShards:
         made = None
         if self._samples:
             if self._sampled is None:
-                how = None if self.run.corpus.given == DEFAULT else SAMPLED
+                how = None if self.run.corpus.given == DEFAULT else Sampled()
                 self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
             made = self._sampled
             source, notes = made.source, made.notes
