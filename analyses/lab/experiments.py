@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)",
         quick_duration="1 minute", needs_text=True,
     ),
+    "compiler": Experiment(
+        "ln_probe.analyses.lab.compiler.compiler",
+        "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",
+        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
+        seeds=1, quick_seeds=1, duration="20 minutes", quick_duration="2 minutes",
+    ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
@@ -204,9 +211,9 @@ def claim(name: str, request: Request) -> None:
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
         try:
-            held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+            held = plain_json.read(path)
+        except (OSError, plain_json.JsonError) as error:
+            raise ValueError(f"{error}: delete the folder or choose another --out") from error
         if not isinstance(held, dict):
             raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
         if held != wanted:

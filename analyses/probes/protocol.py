@@ -13,6 +13,7 @@ and read back, so that prompts can be divided among processes: a probe never lea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -185,11 +186,14 @@ class Shape:
     Attributes:
         layers, heads: looked at, and of each layer.
         lengths: of the prompts, in tokens.
+        vocabulary, width: number of tokens, and d_model.
     """
 
     layers: float
     heads: float
     lengths: tuple[float, ...]
+    vocabulary: float = math.nan
+    width: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,8 @@ class Probe:
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
         thresholds: constants that its tables depend on, for the provenance.
+        samples_keys: whether it measures the keys that `Calibration.sample` names, where that is not all; its cost
+            then decides whether they are.
         absent: what a page says was not found out where the probe did not run; empty: nothing.
     """
 
@@ -220,6 +226,7 @@ class Probe:
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
+    samples_keys: ClassVar[bool] = False
     absent: ClassVar[str] = ""
 
     def start(self, view: View) -> Observer:
