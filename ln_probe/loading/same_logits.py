@@ -45,7 +45,8 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     import torch
 
     vocabulary = int(config.vocab_size)
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
+    named_so = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
+    context = next((n for n in (getattr(config, name, None) for name in named_so) if n), 2048)
     window = getattr(config, "window_size", None) or getattr(config, "sliding_window", None) or 0
     length = PROBE_TOKENS
     if isinstance(window, int) and window > 0 and window + 16 <= _LONGEST_PROBE:
