@@ -73,7 +73,10 @@ def same_weights(model: nn.Module) -> Any:
 def own_rounding(
     model: Any, dtype: str, tokens: Int[Tensor, "batch pos"], logits: Float[Tensor, "batch pos d_vocab"]
 ) -> float:
-    """How far a model's logits are from its own in the next wider format, relative to the largest; 0 in float64.
+    """How far a model's logits are from its own in the next wider format, relative to the largest.
+
+    0 in float64, and where the model no longer gives those logits: loading has changed its weights, which no rounding
+    excuses.
 
     Args:
         model: the Hugging Face model as it is; a wider copy is made of it, and goes.
@@ -85,6 +88,9 @@ def own_rounding(
     from ln_probe.hooks.equivalence import relative_difference
 
     if dtype not in WIDER:
+        return 0.0
+    again = logits_of(lambda ids: model(ids).logits, tokens)
+    if not relative_difference(again, logits) <= CONVERSION_BOUND[dtype]:
         return 0.0
     wider = copy.deepcopy(model).to(getattr(torch, WIDER[dtype]))
     exact = logits_of(lambda ids: wider(ids).logits, tokens)
