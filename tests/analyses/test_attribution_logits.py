@@ -84,9 +84,7 @@ def test_hooked_transformers(options: dict[str, Any], make_hooked: Callable[...,
         assert_adds_up(make_hooked(**options, dtype=dtype), bound)
         for centre in (False, True) if options.get("normalization_type", "LN") == "LN" else ():
             model = make_hooked(**options, dtype=dtype)
-            model.process_weights_(
-                fold_ln=True, center_writing_weights=centre, center_unembed=False, fold_value_biases=False
-            )
+            model.process_weights_(fold_ln=True, center_writing_weights=centre, center_unembed=False)
             assert_adds_up(model, bound)
 
 
