@@ -77,6 +77,8 @@ class _Watching(Observer):
         self.sites = [s for s in outside_attention(view.sites) if s.name in wanted]
         self.wiring = find_wiring(view.model, view.sites)
         self.by_name = {s.name: s for s in outside_attention(view.sites)}
+        # norms whose output stands in the stream (post-norms): their inputs are needed later
+        self.within = {s.site for expression in self.wiring.reads.values() for s in expression if s.kind == "norm"}
         self.writers = Writers(view.model)
         self.open = {n: why for n, why in self.wiring.open.items() if n in wanted}
         self.rows: dict[tuple[str, Part], int] = {}
@@ -131,6 +133,7 @@ class _Prompt:
         self.of, self.length = of, length
         self.seen: dict[Source, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
+        self.done: set[str] = set()
         self.means: dict[Source, tuple[list[Part], Tensor, Tensor]] = {}  # parts, their means and squared lengths
 
     def on_write(self, source: Source) -> Any:
@@ -143,18 +146,16 @@ class _Prompt:
 
     def on_norm(self, site: Site) -> Any:
         def hook(_m: nn.Module, args: Any) -> None:
-            if site.name not in self.inputs:
+            if site.name not in self.done:  # HookedTransformer calls a norm for queries, keys and values
+                self.done.add(site.name)
                 x = flat(args[0], self.length)
                 self.inputs[site.name] = x if x.dtype in (torch.float32, torch.float64) else x.float()
                 if site in self.of.sites and site.name not in self.of.wiring.open:
                     self._measure(site, x.dtype)
-                if not any(e.kind == "norm" and e.site == site.name for e in self._sources()):
+                if site.name not in self.of.within:
                     del self.inputs[site.name]  # nobody reads what this norm puts into the stream
 
         return hook
-
-    def _sources(self) -> set[Source]:
-        return {s for expression in self.of.wiring.reads.values() for s in expression}
 
     def _measure(self, site: Site, dtype: torch.dtype) -> None:
         x = self.inputs[site.name]
