@@ -36,7 +36,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attention_spread import entropy_ratio
-from ln_probe.analyses.shared_passes import Job, SharedPasses, Sums
+from ln_probe.analyses.next_tokens import Sums
+from ln_probe.analyses.shared_passes import Job, SharedPasses
 from ln_probe.hooks.edits import Edit
 from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing

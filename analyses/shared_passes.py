@@ -2,9 +2,7 @@
 
 * Blocks before the first edited norm return what they returned in the unedited pass (`Unedited.outputs`).
 * Edits that begin at the same block go through the model together, a row of the batch each.
-* Logits are not kept: the unembedding is applied here, a block of the vocabulary at a time, and what is wanted of the
-  distributions is summed while the block is in the processor's cache. Where the model's own logits are anything else
-  than W_Uᵀ y + b_U to rounding (a soft cap, a 16-bit format), they are taken as the model gives them.
+* Logits are not kept (`next_tokens`): the model's own unembedding is passed over.
 
 A row of a batch is what it would be alone, up to the rounding of matrix products.
 """
@@ -17,12 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.analyses.next_tokens import Reference, Sums, find_unembedding, wide
 from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import HookedModel, blocks, run
 from ln_probe.hooks.sites import Site
@@ -30,14 +28,7 @@ from ln_probe.hooks.sites import Site
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
 # operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
 TOKENS_AT_ONCE = 1024
-# Logits that are looked at together: 6 MB, which stay in the cache.
-_LOGITS = 1_500_000
-_NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
-# Logits made here may differ from the model's by this many units in the last place of the largest, times √d_model.
-_UNITS = 16.0
-
 _Key = TypeVar("_Key", bound=Hashable)
-Sums = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -120,11 +111,11 @@ class SharedPasses:
                 stack.callback(site.module.register_forward_hook(norm(site.name)).remove)
             stack.enter_context(self._watching(found))
             read = stack.enter_context(_reading(self.model, skip=False))
-            logits = _wide(run(self.model, tokens[None], return_type="logits").detach())
+            logits = wide(run(self.model, tokens[None], return_type="logits").detach())
         if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
             outputs = []
         entropy = {layer: sums[0] for layer, sums in found.items()}
-        reference = Reference(logits, _unembedding(self.model, read, logits), tokens.to(logits.device))
+        reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
         return Unedited(outputs, starts, entropy, reference, int(logits.shape[-1]))
 
     def effects(self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
@@ -156,7 +147,7 @@ class SharedPasses:
         edits = [_RowEdit(rows, mine) for mine in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
         with ExitStack() as stack:
-            stack.enter_context(_passed_over(blocks(self.model)[:start], unedited.outputs, rows))
+            stack.enter_context(passed_over(blocks(self.model)[:start], unedited.outputs, rows))
             stack.enter_context(installed(self.model, edits))
             if whole:
                 stack.enter_context(self._watching(seen))
@@ -164,7 +155,7 @@ class SharedPasses:
             logits = run(self.model, tokens.expand(rows, -1), return_type="logits").detach()
         if idle := next((e for e in edits if not e.calls), None):
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
-        made = unedited.reference.compare(_wide(logits) if unedited.reference.unembedding is None else read[0], whole)
+        made = unedited.reference.compare(wide(logits) if unedited.reference.unembedding is None else read[0], whole)
         for row, sums in enumerate(made):
             entropy = {layer: sum_ for layer, sum_ in unedited.entropy.items() if layer < start}
             entropy |= {layer: each[row] for layer, each in seen.items()}
@@ -187,139 +178,6 @@ class SharedPasses:
             for layer, module in self.attentions:
                 stack.callback(module.register_forward_hook(hook(layer)).remove)
             yield
-
-
-class Reference:
-    """The next-token distributions of one prompt in the unedited model, and how others compare with them.
-
-    Args:
-        logits: of the model, [1 pos vocab].
-        unembedding: what makes logits of the final norm's output; None: the model itself does.
-        tokens: of the prompt.
-    """
-
-    def __init__(
-        self, logits: Float[Tensor, "1 pos vocab"], unembedding: Unembedding | None, tokens: Int[Tensor, " pos"]
-    ) -> None:
-        self.unembedding, self.after = unembedding, tokens[1:]
-        self.logits = logits[0]
-        if unembedding is not None:  # made as those of edited models are, so that rounding is the same
-            self.logits = torch.cat([part[0] for _, part in unembedding.blocks(unembedding.read)], dim=-1)
-        self.favourite = self.logits.argmax(-1)
-        self.level = _LogSum(self.logits.shape[:1], self.logits)
-        for _, part in _columns(self.logits[None]):
-            self.level.add(part[0])
-        self.shares = (self.logits - self.level.value()[:, None].to(self.logits)).exp_()
-
-    def itself(self) -> Sums:
-        """The unedited model compared with itself."""
-        loss = float((self.level.value()[:-1] - self._at(self.logits[None])[0]).sum())
-        return {"nll": loss, "kl": 0.0, "agree": float(len(self.logits))}
-
-    def compare(self, made: Float[Tensor, "row pos size"], whole: bool) -> list[Sums]:
-        """Sums over the prompt for each row of logits, or of what the unembedding reads: `nll`, and if `whole` is
-        wanted `kl` (NaN unless all is finite) and `agree`."""
-        parts = _columns(made) if self.unembedding is None else self.unembedding.blocks(made)
-        rows, length = made.shape[:2]
-        level = _LogSum((rows, length), self.logits)
-        wanted = torch.full((rows, max(0, length - 1)), math.nan, dtype=torch.float64, device=made.device)
-        own, apart = (torch.zeros(rows, length, dtype=torch.float64, device=made.device) for _ in range(2))
-        own -= math.inf
-        for columns, part in parts:
-            _pick(part[:, :-1], self.after, columns, wanted)
-            if whole:
-                _pick(part, self.favourite, columns, own)
-                difference = self.logits[:, columns] - part
-                apart += difference.mul_(self.shares[:, columns]).sum(-1)
-            level.add(part)
-        value = level.value()
-        losses = (value[:, :-1] - wanted).sum(-1)
-        found = [{"nll": float(loss), "kl": math.nan, "agree": math.nan} for loss in losses]
-        if whole:
-            distances = (apart + value - self.level.value()).sum(-1)
-            agreed = (own >= level.largest).sum(-1)
-            for sums, distance, agree in zip(found, distances.tolist(), agreed.tolist(), strict=True):
-                if math.isfinite(distance):
-                    sums |= {"kl": distance, "agree": float(agree)}
-        return found
-
-    def _at(self, logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row before"]:
-        rows = torch.arange(len(self.after), device=logits.device)
-        return logits[:, rows, self.after].double()
-
-
-class _LogSum:
-    """log Σ exp over the vocabulary, a block at a time, in double precision."""
-
-    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
-        self.largest = torch.full(tuple(shape), -math.inf, dtype=like.dtype, device=like.device)
-        self.total = torch.zeros(tuple(shape), dtype=torch.float64, device=like.device)
-
-    def add(self, part: Float[Tensor, "*batch columns"]) -> None:
-        largest = torch.maximum(self.largest, part.amax(-1))
-        self.total *= (self.largest.double() - largest.double()).nan_to_num(nan=0.0).exp()
-        self.total += (part - largest[..., None]).exp_().sum(-1)
-        self.largest = largest
-
-    def value(self) -> Float[Tensor, "*batch"]:
-        return self.largest.double() + self.total.log()
-
-
-class Unembedding:
-    """W_U and b_U, applied a block of the vocabulary at a time.
-
-    Attributes:
-        read: what the unembedding read in the unedited pass, [1 pos d_model].
-    """
-
-    def __init__(
-        self, weight: Float[Tensor, "d_model vocab"], bias: Float[Tensor, " vocab"] | None, read: Tensor
-    ) -> None:
-        self.weight, self.bias, self.read = weight, bias, read
-
-    def blocks(
-        self, read: Float[Tensor, "row pos d_model"]
-    ) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
-        """Logits, a slice of the vocabulary at a time; a block is overwritten by the next one."""
-        size = self.weight.shape[1]
-        flat = read.reshape(-1, read.shape[-1])
-        step = min(size, max(_NARROWEST, _LOGITS // len(flat)))
-        room = torch.empty(len(flat) * step, dtype=read.dtype, device=read.device)
-        for first in range(0, size, step):
-            columns = slice(first, min(first + step, size))
-            part = room[: len(flat) * (columns.stop - first)].view(len(flat), -1)
-            if part.device.type == "cpu":  # numpy's product is half as fast again as torch's on so wide a matrix
-                np.matmul(flat.numpy(), self.weight[:, columns].numpy(), out=part.numpy())
-            else:
-                torch.mm(flat, self.weight[:, columns], out=part)
-            if self.bias is not None:
-                part += self.bias[columns]
-            yield columns, part.view(*read.shape[:2], -1)
-
-
-def _unembedding(
-    model: HookedModel, read: Sequence[Tensor], logits: Float[Tensor, "1 pos vocab"]
-) -> Unembedding | None:
-    """The model's unembedding, if its logits are W_Uᵀ y + b_U of what it read."""
-    try:
-        weight, bias = model.W_U, model.b_U  # type: ignore[attr-defined]
-    except AttributeError:
-        return None
-    if len(read) != 1 or not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
-        return None
-    weight, size = weight.detach(), logits.shape[-1]
-    made = read[0]
-    if made.ndim != 3 or made.shape[:2] != logits.shape[:2] or weight.shape != (made.shape[-1], size):
-        return None
-    if made.dtype != weight.dtype or logits.dtype != weight.dtype:
-        return None
-    lift = bias.detach() if isinstance(bias, Tensor) and bool(bias.any()) else None
-    found = Unembedding(weight, lift, made)
-    allowed = _UNITS * math.sqrt(len(weight)) * torch.finfo(weight.dtype).eps * float(logits.abs().max())
-    if lift is not None and lift.shape != (size,):
-        return None
-    near = all(float((part - logits[..., c]).abs().max()) <= allowed for c, part in found.blocks(made))
-    return found if near else None
 
 
 @contextmanager
@@ -364,7 +222,7 @@ class _RowEdit(Edit):
 
 
 @contextmanager
-def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
+def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> Iterator[None]:
     """While it lasts these blocks compute nothing and return what they returned before; the last of them for every row
     of the batch."""
 
@@ -396,23 +254,3 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         del module.__dict__["forward"]
         if before is not None:
             module.__dict__["forward"] = before
-
-
-def _columns(logits: Float[Tensor, "row pos vocab"]) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
-    """Logits that are there, a slice of the vocabulary at a time."""
-    step = max(_NARROWEST, _LOGITS // max(1, logits.shape[0] * logits.shape[1]))
-    for first in range(0, logits.shape[-1], step):
-        columns = slice(first, min(first + step, logits.shape[-1]))
-        yield columns, logits[..., columns]
-
-
-def _pick(
-    part: Float[Tensor, "row pos columns"], which: Int[Tensor, " pos"], columns: slice, out: Float[Tensor, "row pos"]
-) -> None:
-    """Into `out`, the logits of the tokens `which` (one a position), of those that are among these columns."""
-    here = ((which >= columns.start) & (which < columns.stop)).nonzero()[:, 0]
-    out[:, here] = part[:, here, which[here] - columns.start].to(out)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

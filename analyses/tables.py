@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ln_probe.analyses import head_tables
 from ln_probe.analyses.schema import Column, Kind, Table, reference
 
 
@@ -473,7 +474,7 @@ PAIRED = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES)
 # Of probes that run when they are asked for: in reports where they did.
 ON_REQUEST = (WRITERS, ATTRIBUTION)
 
@@ -481,7 +482,7 @@ ON_REQUEST = (WRITERS, ATTRIBUTION)
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, head_tables.BY_HEAD))}"
 
 
 if __name__ == "__main__":

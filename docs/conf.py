@@ -18,6 +18,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"show-inheritance": False}
+default_role = "code"  # a name in `one pair of backticks`, as everywhere in the source
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
 nb_execution_timeout = 1800  # a busy machine is slow; a notebook that hangs is found by the tests
@@ -29,3 +30,12 @@ _here = Path(__file__).parent
 (_here / "notebooks").mkdir(exist_ok=True)
 for _notebook in sorted((_here.parent / "examples").glob("*.py")):
     shutil.copy2(_notebook, _here / "notebooks" / _notebook.name)
+
+
+def setup(app: object) -> None:
+    app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
+
+
+def _escape(_app: object, _what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:
+    """Docstrings write |x| for a length; reStructuredText would look for a substitution of that name."""
+    lines[:] = [line.replace("|", "\\|") for line in lines]

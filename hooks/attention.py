@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.sites import Site
@@ -103,6 +103,12 @@ class Heads:
     def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
         """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
         return self._make(y, self.W_K, self.b_K, self.k_norm, torch.arange(len(y), device=y.device))
+
+    def keys_at(
+        self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"]
+    ) -> Float[Tensor, "key head d_head"]:
+        """The same for norm outputs that stand at some positions alone."""
+        return self._make(y, self.W_K, self.b_K, self.k_norm, positions)
 
     def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
         """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""

@@ -64,6 +64,10 @@ class Edit:
         self.calls += 1
         return self.change(_input(args, kwargs), output)
 
+    def install(self, model: HookedModel, stack: ExitStack) -> None:
+        """Put the hooks on; `stack` takes them off."""
+        stack.callback(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
+
 
 class PartEdit(Edit):
     """A forward hook that keeps the changed output for one projection of attention that reads this norm.
@@ -130,7 +134,7 @@ def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
         for positions in {id(e.positions): e.positions for e in edits if e.positions is not None}.values():
             stack.enter_context(watching(model, positions))
         for edit in edits:
-            stack.callback(edit.site.module.register_forward_hook(edit, with_kwargs=True).remove)
+            edit.install(model, stack)
         attentions = [a for b in blocks(model) if isinstance(a := getattr(b, "attn", None), nn.Module)]
         for attn in attentions:
             for part in PARTS:

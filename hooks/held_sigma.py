@@ -30,16 +30,21 @@ class LinearEdit(Edit):
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """The sigma that is held on these inputs."""
         if self.given is None:
-            return self.site.sigma(x.detach())
-        return fitted(self.site, self.given, x).to(x)
+            return self.site.sigma(_wide(x.detach()))
+        return fitted(self.site, self.given, x).to(_wide(x))
 
     def _linear(self, x: Tensor, y: Tensor) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = _wide(x)
         linear = self.site.affine(self.site.project(wide) / self.sigma(wide)).to(y.dtype)
         if self.given is not None:
             return linear
         # 0 + y is y, bit for bit, and its gradient is that of `linear`
         return (linear - linear.detach()) + y.detach()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: sigma of a 16-bit vector would be rounded to three digits."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:

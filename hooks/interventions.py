@@ -11,10 +11,12 @@ GPT2's LayerNorm by fine-tuning"; projection and scaling as terms: Brody, Alon &
 from __future__ import annotations
 
 import difflib
+import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Int
@@ -43,8 +45,9 @@ from ln_probe.hooks.frozen_scale import (
     check_tokens,
     divisors_of,
 )
+from ln_probe.hooks.head_edits import HeadEdit, head_count
 from ln_probe.hooks.held_sigma import LinearEdit, held
-from ln_probe.hooks.model import HookedModel, active_dropout, check_model
+from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, find_sites
@@ -86,6 +89,7 @@ class Intervention:
             the loss mixes the loss of scaling with a change of size).
         no_ops: sites at which the edit changes nothing by construction, and why.
         only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
+        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
     """
 
     variant: str
@@ -94,6 +98,7 @@ class Intervention:
     matched: bool
     no_ops: Mapping[str, str]
     only: str | None
+    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
@@ -106,6 +111,7 @@ def without(
     tokens: Int[Tensor, "batch pos"] | None = None,
     only: str | None = None,
     seed: int = 0,
+    heads: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Intervention]:
     """The model without projection, scaling or both at some norms, while the `with` block lasts.
 
@@ -128,6 +134,9 @@ def without(
             model has no tokenizer sequences sampled from it: those that `analyze` takes its constants from.
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         seed: of resampled sigmas.
+        heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
+            left at "attention", and means the norms that these blocks' attention reads. Hook points inside that
+            attention are called twice; a key-value cache cannot be used meanwhile.
 
     Yields:
         What is done, with the divisors.
@@ -149,20 +158,26 @@ def without(
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with suspended(hooked):
-        chosen = choose(find_sites(hooked), sites)
+        found = find_sites(hooked)
+        by_site = None if heads is None else _of_heads(hooked, found, heads, sites, only)
+        chosen = choose(found, sites if by_site is None else list(by_site))
         _refuse_twice(chosen)
         if only is not None:
             _refuse_other_readers(chosen, only)
-        prove(hooked, chosen, only=only)
+        make = (
+            _edits_of_heads(by_site) if by_site is not None else Edit if only is None else partial(PartEdit, part=only)
+        )
+        prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens, seed)
     _warn(hooked, what, chosen, no_ops)
     positions = Positions()
-    edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, only=only) for s in chosen]
+    edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
+    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
     with installed(hooked, edits):
-        yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only)
+        yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
 
 
 def make_edit(
@@ -172,14 +187,14 @@ def make_edit(
     positions: Positions | None = None,
     *,
     label: str = "",
-    only: str | None = None,
+    make: Callable[..., Edit] = Edit,
 ) -> Edit:
     """The edit that gives one norm a variant.
 
     Args:
         divisor: what stands for sigma; needed where the variant takes this norm's scaling.
         positions: shared by the edits of one intervention; None: its own.
-        only: the part of attention that sees it.
+        make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
     """
     where = positions or Positions()
 
@@ -191,9 +206,52 @@ def make_edit(
         linear = held(site.module)
         return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
 
-    if only is None:
-        return Edit(site, change, label or variant, where)
-    return PartEdit(site, change, label or variant, where, part=only)
+    return make(site, change, label or variant, where)
+
+
+def _of_heads(
+    model: HookedModel,
+    found: Sequence[Site],
+    heads: Sequence[tuple[int, int]],
+    sites: str | Sequence[str],
+    only: str | None,
+) -> dict[str, dict[int, list[int]]]:
+    """Those heads by block, by the norm that their attention reads.
+
+    Raises:
+        InterventionError: no heads, a head that is not there or is given twice, an attention that reads no norm, or
+            what does not go with single heads.
+    """
+    if sites != "attention" or only is not None:
+        said = f"sites={sites!r}" if only is None else f"only={only!r}"
+        raise InterventionError(f"heads says which norms are edited, and for whom: leave out {said}")
+    if not len(heads):
+        raise InterventionError("an empty list of heads leaves nothing to edit: give (layer, head) pairs")
+    by_site: dict[str, dict[int, list[int]]] = {}
+    layers = n_layers(model)
+    for pair in heads:
+        try:
+            layer, head = (operator.index(i) for i in pair)
+        except (TypeError, ValueError):
+            raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
+        if not 0 <= layer < layers:
+            raise InterventionError(f"heads: there is no layer {layer}; this model has layers 0 to {layers - 1}")
+        if not 0 <= head < (count := head_count(model, layer)):
+            raise InterventionError(f"heads: layer {layer} has no head {head}; it has heads 0 to {count - 1}")
+        site = next((s for s in found if layer in s.attention_layers), None)
+        if site is None:
+            raise InterventionError(
+                f"heads: the attention of layer {layer} reads no norm, so nothing can be taken away"
+            )
+        mine = by_site.setdefault(site.name, {}).setdefault(layer, [])
+        if head in mine:
+            raise InterventionError(f"heads: ({layer}, {head}) is given twice")
+        mine.append(head)
+    return by_site
+
+
+def _edits_of_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]]) -> Callable[..., Edit]:
+    return lambda site, change, label, where=None: HeadEdit(site, change, label, where, heads=by_site[site.name])
 
 
 def members(found: Sequence[Site], group: str) -> list[Site]:

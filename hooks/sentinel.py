@@ -8,7 +8,7 @@ that are not perturbed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -29,25 +29,27 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
-def prove(model: HookedModel, sites: Sequence[Site], *, only: str | None = None) -> None:
+def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> None:
     """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
+
+    `make`: the kind of edit, of (site, change, label, positions).
 
     Raises:
         LostEditError: it does not; names the site.
-        InterventionError: the part of attention `only` cannot be edited alone in this architecture.
+        InterventionError: an edit of that kind cannot be made in this architecture.
     """
-    lost = lost_edits(model, sites, only=only)
+    lost = lost_edits(model, sites, make=make)
     if lost:
         more = f" (and at {len(lost) - 1} more sites)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)
 
 
-def lost_edits(model: HookedModel, sites: Sequence[Site], *, only: str | None = None) -> dict[str, str]:
+def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> dict[str, str]:
     """Sites at which an edit does not reach the model's output, and what is known about why."""
     found: dict[str, str] = {}
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
-            found |= _try(model, sites[at : at + SITES_AT_ONCE], only)
+            found |= _try(model, sites[at : at + SITES_AT_ONCE], make)
     return found
 
 
@@ -92,14 +94,10 @@ def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
     return (logits - logits[0]).abs().amax(-1)
 
 
-def _try(model: HookedModel, sites: Sequence[Site], only: str | None) -> dict[str, str]:
+def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -> dict[str, str]:
     rows = len(sites) + 2
     moved: dict[str, bool] = {}
-    changes = [_perturbation(s, i, rows, moved) for i, s in enumerate(sites, start=1)]
-    edits = [
-        Edit(s, c, "sentinel") if only is None else PartEdit(s, c, "sentinel", part=only)
-        for s, c in zip(sites, changes, strict=True)
-    ]
+    edits = [make(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
     try:
         logits = _perturbed(model, edits)
     except LostEditError as error:

@@ -98,6 +98,11 @@ def _has_table(model: HookedModel, name: str) -> bool:
     return name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
 
 
+def attention_output(attn: nn.Module) -> nn.Module:
+    """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
+    return _child(attn, "o", "hook_out") or attn
+
+
 def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
     """Where an MLP's neurons show what they give, and what each writes per unit; None where there is no such place."""
     mlp = _child(blocks(model)[layer], "mlp")

@@ -15,9 +15,10 @@ from ln_probe.reporting.software import __version__
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
-    from ln_probe.analyses.attribution.logits import attribute_logits
-    from ln_probe.analyses.attribution.scores import attribute_scores
+    from ln_probe.analyses.attribution.logit_parts import attribute_logits
+    from ln_probe.analyses.attribution.score_parts import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
+    from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model
     from ln_probe.reporting.comparison import Comparison, compare
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 _HOME = {
     "Comparison": "ln_probe.reporting.comparison",
     "Report": "ln_probe.reporting.report",
-    "attribute_logits": "ln_probe.analyses.attribution.logits",
-    "attribute_scores": "ln_probe.analyses.attribution.scores",
+    "attribute_logits": "ln_probe.analyses.attribution.logit_parts",
+    "attribute_scores": "ln_probe.analyses.attribution.score_parts",
     "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.reporting.comparison",
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
+    "outlier_tokens": "ln_probe.analyses.outliers",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -51,6 +53,7 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "outlier_tokens",
 ]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
@@ -128,6 +129,13 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
     ),
+    "remove_norm": Experiment(
+        "ln_probe.analyses.lab.removal.remove_norm",
+        "the bundled lm-layernorm fine-tuned while its norms become constants, beside the same with its norms kept",
+        "Heimersheim 2024; Baroni et al. 2025",
+        seeds=3, quick_seeds=1, duration="about 30 minutes (6 runs of 5 minutes)", quick_duration="1 minute",
+        needs_text=True,
+    ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
@@ -197,9 +205,9 @@ def claim(name: str, request: Request) -> None:
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
         try:
-            held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+            held = plain_json.read(path)
+        except (OSError, plain_json.JsonError) as error:
+            raise ValueError(f"{error}: delete the folder or choose another --out") from error
         if not isinstance(held, dict):
             raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
         if held != wanted:

@@ -54,7 +54,26 @@ def _projection(norms: pd.DataFrame) -> list[str]:
     ]
 
 
+def _norm_free(norms: pd.DataFrame) -> str:
+    """That the model has no norm which scales, as norm-free checkpoints do not (GPT-2 with eps 1e12, for example)."""
+    projecting = int((norms["kind"] == "projection_only").sum())
+    parts = [
+        f"{count} {what}"
+        for count, what in (
+            (projecting, "take the mean out and divide by a constant"),
+            (len(norms) - projecting, "only divide by a constant"),
+        )
+        if count
+    ]
+    return (
+        f"A norm-free model: none of its {len(norms)} norms scales ({'; '.join(parts)}), so taking scaling away "
+        "changes nothing, and queries have no bound but what really occurs."
+    )
+
+
 def _scaling(norms: pd.DataFrame) -> list[str]:
+    if len(norms) and norms["kind"].isin(["projection_only", "none"]).all():
+        return [_norm_free(norms)]
     rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
     if not len(rows) or rows["norm_before_mean"].isna().all():
         return []

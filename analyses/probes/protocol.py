@@ -13,6 +13,7 @@ and read back, so that prompts can be divided among processes: a probe never lea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -185,11 +186,14 @@ class Shape:
     Attributes:
         layers, heads: looked at, and of each layer.
         lengths: of the prompts, in tokens.
+        vocabulary, width: number of tokens, and d_model.
     """
 
     layers: float
     heads: float
     lengths: tuple[float, ...]
+    vocabulary: float = math.nan
+    width: float = math.nan
 
 
 @dataclass(frozen=True)

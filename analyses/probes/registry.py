@@ -30,6 +30,11 @@ BUILT_IN = {
     "selectability": (f"{_HERE}.selectability:Selectability", "which keys a query can select, by what margin"),
     "uniformity": (f"{_HERE}.uniformity:UniformityProbe", "how uniformly heads attend"),
     "causal": (f"{_HERE}.causal:Causal", "what the loss is with a term switched off"),
+    "head_effects": (
+        f"{_HERE}.head_effects:HeadEffects",
+        "what the loss loses when one head reads its norm without a term",
+    ),
+    "sinks": (f"{_HERE}.sinks:Sinks", "where attention falls, which tokens are outliers, and where they come from"),
     "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),
     "writers": (f"{_HERE}.writers:WritersProbe", "which parts set sigma, and which write on the ones-vector"),
     "attribution": (

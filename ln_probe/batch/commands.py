@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ln_probe.analyses.probes.registry import listing
+from ln_probe.batch.arguments import (
+    check_layers,
+    check_precision,
+    check_writable,
+    layers,
+    not_there_yet,
+    remove_again,
+)
 
 if TYPE_CHECKING:
+    from ln_probe.batch.claiming import Claimed
     from ln_probe.batch.drive import Slice
     from ln_probe.batch.engines import Engine
     from ln_probe.batch.plan import Run, Unit
@@ -131,24 +140,35 @@ def report(
     part = _slice(unit)
     if part is not None and fresh:
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
-    targets = _targets(wish)
     settings = _settings(wish)
-    check_writable(out)
+    writable(out)
+    targets = _targets(wish)
+    _check_layers(settings, targets)
+    if all(t.error for t in targets):
+        _nothing_to_do(targets, as_json)
 
-    from ln_probe.batch.drive import BusyError, locked
-    from ln_probe.batch.plan import claim
+    from ln_probe.batch.claiming import claim
+    from ln_probe.batch.drive import BlockedError, BusyError, check_places, locked
+    from ln_probe.batch.plan import WORK_FOLDER
 
     with ExitStack() as lock:
+        made, new = not_there_yet(out), not (out / WORK_FOLDER).exists()
         try:
             lock.enter_context(locked(out, part))
-            with _claiming(out):
-                run = _run(wish, settings, out, out / ".ln_probe" / "corpus")
-                known = claim(run, targets, fresh=fresh)
-        except (BusyError, FileNotFoundError, ValueError, ConnectionError) as error:
+            try:
+                with _claiming(out):
+                    run = _run(wish, settings, out, out / WORK_FOLDER / "corpus")
+                    claimed = claim(run, targets, fresh=fresh)
+                    check_places(run, claimed.targets)
+            except (FileNotFoundError, ValueError, ConnectionError):
+                if part is None:  # other slices may have begun meanwhile
+                    remove_again(made, out / WORK_FOLDER, new=new)
+                raise
+        except (BusyError, BlockedError, FileNotFoundError, ValueError, ConnectionError) as error:
             raise refuse(str(error)) from error
         except OSError as error:
             raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-        _go(run, targets, known, engine, address, workers, gpus, part, fresh, as_json, quiet)
+        _go(run, claimed, engine, address, workers, gpus, part, fresh, as_json, quiet)
 
 
 def plan(
@@ -186,14 +206,14 @@ def merge(
     quiet: Quiet = False,
 ) -> None:
     """Join the slices made with `report --unit K/N` into reports and an index."""
+    from ln_probe.batch.claiming import reopen
     from ln_probe.batch.drive import BusyError, locked, remains
-    from ln_probe.batch.plan import reopen
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
 
     try:
         run, targets = reopen(folder)
-        check_writable(folder)
+        writable(folder)
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     try:
@@ -204,7 +224,7 @@ def merge(
                 display.say(f"{target.label}: {why}")
             schedule = Schedule({t: () for t in todo if t not in missing})
             _work(run, schedule, display, "local", None, workers, 0.0)
-            _end(run, targets, {**schedule.errors, **missing}, as_json)
+            _end(run, targets, {**schedule.errors, **missing}, as_json, said={*schedule.errors, *missing})
     except BusyError as error:
         raise refuse(str(error)) from error
 
@@ -216,8 +236,7 @@ def _names(units: Sequence[Unit]) -> str:
 
 def _go(
     run: Run,
-    targets: Sequence[Target],
-    known: Sequence[Target],
+    claimed: Claimed,
     engine: str,
     address: str | None,
     workers: int | None,
@@ -231,7 +250,10 @@ def _go(
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
 
+    targets = claimed.targets
     with Display(0, 1, quiet=quiet) as display:
+        for target in claimed.removed:
+            display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
         for target in targets:
             if target.error:
                 display.say(f"{target.label}: failed: {target.error}")
@@ -239,7 +261,8 @@ def _go(
         schedule = Schedule(todo, reports=part is None)
         _work(run, schedule, display, engine, address, workers, gpus)
     if part is None:
-        _end(run, known, schedule.errors, as_json)
+        heard = {*schedule.errors, *(t for t in targets if t.error)}
+        _end(run, targets, schedule.errors, as_json, claimed.earlier, heard)
         return
     failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
     done = sum(len(units) for t, units in todo.items() if t not in failed)
@@ -305,38 +328,70 @@ def _engine(run: Run, schedule: Schedule, name: str, address: str | None, worker
     return LocalEngine(run, count, max(1, processors() // count))
 
 
-def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_json: bool) -> None:
-    """Write the index, say what was done, and exit."""
-    from ln_probe.batch.drive import write_index
+def _end(
+    run: Run,
+    targets: Sequence[Target],
+    errors: Mapping[Target, str],
+    as_json: bool,
+    earlier: Sequence[Target] = (),
+    said: Collection[Target] = (),
+) -> None:
+    """Write the index, say what was done, and exit.
 
-    ended = write_index(run, targets, errors)
-    failures = ended.failed
+    Args:
+        targets: of this command; earlier: of earlier ones, which are listed and decide nothing.
+        errors: why checkpoints failed; said: those whose failure has been said already.
+    """
+    from ln_probe.batch.drive import write_index
+    from ln_probe.batch.store import StorageError
+
+    try:
+        ended = write_index(run, targets, errors, earlier)
+    except StorageError as error:
+        typer.echo(f"ln-probe: {error}", err=True)
+        raise typer.Exit(SOME_FAILED) from error
     index = run.out / "index.html"
     if as_json:
         models = [
             {
-                "model": t.name, "revision": t.revision, "error": failures.get(t),
-                "page": None if t in failures else str(run.out / t.folder / "report.html"),
+                "model": t.name, "revision": t.revision, "error": ended.failed.get(t),
+                "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
                 "failed_probes": list(ended.probes.get(t, ())),
             }
-            for t in targets
+            for t in (*earlier, *targets)
         ]  # fmt: skip
         typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
-    else:
+    failures = {t: ended.failed[t] for t in targets if t in ended.failed}
+    probes = {t: ended.probes[t] for t in targets if t in ended.probes}
+    if not as_json:
         for target, why in failures.items():
-            typer.echo(f"{target.label}: failed: {why}", err=True)
-        for target, whys in ended.probes.items():
+            if target not in said:
+                typer.echo(f"{target.label}: failed: {why}", err=True)
+        for target, whys in probes.items():
             for why in whys:
                 typer.echo(f"{target.label}: {why}", err=True)
-        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models", err=True)
-    raise typer.Exit(SOME_FAILED if failures or ended.probes else DONE)
+        more = f"; {len(earlier)} of earlier commands beside them" if earlier else ""
+        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
+    raise typer.Exit(SOME_FAILED if failures or probes else DONE)
+
+
+def _nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:
+    """No model can be found: say so, write nothing, and exit."""
+    if as_json:
+        models = [{"model": t.name, "revision": t.revision, "error": t.error, "page": None} for t in targets]
+        typer.echo(json.dumps({"index": None, "models": models}, indent=1))
+    for target in () if as_json else targets:
+        typer.echo(f"{target.label}: failed: {target.error}", err=True)
+    raise typer.Exit(SOME_FAILED)
 
 
 def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
     from ln_probe.batch.cost import cost, default_workers, prompt_lengths
     from ln_probe.batch.show import cost_table
 
-    targets, settings = _targets(wish), _settings(wish)
+    settings = _settings(wish)
+    targets = _targets(wish)
+    _check_layers(settings, targets)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             run = _run(wish, settings, out, Path(scratch))
@@ -406,7 +461,19 @@ def _settings(wish: Wish) -> Settings:
             read_vocabulary(vocab)
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed, vocab)
+    try:
+        check_precision(wish.dtype, wish.device)
+        wanted_layers = None if wish.layers is None else layers(wish.layers)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    return Settings(wanted, wanted_layers, None, wish.keys, wish.max_tokens, wish.seed, vocab)
+
+
+def _check_layers(settings: Settings, targets: Sequence[Target]) -> None:
+    try:
+        check_layers(settings.layers, targets)
+    except ValueError as error:
+        raise refuse(str(error)) from error
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
@@ -435,25 +502,9 @@ def _slice(text: str | None) -> Slice | None:
         raise refuse(str(error)) from error
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        try:
-            found += range(int(first), int(last or first) + 1)
-        except ValueError:
-            raise refuse(f"--layers takes numbers and ranges such as 0,3-5, got {text!r}") from None
-    if not found:
-        raise refuse(f"--layers {text!r} names no layer")
-    return tuple(sorted(set(found)))
-
-
-def check_writable(out: Path) -> None:
+def writable(out: Path) -> None:
+    """Exit if a folder cannot be written to."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        check_writable(out)
     except OSError as error:
         raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error

@@ -252,13 +252,13 @@ def _wanted(repository: str, files: list[str], *, allow_pickle: bool) -> list[st
 
 
 def _cached(repository: str, revision: str | None, error: Exception) -> HubSnapshot:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants, try_to_load_from_cache
 
     at = "" if revision is None else f" at revision {revision!r}"
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, FileNotFoundError):
+    # Not by snapshot_download, for which a copy is whole only with the files that are never fetched here.
+    config = try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=constants.HF_HUB_CACHE)
+    folder = Path(config).parent if isinstance(config, str) else None
+    if folder is None or not any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
         if "with a web page instead of data" in str(error):
             raise error from None
         reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"

@@ -10,8 +10,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from io import TextIOBase
 from types import TracebackType
-from typing import IO
+from typing import IO, cast
 
 import rich.live
 from rich.console import Console
@@ -36,11 +37,13 @@ class Live:
     """
 
     def __init__(
-        self, status: Callable[[], str] | None = None, *, quiet: bool = False, stream: IO[str] | None = None
+        self, status: Callable[[], str] | None = None, *, quiet: bool = False, stream: TextIOBase | None = None
     ) -> None:
         self.status = status or here
         self.quiet = quiet
-        self.console = Console(file=stream, stderr=stream is None, highlight=False, soft_wrap=True)
+        self.console = Console(
+            file=cast("IO[str] | None", stream), stderr=stream is None, highlight=False, soft_wrap=True
+        )
         self.begun = time.monotonic()
         self._next = self.begun + FIRST
         self._over, self._lock = threading.Event(), threading.Lock()

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.analyses.wording import encodable
 from ln_probe.hooks.default_tokens import (
     COMMONEST_SHARE,
     MAX_TOKENS,
@@ -25,7 +26,7 @@ from ln_probe.hooks.default_tokens import (
     tokenizer_of,
 )
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.sources import BUNDLED, SAMPLED, entries
+from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
 _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
@@ -148,7 +149,7 @@ def make_prompts(
                 else ""
             )
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}{hint}")
-        return _finish(model, _read(model, path), path.name, limit)
+        return of_entries(model, entries(path), path.name, max_tokens=max_tokens)
     if isinstance(prompts, Tensor):
         return _finish(model, _rows(prompts, "prompts"), "tokens", limit)
     if isinstance(prompts, Sequence) and all(isinstance(t, str) for t in prompts):
@@ -162,8 +163,10 @@ def _rows(ids: Tensor, where: str) -> list[Tensor]:
     return list(ids.long().cpu())
 
 
-def _read(model: HookedModel, path: Path) -> list[Tensor]:
-    return [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in entries(path)]
+def of_entries(model: HookedModel, found: Iterable[Entry], source: str, *, max_tokens: int = MAX_TOKENS) -> Prompts:
+    """Prompts for `model` from texts and ids that were read already; arguments and errors as `make_prompts`."""
+    rows = [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in found]
+    return _finish(model, rows, source, min(max_tokens, context_length(model)))
 
 
 def _finish(
@@ -214,8 +217,8 @@ def namer(model: HookedModel) -> Callable[[int], str]:
     """The string of a token id: of the vocabulary file or the tokenizer; the id itself where there is neither."""
     tokenizer = tokenizer_of(model)
     if (names := vars(model).get("token_names")) is not None:
-        return lambda i: names.get(i, str(i))
-    return str if tokenizer is None else lambda i: str(tokenizer.decode([i]))
+        return lambda i: encodable(names.get(i, str(i)))
+    return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
 
 
 def _sampled(model: HookedModel, limit: int, seed: int, why: str) -> Prompts:

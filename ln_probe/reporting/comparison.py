@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from ln_probe.analyses import prompt_intervals
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.tables import PAIRED, SUMMARY
 from ln_probe.reporting.overview import overview, told_apart
@@ -70,7 +70,7 @@ class Comparison:
 
         path = Path(path)
         entries = [IndexEntry(name, report=report) for name, report in zip(self.names, self.reports, strict=True)]
-        write_atomically(path, index_page(entries).encode())
+        write_text(path, index_page(entries))
         return path
 
 

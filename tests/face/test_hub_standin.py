@@ -183,6 +183,20 @@ def test_a_model_is_described_from_its_config_alone(hub: Hub) -> None:
     assert not [line for line in hub.asked if line.endswith(".safetensors")]
 
 
+def test_plan_knows_a_model_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from ln_probe.cli import app
+
+    done = CliRunner().invoke(app, ["plan", "gpt2", "--json", "--max-tokens", "16", "--out", str(tmp_path / "o")])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["models"]
+    weights = len(hub.held["gpt2"]["main"]["model.safetensors"])
+    assert row["seconds"] > 0
+    assert row["memory_bytes"] > 3 * weights
+    assert not [line for line in hub.asked if line.endswith(".safetensors")]
+
+
 @pytest.mark.slow
 def test_the_readmes_line(folders: dict[str, Path], tmp_path: Path) -> None:
     """`ln-probe report gpt2 pythia-70m` as a process of its own, without a terminal: signs of life, and two reports."""

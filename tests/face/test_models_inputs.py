@@ -157,7 +157,10 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
     stand_in = types.ModuleType("ln_probe.analyses.lab.training")
     stand_in.load_run = load_run
     monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.training", stand_in)
-    (tmp_path / "lab.json").write_text("{}")
+    steps = [f"checkpoints/step-{step:07d}.safetensors" for step in (7, 40)]
+    for name in ("lab.json", "model.safetensors", *steps):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
 
     source = source_of(load_model(tmp_path, device="cpu", dtype="float64"))
     assert (source.kind, source.world, source.dtype, source.revision) == ("lab", "lab", "float64", None)

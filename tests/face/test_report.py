@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 
 import ln_probe
+from ln_probe.analyses.machinery.plain_json import SEAL, sealed
 from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.loading.provenance import sha256_of_file
 from ln_probe.reporting.report import Report, slug
 
 
@@ -55,7 +57,7 @@ def test_damaged_reports(report: Report, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"report\.json is damaged"):
         ln_probe.load_report(folder)
     (folder / "report.json").write_text('{"format": 99, "provenance": {}, "notes": []}')
-    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 3"):
+    with pytest.raises(ValueError, match="has format 99, this ln_probe reads 2, 3, 4: make the report again"):
         ln_probe.load_report(folder)
 
 
@@ -72,6 +74,7 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     report = ln_probe.load_report(OLD)
     assert {n: len(t) for n, t in report.tables.items()} == {
         "layernorms": 3, "heads": 12, "keys": 92, "causal": 28, "causal_prompts": 0, "unembedding": 0,
+        "head_effects": 0, "sinks": 0, "sink_heads": 0, "token_sizes": 0, "outlier_dimensions": 0,
     }  # fmt: skip
     for table in BUILT_IN:
         gone = ["delta_loss_tail"] if table.name == "causal" else []  # kept where it is known
@@ -105,10 +108,8 @@ def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -
 
 
 def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:
-    folder = report.save(tmp_path / "r")
     mine = pd.DataFrame({"word": ["a", "<b>"], "count": [1, 2]})
-    mine.to_parquet(folder / "mine.parquet", index=False)
-    loaded = ln_probe.load_report(folder)
+    loaded = ln_probe.load_report(report.with_tables(mine=mine).save(tmp_path / "r"))
     pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
     assert loaded.describe("mine")["dtype"].tolist() == ["text", "int"]
     page = loaded.to_html(tmp_path / "page.html").read_text()
@@ -128,9 +129,16 @@ def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> No
 def test_tables_that_are_not_what_they_should_be(
     change: Callable[[pd.DataFrame], pd.DataFrame], said: str, report: Report, tmp_path: Path
 ) -> None:
-    for folder in (report.save(tmp_path / "new"), Path(shutil.copytree(OLD, tmp_path / "old"))):
+    new = report.save(tmp_path / "new")
+    listed = json.loads((new / "report.json").read_text())
+    for folder in (new, Path(shutil.copytree(OLD, tmp_path / "old"))):
         file = folder / "heads.parquet"
         change(pd.read_parquet(file)).to_parquet(file, index=False)
+        if folder == new:  # with a hash that is right, as a later version might have written it
+            with pytest.raises(ValueError, match=r"heads\.parquet is damaged \(its content is not what was written\)"):
+                ln_probe.load_report(folder)
+            listed["files"][file.name] = sha256_of_file(file)
+            (folder / "report.json").write_bytes(sealed({k: v for k, v in listed.items() if k != SEAL}))
         with pytest.raises(ValueError, match=said):
             ln_probe.load_report(folder)
 

@@ -18,6 +18,7 @@ Yang & Chiang 2024, "Counting Like Transformers", section 4).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
-from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+from lark import Lark, Token, Transformer, Tree, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
 from lark.exceptions import VisitError
 
 Kind = Literal["Boolean", "count"]
@@ -98,7 +99,13 @@ _IN_WORDS = {
 }
 
 
+# Levels of one definition: the walks over it recurse, three calls a level, and Python's stack has room for about 1000.
+DEEPEST = 150
+_BRACKET = re.compile(r'//[^\n]*|Q_"[^"\n]*"|[\[(]|[\])]')
 LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
+
+
+SHOWN = 200  # characters of a line in an error
 
 
 class CRaspError(ValueError):
@@ -108,8 +115,12 @@ class CRaspError(ValueError):
         self.line, self.column, self.expected = line, column, expected
         lines = source.splitlines() or [""]
         shown = lines[min(line, len(lines)) - 1]
+        start = max(0, column - SHOWN // 2)
+        if len(shown) > SHOWN:
+            shown, column = shown[start : start + SHOWN], column - start
         super().__init__(
-            f"line {line}, column {column}: {problem}; expected {expected}\n  {shown}\n  {' ' * (column - 1)}^"
+            f"line {self.line}, column {self.column}: {problem}; expected {expected}\n  {shown}\n"
+            f"  {' ' * (column - 1)}^"
         )
 
 
@@ -208,16 +219,44 @@ def parse(source: str) -> Program:
 
     Raises:
         CRaspError: it is malformed, mixes Booleans and counts, or uses a name that is not defined above; says the
-            line, the column and what was expected.
+            line, the column and what was expected. One definition may nest DEEPEST levels.
     """
+    _check_brackets(source)
     try:
         tree = _parser().parse(source)
+        _check_depth(source, tree)
         definitions: tuple[Definition, ...] = _Builder(source).transform(tree)
     except UnexpectedInput as error:
         raise _syntax_error(source, error) from None
     except VisitError as error:
         raise error.orig_exc from None
     return Program(definitions, source)
+
+
+def _check_brackets(source: str) -> None:
+    """Before the parser is asked: it would tell what it expects in the midst of 100 000 brackets, and take minutes."""
+    depth = 0
+    for found in _BRACKET.finditer(source):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(found[0], 0)
+        if depth > DEEPEST:
+            line = source.count("\n", 0, found.start()) + 1
+            column = found.start() - source.rfind("\n", 0, found.start())
+            raise _too_deep(source, line, column)
+
+
+def _check_depth(source: str, tree: Tree[Token]) -> None:
+    """Operators nest as brackets do: `not not …`, and `a + b + c` is `(a + b) + c`."""
+    waiting: list[tuple[Tree[Token], int]] = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise _too_deep(source, node.meta.line, node.meta.column)
+        waiting += [(child, depth + 1) for child in node.children if isinstance(child, Tree)]
+
+
+def _too_deep(source: str, line: int, column: int) -> CRaspError:
+    expected = f"at most {DEEPEST} levels: give inner parts names of their own"
+    return CRaspError(source, line, column, "this is nested too deep", expected)
 
 
 @cache

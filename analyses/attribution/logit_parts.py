@@ -37,7 +37,7 @@ from ln_probe.hooks.recorded import Record, Split, record
 from ln_probe.hooks.site import Site
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.wiring import END, find_wiring
-from ln_probe.hooks.writes import Part, Writers
+from ln_probe.hooks.writes import Part, Writers, weight
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
@@ -144,7 +144,7 @@ def attribute_logits(
         wiring.at(where)  # raises before the prompt runs
         layers = _layers(hooked, neurons)
         seen: Record
-        own: Float64[Tensor, " d_vocab"] | None
+        cap = 0.0
         if is_cache(tokens):
             if layers:
                 raise AttributionError("neurons are not read from a cache: pass tokens")
@@ -157,7 +157,7 @@ def attribute_logits(
             at = place(position, len(ids))
             seen = record(hooked, ids, [at], sites, neurons=layers)
             assert seen.logits is not None
-            own = seen.logits[0].double()
+            own, cap = _uncapped(hooked, seen.logits[0].double(), seen)
     split = Split(Writers(hooked), wiring, sites, seen)
     split.check(where)
     chosen = [int(own.argmax())] if target is None else token_ids(hooked, target)
@@ -166,21 +166,22 @@ def attribute_logits(
         other = token_ids(hooked, against)
     asked = direction(hooked, chosen, other, _names(hooked))
     table, total, sigma = _table(split, final, where, asked)
-    from_model = float(own[chosen].mean())
-    if other is not None:
-        from_model -= float(own.mean() if isinstance(other, str) else own[other].mean())
+    from_model = float(logit_asked(hooked, own, chosen, other))
     bound, scale = wiring.bound(where, seen.dtype), max(float(own.abs().max()), 1e-300)
-    cap = soft_cap(hooked)  # as the config declares it: whether the model does it is seen
-    if cap and abs(total - from_model) > bound * scale:
-        if len(chosen) > 1 or other is not None:
-            raise AttributionError(
-                f"this model squashes its logits (soft cap {cap:g}), so a mean or difference of them is no sum over "
-                "parts: give one target and no `against`"
-            )
-        from_model = cap * math.atanh(max(-1.0, min(1.0, from_model / cap)))
-    else:
-        cap = 0.0
     return LogitAttribution(table, total, from_model, scale, bound, asked.label, sigma, cap)
+
+
+def logit_asked(
+    model: HookedModel, logits: Float64[Tensor, " d_vocab"] | Tensor, target: Tokens | None, against: Tokens | None
+) -> Tensor:
+    """The logit, or the difference, that `target` and `against` mean, with its graph."""
+    chosen = [int(logits.argmax())] if target is None else token_ids(model, target)
+    found = logits[chosen].mean()
+    if against is None:
+        return found
+    if isinstance(against, str) and against == MEAN:
+        return found - logits.mean()
+    return found - logits[token_ids(model, against)].mean()
 
 
 def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
@@ -202,12 +203,25 @@ def _names(model: HookedModel) -> Any:
     return Texts()
 
 
+def _uncapped(
+    model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record
+) -> tuple[Float64[Tensor, " d_vocab"], float]:
+    """Logits before their soft cap, and the cap; as they are, and 0, if the model is seen not to have one."""
+    cap, W_U, b_U = soft_cap(model), weight(model, "W_U"), weight(model, "b_U")
+    if not cap or W_U is None:
+        return logits, 0.0
+    plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
+    plain = plain if b_U is None else plain + b_U.double().cpu()
+    squashed = cap * (plain / cap).tanh()
+    if float((logits - plain).abs().max()) <= float((logits - squashed).abs().max()):
+        return logits, 0.0
+    return cap * (logits / cap).clamp(-1.0, 1.0).atanh(), cap
+
+
 def _logits_of_cache(
     model: HookedModel, cached: CachedPrompt, final: Site | None, where: str, at: int, seen: Record
 ) -> Float64[Tensor, " d_vocab"]:
     """Logits from the norm's output that the cache holds: another way than through its input's parts."""
-    from ln_probe.hooks.writes import weight
-
     y = None if final is None else cached.normalized(where, at)
     x = seen.inputs[where][0].double()
     out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()

@@ -120,21 +120,21 @@ class _Side:
     Attributes:
         parts: what the rows are.
         whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
-        without: for each LN term, the vector that would be there without it [row d_head].
+        terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
 
     A mean over keys is one row.
     """
 
     parts: list[Part]
     whole: Float[Tensor, "row part d_head"]
-    without: dict[str, Float[Tensor, "row d_head"]]
+    terms: dict[str, Float[Tensor, "row d_head"]]
 
     def times(self, factor: float) -> _Side:
-        return _Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.without.items()})
+        return _Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.terms.items()})
 
     def plus(self, other: _Side) -> _Side:
-        without = {t: v + other.without[t] for t, v in self.without.items()}
-        return _Side(self.parts, self.whole + other.whole, without)
+        terms = {t: v + other.terms[t] for t, v in self.terms.items()}
+        return _Side(self.parts, self.whole + other.whole, terms)
 
 
 _TERMS = {
@@ -170,11 +170,11 @@ def _side(
     plain = torch.cat([kept, fixed], 1)  # [row part d_head]
     whole = plain.sum(1)
     x = split.input(site.name)
-    without = {
-        "projection": whole + taken.sum(1) / sigma,
-        "gain": whole - kept.sum(1) + site.project(x) / sigma @ W,
-        "bias": whole - lift @ W,
-        "sigma": whole - kept.sum(1) * (1.0 - sigma / typical),
+    terms = {
+        "projection": 0.0 - taken.sum(1) / sigma,
+        "gain": kept.sum(1) - site.project(x) / sigma @ W,
+        "bias": (lift @ W).expand_as(whole),
+        "sigma": kept.sum(1) * (1.0 - sigma / typical),
     }
     if norm is not None:
         if norm.d != W.shape[1]:
@@ -183,14 +183,14 @@ def _side(
         inner = torch.ones(norm.d).double() if norm.gain is None else norm.gain.detach().cpu().double()
         plain = norm.project(plain) / own[:, None] * inner
         shift = torch.zeros(norm.d).double() if norm.bias is None else norm.bias.detach().cpu().double()
-        without = {t: norm.project(v) / own * inner + shift for t, v in without.items()}
+        terms = {t: norm.project(v) / own * inner for t, v in terms.items()}
         if norm.bias is not None:
             parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
             plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
     if heads.rotary is not None:
         plain = heads.rotary(plain, at)  # (parts stand where heads do: all of a row at one position)
-        without = {t: heads.rotary(v[:, None], at)[:, 0] for t, v in without.items()}
-    return _Side(parts, plain, without)
+        terms = {t: heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
+    return _Side(parts, plain, terms)
 
 
 def attribute_scores(
@@ -244,7 +244,7 @@ def attribute_scores(
     typical = float(site.sigma(seen.x[visible].double()).median())
 
     def side(W: Tensor, b: Tensor, norm: Site | None, places: list[int], name: str) -> _Side:
-        """The mean over these positions, a few at a time: with all, 512 keys of GPT-2's shape would take 2.4 GB."""
+        """The mean over these positions; 512 keys of GPT-2's shape at once would take 0.2 GB a layer."""
         made: _Side | None = None
         for some in (places[i : i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
             few, at = split.rows([rows.index(p) for p in some]), torch.tensor(some)
@@ -252,7 +252,7 @@ def attribute_scores(
             summed = _Side(
                 found.parts,
                 found.whole.sum(0, keepdim=True),
-                {t: v.sum(0, keepdim=True) for t, v in found.without.items()},
+                {t: v.sum(0, keepdim=True) for t, v in found.terms.items()},
             )
             made = summed if made is None else made.plus(summed)
         assert made is not None
@@ -266,7 +266,7 @@ def attribute_scores(
         return float((q * k).sum()) / heads.divisor
 
     def difference(term: str | None = None) -> Float[Tensor, " d_head"]:
-        mine = [s.whole.sum(1)[0] if term is None else s.without[term][0] for s in (one, two) if s is not None]
+        mine = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (one, two) if s is not None]
         return mine[0] if two is None else mine[0] - mine[1]
 
     keys = one.whole[0] if two is None else one.whole[0] - two.whole[0]
@@ -274,9 +274,9 @@ def attribute_scores(
     q_whole = queries.whole.sum(1)[0]
     total = float(matrix.sum())
     terms = [
-        {"side": which, "term": term, "contribution": total - value, "meaning": meaning}
+        {"side": which, "term": term, "contribution": value, "meaning": meaning}
         for which, values in (
-            ("query", {t: score(queries.without[t][0], difference()) for t in _TERMS}),
+            ("query", {t: score(queries.terms[t][0], difference()) for t in _TERMS}),
             ("key", {t: score(q_whole, difference(t)) for t in _TERMS}),
         )
         for (term, meaning), value in zip(_TERMS.items(), values.values(), strict=True)
