@@ -26,8 +26,8 @@ from ln_probe.hooks.default_tokens import (
     tokenizer_of,
 )
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.token_forms import Sampled, token_rows
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries
+from ln_probe.prompting.token_forms import Sampled, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
 _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
