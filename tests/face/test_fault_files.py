@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import struct
@@ -18,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faulty import lab_model, write_prompts
+from faulty import lab_model
 from faulty import report as report_command
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -392,16 +391,3 @@ def test_c09_token_strings_can_be_written(long_model: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(prompts, "tokenizer_of", lambda model: Broken())
     assert prompts.namer(long_model)(3) == "a\\ud800"
-
-
-def test_c09_a_path_that_is_no_utf_8(tmp_path: Path) -> None:
-    home = tmp_path / os.fsdecode(b"m\xff")
-    try:
-        home.mkdir()
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 only")
-    model, prompts = lab_model(home / "run"), write_prompts(home / "p.jsonl")
-    code, printed, said = report_command(model, "--prompts", prompts, "--out", home / "out", "--json")
-    assert code == 0, said
-    assert json.loads(printed)["models"][0]["model"] == str(model)
-    assert ln_probe.load_report(home / "out" / "run").provenance["model"]["name"] == str(model)
