@@ -134,7 +134,7 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 
 
 @contextmanager
-def evaluating(model: HookedModel) -> Iterator[None]:
+def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Dropout off while it lasts; every module's own mode afterwards."""
     module = cast(nn.Module, model)
     training, modes = module.training, [(m, m.training) for m in module.modules()]

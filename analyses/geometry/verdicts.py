@@ -181,7 +181,8 @@ class _Deciding:
 
     def white_queries(self) -> None:
         """Every key under the query that points at it where keys are white."""
-        self._try_queries(self.left(), self.sets.query(self.sets.white))
+        todo = self.left()
+        self._try_queries(todo, self.sets.query(self.sets.white[todo]))
 
     def own_queries(self) -> None:
         """Every key left under itself: on a sphere it wins, where white queries look along rounding noise."""

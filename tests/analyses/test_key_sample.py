@@ -13,6 +13,10 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
+from ln_probe.analyses.geometry.hull import key_geometry
+from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.some_keys import some_keys
+from ln_probe.analyses.geometry.verdicts import NAMES
 from ln_probe.analyses.key_sample import KeySample, fraction_interval, quantile_interval
 from ln_probe.analyses.tables import INTERVALS
 
@@ -50,6 +54,21 @@ def test_every_key_is_as_likely_and_draws_repeat() -> None:
     assert stats.chisquare(counts).pvalue > 1e-3
     assert (sample.positions(0, 1, 7, 100) == drawn[7]).all()
     assert any((a != b).any() for a, b in pairwise(drawn))
+
+
+@pytest.mark.parametrize(("number", "d"), [(60, 3), (1100, 3), (1100, 40)])
+def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
+    """Small sets and large ones take other ways; in 3 dimensions nearly all keys are inside, in 40 none."""
+    rng = np.random.default_rng(number + d)
+    keys, only = rng.standard_normal((number, d)), np.sort(rng.choice(number, 25, replace=False))
+    some = some_keys(keys, None, QuerySet(np.zeros(d), np.eye(d)), only, causal=True)
+    full = key_geometry(keys, query_set=1.0, causal=True)
+    assert list(NAMES[some.verdict]) == list(full.verdict[only])
+    assert full.first_unselectable_at is not None
+    assert (some.first_unselectable_at == full.first_unselectable_at[only]).all()
+    assert (np.maximum(some.margin_lower, full.margin_lower[only]) <= some.margin_upper + 1e-9).all()
+    assert (np.maximum(some.margin_lower, full.margin_lower[only]) <= full.margin_upper[only] + 1e-9).all()
+    assert (np.abs(some.attainable - full.attainable[only]) <= 0.0101).all()
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "mistral", "bloom"])
