@@ -45,8 +45,8 @@ def analyze(
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
         prompts: texts, token ids [batch pos], a file, "sampled", or None for the bundled prompts.
-        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", those of other
-            packages) or `Probe` objects.
+        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers" and
+            "attribution", those of other packages) or `Probe` objects.
         layers, heads: indices to look at; None means all.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
