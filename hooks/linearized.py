@@ -36,7 +36,7 @@ OWN = "own"
 _SAME_GRADIENT = {torch.float64: 1e-9, torch.float32: 1e-3}
 _SAME_GRADIENT_HALF = 5e-2
 
-Sigma = str | Mapping[str, Float[Tensor, "*tokens"]]
+Sigma = str | Mapping[str, Float[Tensor, "*_"]]
 
 
 class _Linearized:
@@ -101,7 +101,7 @@ class _Linearized:
                 _prove_gradients(hooked, sites)
         return _points(sites, given)
 
-    def sigmas(self, model: object, tokens: Int[Tensor, "*tokens"]) -> dict[str, Float[Tensor, "*tokens"]]:
+    def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
         """What every norm divides by at every token, by its name; one forward pass.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class Direction:
 
 
 def direction(
-    model: HookedModel, target: list[int], against: list[int] | str | None, names: Sequence[str] | None = None
+    model: HookedModel, target: list[int], against: list[int] | str | None, names: Callable[[int], str] | None = None
 ) -> Direction:
     """The direction of the mean logit of `target`, minus that of `against`.
 
@@ -138,8 +138,8 @@ def direction(
     return Direction(vector, bias, label)
 
 
-def _said(ids: Sequence[int], names: Sequence[str] | None) -> str:
-    shown = [repr(names[i]) if names is not None else str(i) for i in ids[:4]]
+def _said(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
+    shown = [repr(names(i)) if names is not None else str(i) for i in ids[:4]]
     return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
 
 

@@ -10,7 +10,7 @@ share is told apart into what it would give without projection, w·gain·x_p / s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ln_probe.analyses.attribution.asked import (
     token_ids,
 )
 from ln_probe.analyses.attribution.bars import TOP, Bar, draw, largest
+from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.from_cache import CachedPrompt, is_cache
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
 from ln_probe.hooks.recorded import Record, Split, record
@@ -190,17 +191,12 @@ def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
     return [place(layer, n_layers(model), "layer") for layer in neurons]
 
 
-def _names(model: HookedModel) -> Any:
+def _names(model: HookedModel) -> Callable[[int], str] | None:
     """The text of a token by its id; None without a tokenizer."""
-    tokenizer: Any = getattr(model, "tokenizer", None)
+    tokenizer: Any = tokenizer_of(model)
     if tokenizer is None or not hasattr(tokenizer, "decode"):
         return None
-
-    class Texts:
-        def __getitem__(self, i: int) -> str:
-            return str(tokenizer.decode([i]))
-
-    return Texts()
+    return lambda i: str(tokenizer.decode([i]))
 
 
 def _uncapped(

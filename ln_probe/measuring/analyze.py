@@ -57,8 +57,8 @@ def analyze(
         prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or
             what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file; `ln_probe.sampled(n)` for
             sequences of the model's own; None for the bundled prompts.
-        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", those of other
-            packages) or `Probe` objects.
+        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers"
+            and "attribution", those of other packages) or `Probe` objects.
         layers, heads: indices to look at; None means all. A negative layer counts from the end.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
