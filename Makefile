@@ -33,6 +33,8 @@ bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/attribution.py
 	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/heads.py
+	$(BIN)/python bench/scale.py --quick
+	$(BIN)/python bench/scale.py --seven-b
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/lab.py
 	$(BIN)/python bench/recurrence.py

@@ -41,6 +41,7 @@ from ln_probe.analyses.shared_passes import Job, SharedPasses
 from ln_probe.hooks.edits import Edit
 from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
+from ln_probe.hooks.masks import window_of
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
@@ -113,6 +114,7 @@ class EditedRuns:
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
+        self._layers: list[Any] = [getattr(block, "attn", None) for block in blocks(model)]
         self.attentions = [
             (layer, pattern)
             for layer, block in enumerate(blocks(model))
@@ -238,14 +240,14 @@ class EditedRuns:
             said.append(f"causal: losses are left out: {self.no_loss}")
         return said
 
-    def _entropies(self, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
+    def _entropies(self, layer: int, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
         """Of queries that had a choice: all but the first, or all in a bidirectional model."""
         wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
         if self.causal is None or self.causal:
             if self.causal is None and len(pattern[0]) > 1:
                 self.causal = not bool(pattern.triu(1).any())
             if self.causal is not False:
-                return entropy_ratio(wide)[:, 1:]
+                return entropy_ratio(wide, window=window_of(self._layers[layer], wide))[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
 

@@ -117,7 +117,11 @@ SINK_HEADS = Table(
     (
         *_HEAD,
         Column("queries", "int", "queries that see one of them and another key"),
-        Column("sink_rate", "float", "share of these that give one of them over 0.3 of their attention", "share"),
+        Column(
+            "sink_rate",
+            "float",
+            "how many of them these give over 0.3 of their attention, on average: a share, where there is one",
+        ),
         Column("attention", "float", "mean attention that they give all of them", "share"),
         Column("uniform", "float", "the same if attention were uniform, to compare with", "share"),
         Column("first_rate", "float", "share of queries after position 0 that give it over 0.3", "share"),
@@ -184,7 +188,7 @@ BY_HEAD = Table(
         Column("margin", "float", "median margin of the keys", "nats"),
         Column("margin_change", "float", "what keys without scaling do to it", "nats"),
         Column("first_attention", "float", "mean attention to position 0 of the queries behind it", "share"),
-        Column("sink_rate", "float", "share of queries that give a sink or outlier token over 0.3", "share"),
+        Column("sink_rate", "float", "of sink or outlier tokens, how many the queries give over 0.3, on average"),
         Column("first_uniform", "float", "attention to position 0 if it were uniform, to compare with", "share"),
     ),
 )

@@ -70,7 +70,7 @@ class SharedPasses:
         model: in evaluation mode.
         sites: its norms.
         attentions: hook points of attention patterns, by layer.
-        entropies: of the queries of a pattern.
+        entropies: of the queries of a layer's pattern.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SharedPasses:
         model: HookedModel,
         sites: Sequence[Site],
         attentions: Sequence[tuple[int, nn.Module]],
-        entropies: Callable[[Float[Tensor, "head query key"]], Float[Tensor, "head later"]],
+        entropies: Callable[[int, Float[Tensor, "head query key"]], Float[Tensor, "head later"]],
     ) -> None:
         self.model, self.sites, self.attentions, self.entropies = model, sites, attentions, entropies
 
@@ -169,7 +169,7 @@ class SharedPasses:
 
         def hook(layer: int) -> Callable[..., None]:
             def add(_m: nn.Module, _args: Any, pattern: Tensor) -> None:
-                each = [self.entropies(row) for row in pattern.detach()]
+                each = [self.entropies(layer, row) for row in pattern.detach()]
                 seen[layer] = [(float(ratios.sum()), float(ratios.numel())) for ratios in each]
 
             return add

@@ -43,7 +43,12 @@ LAYERNORMS = Table(
     (
         _column("site", "text", "the norm's name in the model"),
         _column("layer", "int", "block it stands in; 0 after the embedding, the number of blocks for the final norm"),
-        _column("kind", "text", "what it computes: layernorm, rmsnorm, projection_only, scaling_only or none"),
+        _column(
+            "kind",
+            "text",
+            "what it computes: layernorm, rmsnorm, projection_only, scaling_only or none; unknown: no norm that ln_probe "
+            "knows, listed because something reads it where a norm would stand (see evidence)",
+        ),
         _column("reads", "text", "who reads its output, joined by +: attention, mlp, unembed, query, key, …"),
         _column("state", "text", "of the weights around it: raw, folded, centred or folded+centred"),
         _column("tokens", "int", "vectors seen"),
@@ -90,6 +95,15 @@ _PLACE = (
     _column("variant", "text", "intact, no_scaling, no_projection or neither"),
 )
 
+# Estimates over keys that have an interval where keys were sampled, with their units.
+INTERVALS = {
+    "unselectable_fraction": "share",
+    "margin_median": "nats; normalized: relative",
+    "margin_p05": "nats; normalized: relative",
+    "attainable_median": "share",
+    "attainable_p05": "share",
+}
+
 HEADS = Table(
     "heads",
     "Heads",
@@ -97,7 +111,7 @@ HEADS = Table(
     ("layer", "head", "space", "variant"),
     (
         *_PLACE,
-        _column("keys", "int", "keys of all prompts; NaN where selectability was not measured"),
+        _column("keys", "int", "keys measured, of all prompts; NaN where selectability was not measured"),
         _column("unselectable", "int", "keys in the convex hull of their prompt's others: no query puts them on top"),
         _column("duplicate", "int", "keys on the hull that occur more than once"),
         _column("undecided", "int", "keys whose verdict could not be proved within the tolerance"),
@@ -105,9 +119,9 @@ HEADS = Table(
         _column(
             "margin_median",
             "float",
-            "median over keys of the best score gap over all others: in head space by any query the head can make, biases "
-            "included, negative if none puts the key on top (the same in every basis of the head); in normalized space by a "
-            "query of unit length, over the RMS norm of the centred keys",
+            "median over keys of the best score gap over all others: in head space by any query of the set that `queries` "
+            "names, biases included, negative if none puts the key on top (the same in every basis of the head); in "
+            "normalized space by a query of unit length, over the RMS norm of the centred keys",
             "nats; normalized: relative",
         ),
         _column(
@@ -119,14 +133,16 @@ HEADS = Table(
         _column(
             "attainable_median",
             "float",
-            "median over keys of the largest softmax weight from queries of the size that occur (observed set)",
+            "median over keys of the largest softmax weight from queries of the size that occur (the observed set; without a "
+            "bound on queries the empirical one)",
             "share",
         ),
         _column("attainable_p05", "float", "the same of the hardest twentieth of keys (5 % quantile)", "share"),
         _column(
             "attainable_reachable_median",
             "float",
-            "the same median over every query the head can make from any residual vector (reachable set)",
+            "the same median over every query the head can make from any residual vector (reachable set); NaN without a "
+            "bound on queries",
             "share",
         ),
         _column(
@@ -142,6 +158,12 @@ HEADS = Table(
             "rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN without a bound",
         ),
         _column(
+            "queries",
+            "text",
+            "the set of queries of margins: reachable, all that the head can make; empirical, where nothing bounds them: the "
+            "ellipsoid of mean and covariance of those that occurred, holding 95 % of them; empty in normalized space",
+        ),
+        _column(
             "entropy_ratio",
             "float",
             "attention entropy over log(visible keys), mean over queries; NaN where uniformity was not measured",
@@ -154,7 +176,24 @@ HEADS = Table(
             "degrees",
         ),
         _column("score_spread", "float", "mean standard deviation of a query's scores over the keys it sees", "nats"),
-        _column("score_spread_floor", "float", "least spread that a reachable query of full length could have", "nats"),
+        _column(
+            "score_spread_floor",
+            "float",
+            "least spread that a reachable query of full length could have; NaN without a bound on queries, or with ALiBi",
+            "nats",
+        ),
+        _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),
+        *(
+            Column(
+                f"{name}_{end}",
+                "float",
+                f"{side} end of the 95 % interval of {name}; NaN where all keys were measured, or the sample is too small",
+                unit,
+                shown=False,
+            )
+            for name, unit in INTERVALS.items()
+            for end, side in (("low", "lower"), ("high", "upper"))
+        ),
         _column("by_theorem", "text", "why no key could be unselectable here (n ≤ d, a sphere); empty if one could"),
         _column(
             "no_op", "text", "why the variant changes nothing here by construction; empty if it does change something"
@@ -181,27 +220,31 @@ KEYS = Table(
         _column(
             "margin_lower",
             "float",
-            "proven lower bound of the best score gap over all other keys that a reachable query gives, negative if none "
-            "puts the key on top; normalized: distance to the hull of the others over the keys' RMS norm; NaN for a single "
-            "key or unbounded queries",
+            "proven lower bound of the best score gap over all other keys that a query of the head's set gives (`queries` in "
+            "the heads table), negative if none puts the key on top; normalized: distance to the hull of the others over the "
+            "keys' RMS norm; NaN for a single key",
             "nats; normalized: relative",
         ),
         _column("margin_upper", "float", "upper bound of the same", "nats; normalized: relative"),
         _column(
             "attainable",
             "float",
-            "largest softmax weight found from queries of the observed set (a proven lower bound); NaN if unbounded",
+            "largest softmax weight found from queries of the observed set (of the empirical one where nothing bounds "
+            "queries): a proven lower bound",
             "share",
         ),
         _column(
             "attainable_upper",
             "float",
-            "what no query of the observed set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
+            "what no query of that set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
             "known less well relative to itself",
             "share",
         ),
         _column(
-            "attainable_reachable", "float", "largest softmax weight found from queries of the reachable set", "share"
+            "attainable_reachable",
+            "float",
+            "largest softmax weight found from queries of the reachable set; NaN if unbounded",
+            "share",
         ),
         _column(
             "pattern_max",
@@ -213,7 +256,15 @@ KEYS = Table(
         _column(
             "first_unselectable_at",
             "int",
-            "first position at which a causal query can no longer select it; -1 if never, NaN if attention is not causal",
+            "first position at which a causal query can no longer select it; -1 if never, NaN if attention is not causal, or "
+            "a window hides keys",
+            "position",
+        ),
+        _column(
+            "judged_at",
+            "int",
+            "position of the query whose visible keys it was judged among: the last one; with a window the last one or one "
+            "whole windows before it",
             "position",
         ),
     ),

@@ -63,24 +63,31 @@ def tokenizer_of(model: HookedModel) -> Any:
     return getattr(model, "tokenizer", None)
 
 
-def encode(model: HookedModel, text: str) -> Int[Tensor, " pos"]:
+def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) -> Int[Tensor, " pos"]:
     """Token ids of one text, behind the tokenizer's first token where the model was trained with one.
 
+    `prepend_bos`: whether that first token stands there, whatever the model was trained with.
+
     Raises:
-        ValueError: the model has no tokenizer, or the text is empty.
+        ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty.
     """
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise ValueError(
             "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor "
-            "[batch pos], a .npy or .jsonl file), or prompts='sampled'"
+            "[batch pos], a list of ids for each prompt, a .npy or .jsonl file), or prompts=ln_probe.sampled()"
         )
     if not text.strip():
         raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")
     ids = [int(i) for i in tokenizer(text)["input_ids"]]
     first = getattr(tokenizer, "bos_token_id", None)
-    if first is not None and ids[:1] != [first] and bool(getattr(model.cfg, "default_prepend_bos", True)):
+    wanted = bool(getattr(model.cfg, "default_prepend_bos", True)) if prepend_bos is None else prepend_bos
+    if prepend_bos and first is None:
+        raise ValueError("prepend_bos=True, but this model's tokenizer has no first token (bos_token_id): leave it out")
+    if first is not None and ids[:1] != [first] and wanted:
         ids = [int(first), *ids]
+    elif prepend_bos is False and first is not None and ids[:1] == [first] and len(ids) > 1:
+        ids = ids[1:]
     return torch.tensor(ids)
 
 
@@ -113,7 +120,13 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
 
 
 def sample(
-    model: HookedModel, *, limit: int, seed: int, split: str = MEASURED, ends: Collection[int] | None = None
+    model: HookedModel,
+    *,
+    limit: int,
+    seed: int,
+    split: str = MEASURED,
+    ends: Collection[int] | None = None,
+    count: int | None = None,
 ) -> list[Int[Tensor, " _"]]:
     """Sequences of the model's own, at temperature 1, each up to and with an end token.
 
@@ -125,13 +138,15 @@ def sample(
         seed: of the draws.
         split: which part (they are drawn independently).
         ends: ids of end tokens; None: the model's own.
+        count: this many sequences, however short; None: as many as it takes.
 
     Raises:
         ValueError: the model's logits are not finite.
     """
     stops = set(special_tokens(model, "eos") if ends is None else ends)
     generator = torch.Generator().manual_seed(seed + (_OTHER_SEED if split == CALIBRATION else 0))
-    wanted, tokens = SAMPLED_SEQUENCES[split], SAMPLED_LEAST_TOKENS[split]
+    wanted = SAMPLED_SEQUENCES[split] if count is None else count
+    tokens = SAMPLED_LEAST_TOKENS[split] if count is None else 0
     found: list[Tensor] = []
     with evaluating(model):
         for _ in range(SAMPLED_ROUNDS):

@@ -34,6 +34,7 @@ from ln_probe.hooks.edits import (
     installed,
     suspended,
 )
+from ln_probe.hooks.exclusive import exclusive
 from ln_probe.hooks.frozen_scale import (
     FROZEN,
     SCALES,
@@ -50,7 +51,7 @@ from ln_probe.hooks.held_sigma import LinearEdit, held
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.sites import Site, Survey, class_of, known, survey
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
 
 __all__ = [
@@ -157,8 +158,9 @@ def without(
     hooked = check_model(model)
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
-    with suspended(hooked):
-        found = find_sites(hooked)
+    with exclusive(hooked), suspended(hooked):
+        looked_at = survey(hooked)
+        found = known(looked_at)
         by_site = None if heads is None else _of_heads(hooked, found, heads, sites, only)
         chosen = choose(found, sites if by_site is None else list(by_site))
         _refuse_twice(chosen)
@@ -170,14 +172,19 @@ def without(
         prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens, seed)
-    _warn(hooked, what, chosen, no_ops)
+    _warn(hooked, what, chosen, no_ops, _left_out(looked_at, sites))
     positions = Positions()
     edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
     pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
-    with installed(hooked, edits):
+    with exclusive(hooked), installed(hooked, edits):  # a thread that wants the model meanwhile waits
         yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
+
+
+def _left_out(found: Survey, sites: str | Sequence[str]) -> list[Site]:
+    """What a group would hold if it were a norm."""
+    return members(found.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
 
 
 def make_edit(
@@ -350,7 +357,15 @@ def _divisors(
         raise InterventionError(str(error)) from None
 
 
-def _warn(model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str]) -> None:
+def _warn(
+    model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str], left: Sequence[Site]
+) -> None:
+    if left:
+        warnings.warn(
+            f"{_some([s.name for s in left])} stands where a norm would and is none that ln_probe knows "
+            f"({class_of(left[0].module)}): the group leaves it out",
+            stacklevel=4,
+        )
     if no_ops:
         reasons = "; ".join(sorted(set(no_ops.values())))
         where = "every site" if len(no_ops) == len(chosen) else _some(list(no_ops))

@@ -44,9 +44,10 @@ def check_model(model: object) -> HookedModel:
     if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
         raise TypeError(
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
-            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
+            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder, ln_probe.analyze a Hugging Face "
+            "model in memory)"
         )
-    _check_weights(model)
+    check_weights(model)
     return cast(HookedModel, model)
 
 
@@ -56,7 +57,9 @@ _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLinear|HQQLinear")
 
 
-def _check_weights(model: nn.Module) -> None:
+def check_weights(model: nn.Module) -> None:
+    """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
+    that has no float64."""
     for path, module in model.named_modules():
         name = path.replace("_original_component.", "")  # what a bridge wraps: says nothing to a reader
         kind = f"{type(module).__module__}.{type(module).__name__}"
@@ -74,11 +77,21 @@ def _check_weights(model: nn.Module) -> None:
             f"the model has no weights to measure: {meta} is on the meta device (built without loading, or offloaded). "
             "Load it onto a real device, as ln_probe.load_model does"
         )
+    for device, name in first.items():
+        if obstacle := device_obstacle(device):
+            raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
     if len(first) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise ValueError(
             f"the model's weights are on several devices ({where}): move it to one, model.to('{next(iter(first))}')"
         )
+
+
+def device_obstacle(device: torch.device) -> str:
+    """Why nothing can be measured on a device; empty if it can."""
+    if device.type == "mps":
+        return "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms"
+    return ""
 
 
 def _quantized(what: str) -> str:

@@ -78,6 +78,10 @@ def ignored_below(dtype: torch.dtype) -> float:
 
 def no_op(site: Site, variant: str) -> str:
     """Why this variant of this site changes nothing by construction; empty if it does change something."""
+    if variant != "intact" and site.kind == "unknown":
+        return f"{site.kind}: no norm that ln_probe knows, so no term can be taken away"
+    if variant != "intact" and site.bare:
+        return "no norm: attention reads the stream itself"
     still = []
     if variant in ("no_projection", "neither"):
         if not site.projects:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
-    from ln_probe.models import bundled_models, load_model
+    from ln_probe.models import bundled_models, load_model, source_of
+    from ln_probe.prompting.token_forms import sampled
     from ln_probe.reporting.comparison import Comparison, compare
     from ln_probe.reporting.report import Report, load_report
 
@@ -36,6 +37,8 @@ _HOME = {
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
     "outlier_tokens": "ln_probe.analyses.outliers",
+    "sampled": "ln_probe.prompting.token_forms",
+    "source_of": "ln_probe.models",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -54,6 +57,8 @@ __all__ = [
     "load_model",
     "load_report",
     "outlier_tokens",
+    "sampled",
+    "source_of",
 ]
 
 

@@ -41,13 +41,14 @@ def load_model(
     """Load a model, and check once that its logits are those of the original.
 
     Weights stay as they were trained unless one of the last four flags asks for more; a model processed that
-    way is compared with the unprocessed one. `source_of(model)` tells what was loaded and how far the logits
-    were apart.
+    way is compared with the unprocessed one. `ln_probe.source_of(model)` tells what was loaded and how far the
+    logits were apart.
 
     Args:
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
             folder, a ``.gguf`` file, a lab run's folder, or a bundled name. A path goes before a name.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``; by default CUDA where there is a GPU, else the CPU.
+        device: ``cpu``, ``cuda``, ``cuda:1``; by default CUDA where there is a GPU, else the CPU (``mps`` is refused:
+            it has no float64).
         dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
@@ -160,17 +161,19 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
+        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', …, got {name!r}.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices "
             "to torch "
             f"{torch.__version__}. Use device='cpu'."
         )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {name!r} is not there for torch {torch.__version__}. Use device='cpu'.")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
+    from ln_probe.hooks.model import device_obstacle
+
+    if obstacle := device_obstacle(device):
+        raise ValueError(f"device {name!r} cannot be used: {obstacle}. Use device='cpu'.")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}.")
     return device
 
 

@@ -122,6 +122,12 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)",
         quick_duration="1 minute", needs_text=True,
     ),
+    "compiler": Experiment(
+        "ln_probe.analyses.lab.compiler.compiler",
+        "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",
+        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
+        seeds=1, quick_seeds=1, duration="20 minutes", quick_duration="2 minutes",
+    ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",

@@ -15,6 +15,8 @@ from torch import Tensor
 from ln_probe.analyses.head_runs import CHOOSING, EXACT_WORK, LEADING, HeadRuns
 from ln_probe.analyses.head_tables import HEAD_EFFECTS
 from ln_probe.analyses.probes.protocol import (
+    EFFECT,
+    NO_EFFECT,
     Context,
     Cost,
     Finding,
@@ -59,7 +61,7 @@ class HeadEffects(Probe):
         return Found({HEAD_EFFECTS.name: made}, (*notes, *said))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return [Finding(text, "by-head", 20) for text in _leading(tables.get(HEAD_EFFECTS.name))]
+        return _leading(tables.get(HEAD_EFFECTS.name))
 
     def cost(self, shape: Shape) -> Cost:
         heads = shape.layers * shape.heads
@@ -126,7 +128,7 @@ def agreement(effects: pd.DataFrame) -> list[str]:
     return said
 
 
-def _leading(effects: pd.DataFrame | None) -> list[str]:
+def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     """The head that the loss needs the scaling of most, if one is seen to be needed."""
     if effects is None or not len(effects):
         return []
@@ -138,19 +140,21 @@ def _leading(effects: pd.DataFrame | None) -> list[str]:
     top = rows.iloc[int(rows["delta_loss"].argmax())]
     place = f"head {int(top['head'])} of layer {int(top['layer'])}"
     if not len(seen):
-        return [
+        text = (
             f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none surely costs "
             f"more than {MATTERS:g} nats per token (largest: {place}, {top['delta_loss']:+.2g} from a loss of "
             f"{top['loss']:.3g})."
-        ]
+        )
+        return [Finding(text, "by-head", NO_EFFECT)]
     worst = seen.iloc[int(seen["delta_loss"].argmax())]
     within = (
         f"95 % interval {worst['delta_loss_low']:+.2g} to {worst['delta_loss_high']:+.2g}"
         if not math.isnan(worst["delta_loss_low"])
         else f"worse on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
     )
-    return [
+    text = (
         f"The head that needs its norm's scaling most is head {int(worst['head'])} of layer {int(worst['layer'])}: "
         f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
         f"{len(seen)} of {len(rows)} heads run this way surely cost more than {MATTERS:g}."
-    ]
+    )
+    return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]

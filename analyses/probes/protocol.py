@@ -215,6 +215,8 @@ class Probe:
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
         thresholds: constants that its tables depend on, for the provenance.
+        samples_keys: whether it measures the keys that `Calibration.sample` names, where that is not all; its cost
+            then decides whether they are.
         absent: what a page says was not found out where the probe did not run; empty: nothing.
     """
 
@@ -224,6 +226,7 @@ class Probe:
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
+    samples_keys: ClassVar[bool] = False
     absent: ClassVar[str] = ""
 
     def start(self, view: View) -> Observer:

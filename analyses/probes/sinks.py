@@ -24,6 +24,7 @@ from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.head_tables import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
 from ln_probe.analyses.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
 from ln_probe.analyses.probes.protocol import (
+    DESCRIBED,
     Context,
     Cost,
     Finding,
@@ -267,7 +268,9 @@ class Sinks(Probe):
         sizes = tables.get("token_sizes")
         if sizes is None or not len(sizes):
             return []
-        return [Finding(text, "by-head", 30) for text in _sentences(tables["sinks"], tables["outlier_dimensions"])]
+        return [
+            Finding(text, "by-head", DESCRIBED) for text in _sentences(tables["sinks"], tables["outlier_dimensions"])
+        ]
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=1.3)

@@ -54,6 +54,13 @@ Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit; Pythia: step1000.")]
 Checkpoints = Annotated[str | None, typer.Option(help="Training steps, 0,1000,…, or 'all'.")]
 Keys = Annotated[str, typer.Option(help="Rows of the keys table: 'hardest' or 'all'.")]
+KeysSample = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Keys measured of each head, each among all. 0: all. Default: all, unless that would take over an hour.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of sampled prompts and keys.")]
 Vocab = Annotated[Path | None, typer.Option(help="Token strings for a model without a tokenizer: JSON, or one a line.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt weights (weights_only).")]
@@ -97,6 +104,7 @@ class Wish:
     checkpoints: str | None
     allow_pickle: bool
     vocab: Path | None = None
+    keys_sample: int | None = None
     quiet: bool = False
 
 
@@ -113,6 +121,7 @@ def report(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
     vocab: Vocab = None,
@@ -130,7 +139,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle, vocab, quiet,
+        revision, checkpoints, allow_pickle, vocab, keys_sample, quiet,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -184,6 +193,7 @@ def plan(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
     vocab: Vocab = None,
@@ -194,7 +204,7 @@ def plan(
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle, vocab,
+        revision, checkpoints, allow_pickle, vocab, keys_sample,
     )  # fmt: skip
     _plan(wish, out, workers, as_json)
 
@@ -466,7 +476,7 @@ def _settings(wish: Wish) -> Settings:
         wanted_layers = None if wish.layers is None else layers(wish.layers)
     except ValueError as error:
         raise refuse(str(error)) from error
-    return Settings(wanted, wanted_layers, None, wish.keys, wish.max_tokens, wish.seed, vocab)
+    return Settings(wanted, wanted_layers, None, wish.keys, wish.max_tokens, wish.seed, vocab, wish.keys_sample)
 
 
 def _check_layers(settings: Settings, targets: Sequence[Target]) -> None:

@@ -17,7 +17,9 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.key_sample import KeySample
 from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
@@ -172,12 +174,14 @@ class Worker:
             "calibrated_on": dict(found.calibrated_on),
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*tokens[0].notes, *cut, *found.notes],
+            "sample": None if found.sample is None else found.sample.to_dict(),
             "prompts": prompts,
             "tokens": tokens.key,
             "model": asdict(source_of(cast(nn.Module, passes.model))),
             "d_model": int(passes.model.cfg.d_model),
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
+        arrays |= empirical_queries.arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
@@ -227,6 +231,8 @@ def calibration(stored: Stored) -> Calibration:
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
         notes=tuple(stored.info["notes"]),
+        empirical=empirical_queries.of_arrays(stored.arrays("empirical/")),
+        sample=None if stored.info["sample"] is None else KeySample(**stored.info["sample"]),
     )
 
 

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 # Loaded and compared with Hugging Face in the tests, in every world that takes them.
 TESTED_ARCHITECTURES = (
     "BertForMaskedLM",
+    "BloomForCausalLM",
     "GPT2LMHeadModel",
+    "GPTJForCausalLM",
     "GPTNeoForCausalLM",
     "GPTNeoXForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MptForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Qwen2ForCausalLM",
@@ -76,7 +80,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
     model_class, notes = _model_class(checkpoint)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _complete_token_ids(config)
+        complete_token_ids(config)
         config.transformers_weights = None  # would name another weight file than the one that was checked
         options: dict[str, Any] = {
             "config": config,
@@ -144,7 +148,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         del model.config.quantization_config
     architecture = type(model).__name__
     model.config.architectures = [architecture]
-    _complete_token_ids(model.config)
+    complete_token_ids(model.config)
     model = model.to(device).eval()
     _check_finite(model, file)
     notes = ["weights unpacked from GGUF: as exact as the file's own quantization"]
@@ -335,8 +339,11 @@ def _no_tokenizer(why: str) -> str:
     return f"no tokenizer: {why}; prompts must be token ids"
 
 
-def _complete_token_ids(config: Any) -> None:
-    # TransformerLens and some of transformers' own models read these without a default.
+def complete_token_ids(config: Any) -> None:
+    """Give a config the ids of special tokens that it lacks, as None.
+
+    TransformerLens and some of transformers' own models read them without a default.
+    """
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)

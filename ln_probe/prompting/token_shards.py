@@ -21,6 +21,7 @@ from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.prompting.prompts import Prompts, make_prompts, of_entries
 from ln_probe.prompting.shards import DEFAULT, read_shard
 from ln_probe.prompting.sources import SAMPLED
+from ln_probe.prompting.token_forms import Sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class TokenShards:
         made = None
         if self._samples:
             if self._sampled is None:
-                how = None if self.run.corpus.given == DEFAULT else SAMPLED
+                how = None if self.run.corpus.given == DEFAULT else Sampled()
                 self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
             made = self._sampled
             source, notes = made.source, made.notes

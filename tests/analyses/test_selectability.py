@@ -173,7 +173,7 @@ def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., An
     assert report.keys.equals(again.keys)
 
 
-def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
+def test_behind_a_norm_without_scaling_the_queries_that_occurred_are_the_set() -> None:
     from ln_probe.analyses.lab.norms import calibrate
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
@@ -184,7 +184,9 @@ def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
     report = ln_probe.analyze(model, TOKENS[None], progress=False)
     head = report.heads.query("space == 'head'")
     assert head["query_radius"].isna().all()
-    assert head["margin_median"].isna().all(), "no bound on queries, no nats"
+    assert set(head["queries"]) == {"empirical"}
+    assert head[["margin_median", "attainable_median"]].notna().all().all()
+    assert head["attainable_reachable_median"].isna().all(), "nothing bounds what the head could make"
     assert report.heads.query("space == 'normalized'")["margin_median"].notna().all()
     assert head["keys"].eq(24).all()
     assert (head.query("variant == 'no_scaling'")["no_op"] == "projection_only: it does not scale").all()

@@ -136,7 +136,9 @@ TEXT = [
 @pytest.mark.slow
 def test_position_0_of_mgm(mgm: Path) -> None:
     """Found among all positions, with the norm at which it emerges and what wrote it."""
-    report = ln_probe.analyze(ln_probe.load_model(str(mgm)), probes=("sinks",), max_tokens=96, progress=False)
+    report = ln_probe.analyze(
+        ln_probe.load_model(str(mgm), allow_pickle=True), probes=("sinks",), max_tokens=96, progress=False
+    )
     _check_position_0(report)
 
 

@@ -15,13 +15,13 @@ from ln_probe.analyses.tables import BUILT_IN
 
 
 def test_a_report_says_where_it_came_from(capp: Path) -> None:
-    report = ln_probe.analyze(ln_probe.load_model(capp), "sampled", max_tokens=16, layers=[1], progress=False)
+    report = ln_probe.analyze(ln_probe.load_model(capp), ln_probe.sampled(), max_tokens=16, layers=[1], progress=False)
     provenance = report.provenance
     assert provenance["model"]["kind"] == "folder"
     assert len(provenance["model"]["weights_sha256"]) == 64
     prompts = provenance["prompts"]
     assert (prompts["source"], prompts["longest"]) == ("sampled", 16)
-    assert prompts["count"] == len(prompts["begin"]) >= 32
+    assert len(prompts["begin"]) == min(64, prompts["count"]) >= 32
     assert prompts["commonest"].keys() <= set(map(str, range(53)))
     # D1: 77 to 98 % of what was sampled from this model was its end token, at which sequences stop now.
     assert prompts["commonest"].get("51", 0) < 0.3
@@ -152,20 +152,18 @@ def test_a_wrong_fold_is_a_note(make_hooked: Callable[..., Any]) -> None:
 
 
 def test_a_model_without_norms_is_reported_as_such(make_hooked: Callable[..., Any]) -> None:
+    """No norm to take apart, and heads as in any other model."""
     report = ln_probe.analyze(make_hooked(normalization_type=None), torch.arange(9)[None], progress=False)
-    assert [len(report.tables[t.name]) for t in BUILT_IN] == [0] * len(BUILT_IN)
+    assert {t.name for t in BUILT_IN if len(report.tables[t.name])} == {"heads", "keys"}
     assert "the model has no normalization" in report.notes[0]
-    assert report.findings() == ["The model has no normalization: there is nothing to take apart."]
+    assert report.findings()[0] == "The model has no normalization: there is nothing to take apart."
     assert "no normalization" in report._repr_html_()
 
 
 def test_unsupported_scores_are_a_note_and_the_rest_is_measured(make_hooked: Callable[..., Any]) -> None:
-    model = make_hooked(positional_embedding_type="alibi")
+    model = make_hooked(attn_scores_soft_cap=3.0)
     report = ln_probe.analyze(model, torch.arange(20)[None], progress=False)
-    assert any(
-        "head space was not measured. layer 0: its scores have a bias that grows with distance (ALiBi)" in n
-        for n in report.notes
-    )
+    assert any("head space was not measured. layer 0: its scores have a soft cap of 3" in n for n in report.notes)
     assert set(report.heads["space"]) == {"normalized"}
     assert len(report.layernorms) == 5
 

@@ -6,7 +6,7 @@ constructions make a truth value of it that can be counted again:
 
     scaling    the MLP clips it to ±1/(t + 1), as long as everything else; the norm then makes all of it 1 (Yang &
                Chiang 2024, "Counting Like Transformers"). For any length, in real arithmetic, with a norm that scales
-               and eps 0.
+               and no eps to speak of.
     clip       two ReLUs as steep as the longest word is long: exact up to that length, with any norm or none.
     rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: one layer per
                level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).
@@ -22,8 +22,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast, get_args
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter
@@ -31,7 +32,7 @@ from ln_probe.analyses.lab.compiler.crasp_plan import Construction, Step, plan
 from ln_probe.analyses.lab.compiler.crasp_stream import stream_for
 from ln_probe.analyses.lab.compiler.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.compiler.lowering import Lowered, Place, lower
-from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program, Values
+from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
@@ -42,8 +43,13 @@ MOST_LAYERS = 256
 MOST_WIDTH = 8192
 # What a truth value and a mean of n numbers up to 1 may be off by in float64: a few roundings of 2^-53.
 FLOAT_ERROR = 2.0**-51
+# An eps that changes no norm here: below the last bit of any mean square up to a million positions (float64), and
+# dropped by rounding down where the grid is finer. It is there for a vector of zeros, which no word gives; probes may.
+TINY_EPS = 1e-30
 MARGIN = 0.25  # a sum of counts is odd halves, so 1/2 away from 0; half of that may be lost to rounding
 TOKENS_AT_ONCE = 2**17  # of the forward passes in `run`: 128 MB of stream at 128 entries
+
+Answers = Bool[np.ndarray, "word letter"] | Int[np.ndarray, "word letter"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class CompiledProgram:
             rows = max(1, TOKENS_AT_ONCE // tokens.shape[1])
             return torch.cat([self.model(part) for part in tokens.split(rows)])
 
-    def run(self, words: Sequence[Sequence[str]], rounding: Rounding | None = "down") -> Values:
+    def run(self, words: Sequence[Sequence[str]], rounding: Rounding | None = "down") -> Answers:
         """What the transformer says at every letter of some words, [word letter]: bool, or int64 for counts.
 
         Raises:
@@ -113,7 +119,7 @@ def compile_program(
     alphabet: Sequence[str] | None = None,
     n_ctx: int = 512,
     clip_to: int | None = None,
-    eps: float = 0.0,
+    eps: float = TINY_EPS,
     max_layers: int = MOST_LAYERS,
     max_width: int = MOST_WIDTH,
 ) -> CompiledProgram:
@@ -128,7 +134,7 @@ def compile_program(
         n_ctx: longest input, BOS included.
         clip_to: the positions that a clip is built for (of "clip", and where a count has cases); None: n_ctx. Beyond
             them comparisons of nearly equal counts are blunt.
-        eps: of the norms. With "scaling", more than 0 blunts comparisons on long words.
+        eps: of the norms. With "scaling", LayerNorm's usual 1e-5 blunts comparisons on long words.
         max_layers, max_width: largest model to make: layers; entries of the stream, hidden units and head size.
 
     Returns:
