@@ -65,6 +65,11 @@ class Contents:
         return self.tables["causal"]
 
     @property
+    def causal_prompts(self) -> pd.DataFrame:
+        """A row per (prompt, sites, variant): what the intervals of `causal` come from."""
+        return self.tables["causal_prompts"]
+
+    @property
     def unembedding(self) -> pd.DataFrame:
         """A row per token that is hard to predict."""
         return self.tables["unembedding"]
