@@ -114,7 +114,7 @@ class EditedRuns:
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
-        self._layers = [getattr(block, "attn", None) for block in blocks(model)]
+        self._layers: list[Any] = [getattr(block, "attn", None) for block in blocks(model)]
         self.attentions = [
             (layer, pattern)
             for layer, block in enumerate(blocks(model))

@@ -42,9 +42,10 @@ def tables(
 
 
 def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
+    measured: dict[str, object] = {**_summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)}
     return (
         {"layer": rows.layer, "head": head, "space": rows.space, "variant": rows.variant}
-        | _summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)
+        | measured
         | {"keys_all": int(rows.lengths.sum())}
         | {
             "query_radius": calibration.radius(rows.layer, head),
@@ -55,7 +56,7 @@ def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> d
     )
 
 
-def _summary(found: Mapping[str, np.ndarray], *, sampled: bool) -> dict[str, object]:
+def _summary(found: Mapping[str, np.ndarray], *, sampled: bool) -> dict[str, float]:
     names = NAMES[found["verdict"]]
     counts = {v: int((names == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
     middle = (found["margin_lower"] + found["margin_upper"]) / 2

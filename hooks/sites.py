@@ -336,7 +336,7 @@ def _survey(hooked: HookedModel) -> Survey:
             what = f"{class_of(others[name])}: it has no hook points of a norm"
             layer, taken = _layer(name, hooked, order), readers[name]
             unknown.append(_unknown(name, others[name], layer, _reads(name, taken), taken, hooked, what))
-    bare = []
+    bare: list[Site] = []
     for layer, block in enumerate(blocks(hooked)):
         given = seen.readers.get(("attention", layer), [])
         if given and not any(("attention", layer) in taken for taken in readers.values()):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
     from ln_probe.models import bundled_models, load_model, source_of
-    from ln_probe.prompting.inputs import sampled
+    from ln_probe.prompting.token_forms import sampled
     from ln_probe.reporting.comparison import Comparison, compare
     from ln_probe.reporting.report import Report, load_report
 
@@ -37,7 +37,7 @@ _HOME = {
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
     "outlier_tokens": "ln_probe.analyses.outliers",
-    "sampled": "ln_probe.prompting.inputs",
+    "sampled": "ln_probe.prompting.token_forms",
     "source_of": "ln_probe.models",
 }
 _SUBPACKAGES = ("analyses", "hooks")

@@ -16,14 +16,18 @@ from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable, into_b
 from ln_probe.analyses.geometry.ball_newton import _MODEL_SHARE, _line_search, _model_minimum
 from ln_probe.analyses.geometry.certificates import Rows
 from ln_probe.analyses.geometry.judged import Judged
+from ln_probe.analyses.geometry.key_coordinates import TAU
 from ln_probe.analyses.geometry.large_sets import LargeChecker
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP, ZERO, measured, propose
 from ln_probe.analyses.geometry.min_norm import BUDGET
 from ln_probe.analyses.geometry.scores import Floats, Ints
 from ln_probe.analyses.geometry.verdicts import Verdicts, decide
 
-# Rivals a key is given to begin with, and in each round; rounds after which a bracket stays as wide as it is.
-_RIVALS, _MORE, _ROUNDS = 64, 32, 12
+# Rivals a key is given to begin with, and in each round.
+_RIVALS, _MORE = 64, 32
+# Shares of a key's budget that the rounds may spend on its margin: the first find rivals, the last is to be exact.
+# After them a bracket stays as wide as it is.
+_SHARES = (1 / 32, 1 / 32, 1 / 16, 1 / 16, 1 / 16, 1 / 8, 1 / 8, 1 / 2)
 # Steps of all targets together, then of each alone.
 _TOGETHER, _ALONE = 12, 40
 # Share of the gap that is left to the solver; the rest is for the rounding that a proof takes off.
@@ -42,21 +46,19 @@ def margins_large(
     lower, upper = np.full(len(keys), -np.inf), np.full(len(keys), np.inf)
     some = np.unique(np.concatenate([keys, *_best(checker, into_ball(space.rows[keys]), _RIVALS)]))
     todo = np.arange(len(keys))
-    floor = 2 * ZERO * checker.size
-    for _ in range(_ROUNDS):
-        points, weights = _proposed(checker, some, keys[todo], gap)
+    for share in _SHARES:
+        points, weights = _proposed(checker, some, keys[todo], gap, share * BUDGET)
         found = checker.gap_at_least(keys[todo], points).lower
         lower[todo] = np.maximum(lower[todo], found)
         upper[todo] = np.minimum(upper[todo], checker.gap_at_most(keys[todo], weights).upper)
         size = np.maximum(np.abs(lower[todo]), np.abs(upper[todo]))
+        # (What cannot be selected is judged to tau, and its margin of 0 is known no better.)
+        floor = np.where(lower[todo] <= 0.0, 1.01 * TAU, 2 * ZERO) * checker.size
         wide = ~(upper[todo] - lower[todo] <= np.maximum(gap * size * (1 + 1e-3), floor))
         todo, points = todo[wide], points[wide]
         if len(todo) == 0:
             break
-        more = np.unique(np.concatenate([some, *_best(checker, points, _MORE)]))
-        if len(more) == len(some):
-            break
-        some = more
+        some = np.unique(np.concatenate([some, *_best(checker, points, _MORE)]))
     return lower, upper
 
 
@@ -69,7 +71,9 @@ def _best(checker: LargeChecker, points: Float64[np.ndarray, "some r"], count: i
     return found
 
 
-def _proposed(checker: LargeChecker, some: Ints, keys: Ints, gap: float) -> tuple[Float64[np.ndarray, "some r"], Rows]:
+def _proposed(
+    checker: LargeChecker, some: Ints, keys: Ints, gap: float, budget: float
+) -> tuple[Float64[np.ndarray, "some r"], Rows]:
     """Queries and weights (over all keys) for the margins of keys among some."""
     space, lift = checker.measured, checker.lift
     rows = np.ascontiguousarray(space.rows[some])
@@ -78,7 +82,7 @@ def _proposed(checker: LargeChecker, some: Ints, keys: Ints, gap: float) -> tupl
     sets = checker.among(some)
     places = np.searchsorted(some, keys)
     verdicts: Verdicts = decide(sets, threads=None, only=places)
-    found = propose(measured(sets, where, through_queries=True), verdicts, gap, places, BUDGET)
+    found = propose(measured(sets, where, through_queries=True), verdicts, gap, places, budget)
     index = some[found.weights.index]
     return found.point, Rows(found.weights.start, index, found.weights.value)
 

@@ -57,7 +57,8 @@ class LargeChecker(Checker):
         exponent = np.frexp(largest if queries is not None else largest.max(initial=0.0))[1]
 
         def scaled(part: slice) -> Float64[np.ndarray, "some d"]:
-            return np.ldexp(np.asarray(keys[part], np.float64), -exponent)
+            found: np.ndarray = np.ldexp(np.asarray(keys[part], np.float64), -exponent)
+            return found
 
         mean = np.asarray(sum(scaled(p).sum(axis=0) for p in parts)) / len(keys)
         mean = mean + np.asarray(sum((scaled(p) - mean).sum(axis=0) for p in parts)) / len(keys)

@@ -19,6 +19,8 @@ from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
 LEVEL = 0.95
+EXACT_SIGNS = 16  # 65,536 choices
+DRAWN_SIGNS = 99_999  # the smallest p is 1e-5
 Kind = Literal["mean", "share", "log"]
 
 
@@ -65,14 +67,18 @@ def share_interval(shares: Float[np.ndarray, " seed"]) -> tuple[float, float, fl
     """
     if not ((shares >= 0) & (shares <= 1)).all():
         raise ValueError(f"shares lie between 0 and 1, got {shares.min():g} to {shares.max():g}")
-    seeds, p = len(shares), float(shares.mean())
+    p = float(shares.mean())
+    return p, *share_interval_of(p, float(shares.std(ddof=1)) if len(shares) > 1 else np.nan, len(shares))
+
+
+def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
+    """`share_interval` from the mean, the standard deviation over seeds and their number."""
     if seeds == 1:
-        return p, np.nan, np.nan
-    spread = float(shares.var(ddof=1)) / seeds
-    trials = float(seeds)
-    if spread > 0:
-        trials = p * (1 - p) / spread * float(stats.norm.ppf((1 + LEVEL) / 2) / _t(seeds)) ** 2
-    return p, *binomial_interval(p * trials, trials)
+        return np.nan, np.nan
+    trials, spread = float(seeds), sd**2 / seeds
+    if spread > 0 and 0 < mean < 1:
+        trials = mean * (1 - mean) / spread * float(stats.norm.ppf((1 + LEVEL) / 2) / _t(seeds)) ** 2
+    return binomial_interval(mean * trials, trials)
 
 
 def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
@@ -99,21 +105,21 @@ def paired_p(differences: Float[np.ndarray, " seed"]) -> float:
 
 
 def sign_flip_p(differences: Float[np.ndarray, " seed"]) -> float:
-    """Two-sided p of the exact permutation test of paired differences: under no effect every sign was as likely.
+    """Two-sided p of the permutation test of paired differences: under no effect every sign was as likely.
 
-    All 2^n choices of signs; the smallest p that n seeds can give is 2^(1 - n). NaN with one seed.
-
-    Raises:
-        ValueError: more than 20 differences (a million choices).
+    All 2^n choices of signs up to n = EXACT_SIGNS, where the smallest p is 2^(1 - n); beyond, DRAWN_SIGNS drawn ones
+    (seeded) and the observed. NaN with one seed.
     """
     n = len(differences)
-    if n > 20:
-        raise ValueError(f"the exact test goes through 2^n signs, and n = {n} is too many: at most 20")
     if n < 2:
         return np.nan
-    signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
-    means = np.abs(signs @ differences)
-    return float((means >= abs(differences.sum()) * (1 - 1e-12)).mean())  # itself counts, rounded or not
+    if n <= EXACT_SIGNS:
+        signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+    else:
+        drawn = np.random.default_rng(0).integers(0, 2, (DRAWN_SIGNS, n))
+        signs = 1 - 2 * np.vstack([np.zeros(n, dtype=drawn.dtype), drawn])
+    sums = np.abs(signs @ differences)
+    return float((sums >= abs(differences.sum()) * (1 - 1e-12)).mean())  # itself counts, rounded or not
 
 
 def holm(p: Sequence[float] | Float[np.ndarray, " contrast"]) -> Float[np.ndarray, " contrast"]:

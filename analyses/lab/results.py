@@ -88,7 +88,12 @@ def summarize(
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
 
 
-def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) -> pd.DataFrame:
+def effects(
+    values: pd.DataFrame,
+    keys: Sequence[str],
+    switch: Sequence[str],
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+) -> pd.DataFrame:
     """What a norm changes: each value minus the one of the same seed without a norm, with intervals over seeds.
 
     Runs of one seed see the same batches, so what they share drops out of the difference.
@@ -97,6 +102,7 @@ def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) ->
         values: long form, as for `summarize`; a column `norm`, which is "none" without one.
         keys: columns that set rows apart, `norm` among them.
         switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
+        bounds: between which the difference must lie (of shares: -1 and 1); intervals end there.
 
     Returns:
         A row per key with a norm: keys, `mean`, `ci_low`, `ci_high`, `median`, `sd`, `seeds` of the difference, `p`
@@ -106,15 +112,18 @@ def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) ->
     plain = values["norm"] == "none"
     pairs = values[~plain].merge(values[plain][[*same, "value"]], on=same, suffixes=("", "_plain"), validate="m:1")
     pairs["value"] = pairs["value"] - pairs["value_plain"]
-    return tested(pairs, keys)
+    return contrasted(pairs, keys, bounds)
 
 
-def tested(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+def contrasted(
+    differences: pd.DataFrame, keys: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
+) -> pd.DataFrame:
     """Means of paired differences with intervals, p and Holm's p over all rows.
 
     Args:
         differences: long form, as for `summarize`; `value` is a difference within a seed.
         keys: columns that set contrasts apart.
+        bounds: between which a difference must lie; intervals end there.
 
     Returns:
         As `effects`.
@@ -122,6 +131,7 @@ def tested(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     found = summarize(differences, keys).drop(columns="published")
     groups = differences.dropna(subset="value").groupby(list(keys), sort=False, dropna=False)["value"]
     p = [paired_p(group.to_numpy(float)) for _, group in groups]
+    found["ci_low"], found["ci_high"] = found["ci_low"].clip(lower=bounds[0]), found["ci_high"].clip(upper=bounds[1])
     return found.assign(p=np.array(p, dtype=float), p_holm=holm(p))
 
 

@@ -98,7 +98,7 @@ def _projection(groups: pd.DataFrame) -> list[Finding]:
 def _not_seen(groups: pd.DataFrame) -> list[Finding]:
     row = _row(groups, "all", "no_scaling")
     if row is None:
-        row = groups.iloc[-1]
+        return []
     return [Finding(f"Without {_TERMS[row['variant']]} {_PLACES[row['sites']]} {_nothing(row)}.", "causal", NO_EFFECT)]
 
 

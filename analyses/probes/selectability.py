@@ -260,7 +260,9 @@ def _margins(heads: pd.DataFrame) -> list[Finding]:
     one, two = medians(heads, "margin_median")
     if math.isnan(one):
         return []
-    text = f"The best query that its head can make {_raises(one)}"
+    unbounded = set(of_variant(heads, "intact")["queries"]) == {"empirical"}
+    who = "The best query of the set that occurs (nothing bounds what a head could make)" if unbounded else ""
+    text = f"{who or 'The best query that its head can make'} {_raises(one)}"
     if not math.isnan(two):
         text += f"; with scaling replaced by a constant, it {_raises(two)}"
     low_one, low_two = medians(heads, "margin_p05")

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 # Loaded and compared with Hugging Face in the tests, in every world that takes them.
 TESTED_ARCHITECTURES = (
     "BertForMaskedLM",
+    "BloomForCausalLM",
     "GPT2LMHeadModel",
+    "GPTJForCausalLM",
     "GPTNeoForCausalLM",
     "GPTNeoXForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MptForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Qwen2ForCausalLM",

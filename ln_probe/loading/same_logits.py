@@ -45,7 +45,8 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     import torch
 
     vocabulary = int(config.vocab_size)
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048
+    named_so = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
+    context = next((n for n in (getattr(config, name, None) for name in named_so) if n), 2048)
     window = getattr(config, "window_size", None) or getattr(config, "sliding_window", None) or 0
     length = PROBE_TOKENS
     if isinstance(window, int) and window > 0 and window + 16 <= _LONGEST_PROBE:
@@ -72,7 +73,10 @@ def same_weights(model: nn.Module) -> Any:
 def own_rounding(
     model: Any, dtype: str, tokens: Int[Tensor, "batch pos"], logits: Float[Tensor, "batch pos d_vocab"]
 ) -> float:
-    """How far a model's logits are from its own in the next wider format, relative to the largest; 0 in float64.
+    """How far a model's logits are from its own in the next wider format, relative to the largest.
+
+    0 in float64, and where the model no longer gives those logits: loading has changed its weights, which no rounding
+    excuses.
 
     Args:
         model: the Hugging Face model as it is; a wider copy is made of it, and goes.
@@ -84,6 +88,9 @@ def own_rounding(
     from ln_probe.hooks.equivalence import relative_difference
 
     if dtype not in WIDER:
+        return 0.0
+    again = logits_of(lambda ids: model(ids).logits, tokens)
+    if not relative_difference(again, logits) <= CONVERSION_BOUND[dtype]:
         return 0.0
     wider = copy.deepcopy(model).to(getattr(torch, WIDER[dtype]))
     exact = logits_of(lambda ids: wider(ids).logits, tokens)

@@ -26,8 +26,8 @@ from ln_probe.hooks.default_tokens import (
     tokenizer_of,
 )
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.inputs import Sampled, token_rows
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries
+from ln_probe.prompting.token_forms import Sampled, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
 _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
@@ -119,7 +119,7 @@ def make_prompts(
     Args:
         prompts: None (bundled texts; sampled sequences if the model has no tokenizer); a text, or a list of texts; a
             `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or `{"tokens": […]}` a line; `.npy`: ids);
-            token ids in any form (`inputs.token_rows`), a tokenizer's output among them; `sampled(n)`.
+            token ids in any form (`token_forms.token_rows`), a tokenizer's output among them; `sampled(n)`.
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.

@@ -18,10 +18,10 @@ from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.inputs import Sampled
 from ln_probe.prompting.prompts import Prompts, make_prompts, of_entries
 from ln_probe.prompting.shards import DEFAULT, read_shard
 from ln_probe.prompting.sources import SAMPLED
+from ln_probe.prompting.token_forms import Sampled
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,8 +66,9 @@ def test_lab_models_in_float64() -> None:
 
 
 def test_hooked_transformers_in_float64(make_hooked: Callable[..., Any]) -> None:
-    for model in (make_hooked(), make_hooked(positional_embedding_type="rotary", rotary_dim=8, use_qk_norm=True)):
-        assert_rebuilt(model.double(), 1e-7)  # rotary tables are float32
+    rotary = {"positional_embedding_type": "rotary", "rotary_dim": 8, "use_qk_norm": True}
+    for options in ({}, rotary):
+        assert_rebuilt(make_hooked(**options, dtype=torch.float64), 1e-7)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])

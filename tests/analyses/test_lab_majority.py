@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 from ln_probe.analyses.lab.majority.bags.rows import _exp
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data, partitions
-from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings
+from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings, start_angles
 from ln_probe.analyses.lab.majority.majority_task import (
     EPOCH,
     PARTS,
@@ -27,7 +28,7 @@ from ln_probe.analyses.lab.majority.majority_task import (
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.runs import Run, diverged, train_all
+from ln_probe.analyses.lab.runs import Run, curves, diverged, train_all
 from ln_probe.analyses.lab.training import TrainConfig, load_run, train
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
@@ -289,12 +290,14 @@ def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) ->
 
 
 def test_findings_of_known_losses(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, {
+    runs = written(tmp_path, {
         ("layernorm", "sqrt(d)"): (0.4, 0.6),
         ("scaling_only", "sqrt(d)"): (0.5, 0.7),
         ("layernorm", "1/sqrt(d)"): (1.3, 1.5),
         ("scaling_only", "1/sqrt(d)"): (1.4, 1.6),
-    }))  # fmt: skip
+        ("scaling_only", "1/sqrt(d) for values"): (0.6, 0.8),
+    })  # fmt: skip
+    found = findings(curves(runs), start_angles(runs))
     loss = found.tables["contrasts"]
     loss = loss[loss["measure"] == "train_loss"].set_index("contrast")["mean"]
     assert loss["the published gap"] == pytest.approx(1.0)
@@ -302,6 +305,12 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
     assert loss["size 1/sqrt(d), without projection"] == pytest.approx(0.9)
     assert "most of the published gap is due to size, not projection" in found.conclusions[0]
     assert "costs something of its own (0.10 [0.10, 0.10] nats; seeds: 2)" in found.conclusions[0]
+    assert loss["size 1/sqrt(d) of values alone"] == pytest.approx(0.1)
+    assert any("size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s
+               for s in found.conclusions)  # fmt: skip
+    tested = found.tables["contrasts"].set_index(["contrast", "measure"])["p"]
+    assert tested["the published gap", "train_loss"] == 0  # two equal differences
+    assert np.isnan(tested["the published gap", "test_accuracy"])
     row = found.summary.set_index(["norm", "radius", "step", "measure"]).loc["layernorm", "sqrt(d)", 1000, "train_loss"]
     assert (row["mean"], row["published"], row["seeds"]) == (pytest.approx(0.5), 0.75, 2)
     reached = found.summary[found.summary["measure"] == "steps_to_0.75"].set_index(["norm", "radius", "step"])
@@ -320,12 +329,12 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
 
 
 def test_findings_without_the_whole_design(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)}))
+    runs = written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)})
+    found = findings(curves(runs), start_angles(runs))
     assert len(found.tables["contrasts"]) == 0
     assert isinstance(found.summary, pd.DataFrame)
     with pytest.raises(ValueError, match="no run has been evaluated yet"):
-        findings([Run({"norm": "none", "radius": "sqrt(d)"}, MajorityTask(0, SMALL), LabConfig(1, 8, 1, 6, 12),
-                      TrainConfig(steps=1, batch=1), tmp_path / "nothing")])  # fmt: skip
+        findings(curves([replace(runs[0], folder=tmp_path / "nothing")]), start_angles(runs))
 
 
 def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:

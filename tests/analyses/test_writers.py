@@ -71,17 +71,27 @@ def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any])
 
 
 def test_prompts_add_up_and_layers_are_chosen() -> None:
-    model = lab()
-    other = torch.arange(5, 20)
-    tables = [
-        ln_probe.analyze(model, prompts, probes=["writers"], layers=[1], progress=False).tables["writers"]
-        for prompts in (TOKENS[None], other[None], [TOKENS.tolist(), other.tolist()])
-        if isinstance(prompts, Tensor)
-    ]
-    assert set(tables[0]["site"]) == {"blocks.1.ln1", "blocks.1.ln2"}
-    assert list(tables[0]["part"]) == list(tables[1]["part"])
-    assert (tables[0]["tokens"] == 10).all()
-    pd.testing.assert_index_equal(tables[0].columns, tables[1].columns)
+    model, other = lab(), TOKENS.flip(0) + 20
+
+    def writers(prompts: Tensor) -> pd.DataFrame:
+        report = ln_probe.analyze(model, prompts, probes=["writers"], layers=[1], progress=False)
+        return report.tables["writers"].set_index(["site", "part"])
+
+    one, two, both = writers(TOKENS[None]), writers(other[None]), writers(torch.stack([TOKENS, other]))
+    assert set(one.index.get_level_values("site")) == {"blocks.1.ln1", "blocks.1.ln2"}
+    assert (both["tokens"] == 20).all()
+    for column in ("share", "share_tail", "sigma_change", "mu", "mu_share_tail"):
+        assert (both[column] - (one[column] + two[column]) / 2).abs().max() <= 1e-9
+        assert (one[column] - two[column]).abs().max() > 1e-6
+
+
+def test_a_norm_that_is_called_three_times_counts_once(make_hooked: Callable[..., Any]) -> None:
+    """HookedTransformer does so, for queries, keys and values."""
+    report = ln_probe.analyze(make_hooked(), TOKENS[None], probes=["writers"], progress=False)
+    writers = report.tables["writers"]
+    assert writers.groupby("site")["share"].sum().sub(1).abs().max() <= 1e-6
+    assert writers.groupby("site")["mu_share"].sum().sub(1).abs().max() <= 1e-9
+    assert (writers["tokens"] == 10).all()
 
 
 def test_a_norm_that_does_not_scale_has_no_change_of_sigma() -> None:

@@ -21,7 +21,7 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert len(provenance["model"]["weights_sha256"]) == 64
     prompts = provenance["prompts"]
     assert (prompts["source"], prompts["longest"]) == ("sampled", 16)
-    assert prompts["count"] == len(prompts["begin"]) >= 32
+    assert len(prompts["begin"]) == min(64, prompts["count"]) >= 32
     assert prompts["commonest"].keys() <= set(map(str, range(53)))
     # D1: 77 to 98 % of what was sampled from this model was its end token, at which sequences stop now.
     assert prompts["commonest"].get("51", 0) < 0.3

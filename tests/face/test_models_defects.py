@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_models_worlds import SMALL, write_folder
 
 import ln_probe
 from ln_probe.analyses.tables import BUILT_IN
@@ -18,6 +17,27 @@ from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.model import device_obstacle
 from ln_probe.loading import same_logits
 from ln_probe.loading.worlds import has_hooked_transformer
+
+SMALL = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80, "vocab_size": 97,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def write_folder(folder: Path, config_class: str, options: dict[str, Any], std: float = 0.3) -> Any:
+    """A Hugging Face folder with random weights, biases and gains; the model itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = getattr(transformers, config_class)(**options)
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=std)
+        if parameter.dim() == 1 and name.endswith("weight"):
+            parameter.data += 1
+    model.save_pretrained(folder)
+    return model
+
 
 TOKENS = torch.randint(3, 50, (2, 20), generator=torch.Generator().manual_seed(3))
 

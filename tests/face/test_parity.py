@@ -22,7 +22,7 @@ import torch
 import ln_probe
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.tables import CAUSAL, HEADS, KEYS, LAYERNORMS
+from ln_probe.analyses.tables import CAUSAL, HEADS, INTERVALS, KEYS, LAYERNORMS
 from ln_probe.loading.worlds import World, has_hooked_transformer
 
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
@@ -30,8 +30,8 @@ TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 SAME = {
     "layernorms": ["site", "layer", "kind", "reads", "state", "tokens"],
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
-              "no_op", "unselectable_fraction"],
-    "keys": ["layer", "head", "space", "variant", "prompt", "position", "token"],
+              "no_op", "unselectable_fraction", "queries", "keys_all"],
+    "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at"],
     "causal": ["sites", "variant", "prompts", "prompts_worse", "matched", "no_op", "top1_agreement"],
     "unembedding": [],
 }  # fmt: skip
@@ -247,6 +247,7 @@ def test_the_same_folded_weights_agree_in_float64(make_hugging_face: Callable[..
 def test_every_column_is_compared() -> None:
     """A new column has to be put in one of the lists above."""
     searched = {"verdict", "margin_lower", "margin_upper", "first_unselectable_at", "margin_median", "margin_p05"}
+    searched |= {f"{name}_{end}" for name in INTERVALS for end in ("low", "high")}  # of samples: NaN in both here
     for table, columns in (
         ("layernorms", LAYERNORMS.names), ("heads", HEADS.names), ("keys", KEYS.names), ("causal", CAUSAL.names),
     ):  # fmt: skip

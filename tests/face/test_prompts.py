@@ -23,8 +23,8 @@ from ln_probe.hooks.default_tokens import (
     sample,
     special_tokens,
 )
-from ln_probe.prompting.inputs import sampled
 from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompting.token_forms import sampled
 from ln_probe.prompting.vocabulary import name_tokens, read_vocabulary
 
 

@@ -19,7 +19,7 @@ from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Results, summarize, tested
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
@@ -162,7 +162,7 @@ def over_layers(values: pd.DataFrame) -> pd.DataFrame:
 def contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """Differences within a seed: what projection and what scaling change, with the other term and without.
 
-    Columns: `contrast, measure`, then as `tested`; Holm's p over all rows.
+    Columns: `contrast, measure`, then as `contrasted`; Holm's p over all rows.
     """
     wide = values[values["layer"] == ALL_LAYERS].pivot(index=["measure", "seed"], columns="norm", values="value")
     pairs = {
@@ -178,7 +178,7 @@ def contrasts(values: pd.DataFrame) -> pd.DataFrame:
     ]
     if not rows:
         return pd.DataFrame(columns=["contrast", "measure", "mean", "ci_low", "ci_high", "p_holm", "seeds"])
-    return tested(pd.concat(rows, ignore_index=True).dropna(subset="value"), ["contrast", "measure"])
+    return contrasted(pd.concat(rows, ignore_index=True).dropna(subset="value"), ["contrast", "measure"])
 
 
 def sentences(compared: pd.DataFrame) -> Iterator[str]:

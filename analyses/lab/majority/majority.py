@@ -6,10 +6,11 @@ Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize
-from ln_probe.analyses.lab.majority.majority_findings import findings
+from ln_probe.analyses.lab.majority.majority_findings import findings, start_angles
 from ln_probe.analyses.lab.majority.majority_task import (
     BATCH,
     EPOCH,
@@ -21,7 +22,7 @@ from ln_probe.analyses.lab.majority.majority_task import (
     majority_model,
 )
 from ln_probe.analyses.lab.results import Results
-from ln_probe.analyses.lab.runs import Run, carry_out, planned, train_all
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned, train_all
 from ln_probe.analyses.lab.training import ModelSpec, TrainConfig
 
 MILESTONE = 5_000  # steps that every run gets to before any goes on
@@ -82,4 +83,13 @@ def run(request: Request) -> Results:
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
     carry_out(runs, request)
-    return findings(runs)
+    return findings(curves(runs), start_angles(runs), settings(runs[0]), tuple(diverged(runs).values()))
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What all runs share, for the record."""
+    return {
+        "training": {k: v for k, v in vars(run.training).items() if k != "seed"},
+        "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
+        "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
+    }
