@@ -143,5 +143,36 @@ def lab_run(
     raise typer.Exit(commands.SOME_FAILED if results.diverged else commands.DONE)
 
 
+@lab.command("compile")
+def lab_compile(
+    program: Annotated[Path, typer.Argument(help="A C-RASP program (docs/compiler.md).")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, which `ln-probe report` takes.")],
+    construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
+    norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",
+    alphabet: Annotated[str | None, typer.Option(help="Letters of words; default: those of the program.")] = None,
+    letters: Annotated[int, typer.Option(min=1, help="The longest word.")] = 511,
+) -> None:
+    """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
+    from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
+    from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
+    from ln_probe.analyses.lab.depth.crasp import parse
+
+    if construction not in (known := ("scaling", "clip", "rounding")):
+        raise commands.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
+    commands.check_writable(out.parent)
+    try:
+        source = program.read_text(encoding="utf-8")
+        made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
+        save_compiled(made, out)
+    except (OSError, ValueError) as error:
+        raise commands.refuse(f"{program}: {error}") from error
+    grid = made.precision
+    typer.echo(
+        f"{out}: depth {made.depth}, {made.layers} layers ({made.attending} attend), d_model {made.model.cfg.d_model}, "
+        f"tokens BOS {' '.join(made.alphabet)}"
+        + ("" if grid is None else f"; fixed precision of {grid.bits} bits, {grid.fraction} behind the point")
+    )
+
+
 if __name__ == "__main__":
     main()

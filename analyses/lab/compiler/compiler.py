@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
-FEW_WORDS = 30  # where a norm does not suffice, and for the operations
-SHORT_CLIP = 20  # positions of a clip that is too short for LETTERS
+QUICK_EVERY_WORD_TO = 6  # of more than two letters
+FEW_WORDS = 15  # where a norm does not suffice, and for the operations
+SHORT_CLIP = 4  # positions of a clip that is too short for LETTERS
 LENGTHS = (50, 100, 200, 400, 800, 1600)
 LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
 KEYS = ("program", "construction", "norm")
@@ -148,11 +149,11 @@ def compiled_with(means: Means, program: Program, alphabet: str, letters: int) -
     )
 
 
-def agreement(name: str, seed: int, words: int) -> list[dict[str, Any]]:
+def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict[str, Any]]:
     """A program in every construction under every norm beside the interpreter: a row per measure."""
     source, alphabet = PROGRAMS[name]
     program = parse(source)
-    short = ["".join(w) for w in itertools.product(alphabet, repeat=EVERY_WORD_TO)]
+    short = ["".join(w) for w in itertools.product(alphabet, repeat=every_word_to)]
     long = random_words(alphabet, LETTERS, words, step_generator(seed, len(name)))
     truths = [interpreted(program, w) for w in (short, long)]
     rows = []
@@ -162,7 +163,7 @@ def agreement(name: str, seed: int, words: int) -> list[dict[str, Any]]:
         made = compile_program(program, construction, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
         enough = suffices(construction, norm)
         shares = {}
-        for measure, given, truth in zip(("every_word_to_8", "random_words"), (short, long), truths, strict=True):
+        for measure, given, truth in zip(("every_short_word", "random_words"), (short, long), truths, strict=True):
             given, truth = (given, truth) if enough else (given[-FEW_WORDS:], truth[-FEW_WORDS:])
             right = made.run(given) == truth
             shares[measure] = float(right.all(1).mean())
@@ -172,7 +173,7 @@ def agreement(name: str, seed: int, words: int) -> list[dict[str, Any]]:
             "layers": made.layers, "attending": made.attending, "d_model": made.model.cfg.d_model,
             "bits": made.precision.bits if made.precision else None,
             "fraction": made.precision.fraction if made.precision else None,
-            "words": len(long) if enough else FEW_WORDS, "seed": seed,
+            "every_word_to": every_word_to, "words": len(long) if enough else FEW_WORDS, "seed": seed,
         }  # fmt: skip
         rows += [{**about, "measure": measure, "value": value} for measure, value in shares.items()]
     return rows
@@ -234,7 +235,8 @@ def run(request: Request) -> Results:
         path = request.out / "runs" / f"program{number}-seed{seed}.json"
         held = _kept(path, words)
         if held is None and not request.collect:
-            held = agreement(name, seed, words)
+            many = request.quick and len(PROGRAMS[name][1]) > 2
+            held = agreement(name, seed, words, QUICK_EVERY_WORD_TO if many else EVERY_WORD_TO)
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, json.dumps({"words": words, "rows": held}).encode())
         rows += held or []

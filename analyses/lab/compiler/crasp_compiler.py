@@ -47,7 +47,7 @@ FLOAT_ERROR = 2.0**-51
 # dropped by rounding down where the grid is finer. It is there for a vector of zeros, which no word gives; probes may.
 TINY_EPS = 1e-30
 MARGIN = 0.25  # a sum of counts is odd halves, so 1/2 away from 0; half of that may be lost to rounding
-TOKENS_AT_ONCE = 2**17  # of the forward passes in `run`: 128 MB of stream at 128 entries
+TOKENS_AT_ONCE = 2**12  # of the forward passes in `run`: 2 MB of stream at 64 entries, which stays in the cache
 
 Answers = Bool[np.ndarray, "word letter"] | Int[np.ndarray, "word letter"]
 
