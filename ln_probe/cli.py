@@ -159,7 +159,7 @@ def lab_compile(
 
     if construction not in (known := ("scaling", "clip", "rounding")):
         raise commands.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    commands.check_writable(out.parent)
+    commands.writable(out.parent)
     try:
         source = program.read_text(encoding="utf-8")
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
