@@ -120,7 +120,9 @@ def device_of(model: HookedModel) -> torch.device:
 
 
 def context_length(model: HookedModel) -> int:
-    return int(model.cfg.n_ctx)
+    own = getattr(getattr(getattr(model, "original_model", None), "config", None), "max_seq_len", None)
+    longest = int(model.cfg.n_ctx)
+    return min(longest, own) if isinstance(own, int) else longest  # MPT's own name, which its bridge does not read
 
 
 def vocabulary_size(model: HookedModel) -> int:

@@ -108,7 +108,7 @@ def _sets(
 
 
 def _as_measures(found: SomeKeys, start: int, only: Int64[np.ndarray, " some"], last: int) -> Measures:
-    nothing = np.full(len(only), np.nan)
+    nothing, at = np.full(len(only), np.nan), found.first_unselectable_at
     return {
         "verdict": found.verdict.astype(np.int8),
         "margin_lower": found.margin_lower,
@@ -117,7 +117,7 @@ def _as_measures(found: SomeKeys, start: int, only: Int64[np.ndarray, " some"], 
         "attainable_upper": nothing,
         "attainable_reachable": found.attainable,
         "pattern_max": nothing,
-        "first_unselectable_at": found.first_unselectable_at,
+        "first_unselectable_at": at if np.isnan(at).any() else at.astype(np.int64),
         "judged_at": np.full(len(only), last, np.int32),
         "position": (only + start).astype(np.int32),
     }

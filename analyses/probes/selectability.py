@@ -87,8 +87,8 @@ class Selectability(Probe):
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
-        found = provenance.get("prompts", {})
-        even = found["count"] / found["tokens"] if found.get("tokens") else math.nan
+        count, tokens = (provenance.get("prompts", {}).get(name) for name in ("count", "tokens"))
+        even = count / tokens if isinstance(count, int) and isinstance(tokens, int) and tokens else math.nan
         return [
             *_attainable(heads, even),
             *_selectable(heads, "head", "As attention sees them, per head", "unselectable"),

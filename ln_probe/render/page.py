@@ -142,8 +142,8 @@ def _tables(report: Contents) -> Iterator[Table]:
         arranged = _ARRANGED[name](frame) if name in _ARRANGED else frame
         computed = [(declared, make(report)) for declared, make in _BEHIND.get(name, ())]
         for declared, shown in [(report.declared[name], arranged), *computed]:
-            if len(shown):
-                yield table(declared, shown)
+            if len(shown):  # without the columns that say nothing of this model
+                yield table(declared, shown.loc[:, shown.notna().any()])
 
 
 def _facts(report: Contents) -> Iterator[tuple[str, str]]:

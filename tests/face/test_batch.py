@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import ln_probe
+from ln_probe.analyses.tables import BUILT_IN
 from ln_probe.batch.drive import BusyError, Slice, locked
 from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
 from ln_probe.batch.schedule import ATTEMPTS, Schedule
@@ -26,7 +27,7 @@ from ln_probe.batch.work import DAMAGED, DIED, DONE, FAILED, Outcome
 from ln_probe.cli import app
 
 runner = CliRunner()
-TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+TABLES = tuple(table.name for table in BUILT_IN)
 
 
 def command(*args: object) -> tuple[int, str, str]:

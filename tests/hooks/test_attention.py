@@ -96,7 +96,7 @@ def test_b03_alibi_is_a_bias_per_key(make_lab: Callable[..., Any], make_bridge: 
             torch.testing.assert_close(paid, seen.pattern.double(), rtol=1e-3, atol=1e-6)
     for seen, heads in layers_of(make_bridge("bloom", torch.float64)):
         paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
-        torch.testing.assert_close(paid, seen.pattern, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(paid, seen.pattern, rtol=1e-5, atol=1e-7)  # its ALiBi and softmax are in float32
 
 
 def test_a_window_that_no_layer_declares_is_refused(make_bridge: Callable[..., Any]) -> None:

@@ -17,7 +17,6 @@ from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE, Decisions, Too
 from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
 
 MOST_CASES = 256  # sums that one count may stand for; a comparison of two such counts asks 65536 questions
-MOST_NESTED = 200  # parentheses and operators inside each other; four Python calls each, of the 1000 there are
 
 Place = tuple[int, int]  # line and column, from 1
 
@@ -136,7 +135,7 @@ def lower(program: Program, alphabet: Iterable[str], most_layers: int) -> Lowere
         most_layers: the deepest nesting of counts that is let through.
 
     Raises:
-        CRaspError: it is too deep (counts or expressions nested too far) or too wide (too many cases, or a formula of
+        CRaspError: it is too deep (counts nested too far) or too wide (too many cases, or a formula of
             too many parts); says the line and the column.
     """
     return _Lowering(program, frozenset(alphabet), most_layers).all()
@@ -160,17 +159,13 @@ class _Lowering:
         for definition in self.program.definitions:  # in their order: a name is then known when it is used
             if definition.name in needed:
                 of = self.boolean if definition.expression.kind == "Boolean" else self.count
-                self.lowered.output = of(definition.expression, 0)
+                self.lowered.output = of(definition.expression)
         return self.lowered
 
     def _refuse(self, at: Expression, problem: str, expected: str) -> CRaspError:
         return CRaspError(self.program.source, at.line, at.column, problem, expected)
 
-    def _check(self, expression: Expression, nested: int) -> None:
-        if nested > MOST_NESTED:
-            raise self._refuse(
-                expression, f"too deep: nested {nested} times", f"at most {MOST_NESTED} (give a part a name)"
-            )
+    def _check(self, expression: Expression) -> None:
         if expression.operation == "count" and expression.depth > self.most_layers:
             raise self._refuse(
                 expression,
@@ -188,16 +183,16 @@ class _Lowering:
 
     # ---------------------------------------------------------------------------------------------------- Booleans
 
-    def boolean(self, expression: Expression, nested: int) -> int:
+    def boolean(self, expression: Expression) -> int:
         if id(expression) not in self.functions:
-            self._check(expression, nested)
+            self._check(expression)
             try:
-                self.functions[id(expression)] = self._boolean(expression, nested + 1)
+                self.functions[id(expression)] = self._boolean(expression)
             except TooManyNodesError as error:
                 raise self._refuse(expression, f"too wide: {error}", "a formula of fewer parts") from None
         return self.functions[id(expression)]
 
-    def _boolean(self, expression: Expression, nested: int) -> int:
+    def _boolean(self, expression: Expression) -> int:
         match expression.operation:
             case "symbol":
                 known = expression.value in self.alphabet
@@ -205,22 +200,22 @@ class _Lowering:
             case "constant":
                 return TRUE if expression.value == "true" else FALSE
             case "name":
-                return self.boolean(expression.parts[0], nested)
+                return self.boolean(expression.parts[0])
             case "negate":
-                return self.decisions.negate(self.boolean(expression.parts[0], nested))
+                return self.decisions.negate(self.boolean(expression.parts[0]))
             case "logic":
-                left, right = (self.boolean(part, nested) for part in expression.parts)
+                left, right = (self.boolean(part) for part in expression.parts)
                 return (
                     self.decisions.both(left, right)
                     if expression.value == "and"
                     else self.decisions.either(left, right)
                 )
             case "compare":
-                return self._compare(expression, nested)
+                return self._compare(expression)
         raise AssertionError(expression.operation)
 
-    def _compare(self, expression: Expression, nested: int) -> int:
-        left, right = (self.count(part, nested) for part in expression.parts)
+    def _compare(self, expression: Expression) -> int:
+        left, right = (self.count(part) for part in expression.parts)
         holds = FALSE
         for guard, difference in self._pairs(left, right, expression, -1):
             holds = self.decisions.either(
@@ -248,12 +243,12 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------------------------------ counts
 
-    def count(self, expression: Expression, nested: int) -> Cases:
+    def count(self, expression: Expression) -> Cases:
         if id(expression) not in self.cases:
-            self._check(expression, nested)
+            self._check(expression)
             made: dict[Sum, int] = {}
             try:
-                for guard, total in self._count(expression, nested + 1):
+                for guard, total in self._count(expression):
                     made[total] = self.decisions.either(made.get(total, FALSE), guard)
                     if len(made) > MOST_CASES:
                         raise self._refuse(
@@ -264,31 +259,31 @@ class _Lowering:
             self.cases[id(expression)] = tuple((guard, total) for total, guard in made.items())
         return self.cases[id(expression)]
 
-    def _count(self, expression: Expression, nested: int) -> Iterator[tuple[int, Sum]]:
+    def _count(self, expression: Expression) -> Iterator[tuple[int, Sum]]:
         parts = expression.parts
         match expression.operation:
             case "integer":
                 yield TRUE, Sum(constant=int(expression.value))
             case "name":
-                yield from self.count(parts[0], nested)
+                yield from self.count(parts[0])
             case "count":
-                counted = self.boolean(parts[0], nested)
+                counted = self.boolean(parts[0])
                 yield TRUE, Sum(((counted, 1),)) if counted != FALSE else Sum()
             case "multiple" | "minus":
                 factor = -1 if expression.operation == "minus" else int(expression.value)
-                for guard, total in self.count(parts[0], nested):
+                for guard, total in self.count(parts[0]):
                     yield guard, Sum().plus(total, factor)
             case "arithmetic":
-                left, right = (self.count(part, nested) for part in parts)
+                left, right = (self.count(part) for part in parts)
                 yield from self._pairs(left, right, expression, 1 if expression.value == "+" else -1)
             case "conditional":
-                test = self.boolean(parts[0], nested)
+                test = self.boolean(parts[0])
                 for side, part in ((test, parts[1]), (self.decisions.negate(test), parts[2])):
-                    for guard, total in self.count(part, nested):
+                    for guard, total in self.count(part):
                         if (holds := self.decisions.both(side, guard)) != FALSE:
                             yield holds, total
             case "extreme":
-                yield from self._extreme(expression, *(self.count(part, nested) for part in parts))
+                yield from self._extreme(expression, *(self.count(part) for part in parts))
             case operation:
                 raise AssertionError(operation)
 
