@@ -100,14 +100,22 @@ class Resampled:
     def __init__(self, sigmas: Sigmas, seed: str) -> None:
         self.sigmas = sigmas
         self.generator = np.random.default_rng(zlib.crc32(seed.encode()))
+        self.last: tuple[Tensor, Tensor] | None = None  # what was looked at, and what was drawn for it
 
     def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """As `Constant.at`; another draw at every call."""
+        """As `Constant.at`; another draw at every call, but for the same vectors again.
+
+        (HookedTransformer calls a norm once each for queries, keys and values: a token has one sigma for the three.)
+        """
+        if self.last is not None and self.last[0].shape == like.shape and torch.equal(self.last[0], like):
+            return self.last[1]
         of_first, of_rest = (
             torch.from_numpy(self.generator.choice(pool, tuple(first.shape)))
             for pool in (self.sigmas.first, self.sigmas.rest)
         )
-        return torch.where(first.cpu(), of_first, of_rest).to(like)
+        drawn = torch.where(first.cpu(), of_first, of_rest).to(like)
+        self.last = like, drawn
+        return drawn
 
 
 Divisor = Constant | Resampled

@@ -272,7 +272,7 @@ def test_c04_a_lost_or_damaged_run_file(prompts: Path, tmp_path: Path) -> None:
     (["--layers", "9" * 50], "--layers takes numbers and ranges such as 0,3-5, got '99999"),
     (["--layers", "9"], "no layer 9: {model} has layers 0 … 0"),
     (["--dtype", "int8"], "dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
-    (["--device", "gpu"], "device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got 'gpu'"),
+    (["--device", "gpu"], "device must be 'cpu', 'cuda', 'cuda:0', …, got 'gpu'"),
 ])  # fmt: skip
 def test_c10_arguments_are_judged_once_and_first(options: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
     model = lab_model(tmp_path / "m")
