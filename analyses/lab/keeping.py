@@ -59,6 +59,12 @@ def _counting_budget(tables: Tables, settings: Settings) -> Results:
     return findings(tables["values"])
 
 
+def _saturated(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.counting.saturated_states import findings
+
+    return findings(tables["values"])
+
+
 def _approximation(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.approximation.approximation import findings
 
@@ -99,6 +105,7 @@ KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
     "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
     "counting_budget": Kept(("values",), ("task", "model", "lr"), _counting_budget),
+    "saturated_states": Kept(("values",), (), _saturated),
     "approximation": Kept(
         ("errors",),
         ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),

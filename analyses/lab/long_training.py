@@ -110,7 +110,7 @@ def _kept(experiment: str) -> set[tuple[Any, ...]]:
         return set()
     import pandas as pd
 
-    from ln_probe.analyses.lab.depth.depth import KEYS
+    from ln_probe.analyses.lab.depth.depth_task import KEYS
     from ln_probe.analyses.lab.published import folder
 
     table = pd.read_csv(folder("depth") / "exact_match.csv")
