@@ -387,6 +387,8 @@ def _counting() -> Iterator[str]:
     yield from _markdown(("words", "network", "norm", "exact on n"), rows)
     yield from _prose("counting 6")
     yield from _sentences("counting", "Majority gate")
+    yield from _prose("counting saturated")
+    yield from _sentences("saturated_states")
 
 
 def _long() -> Iterator[str]:
