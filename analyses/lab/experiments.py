@@ -142,6 +142,12 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 30 minutes (6 runs of 5 minutes)", quick_duration="1 minute",
         needs_text=True,
     ),
+    "saturated_states": Experiment(
+        "ln_probe.analyses.lab.counting.saturated_states",
+        "distinct states of saturated cells over length: LSTM and ifo-pooling grow, the others do not (no training)",
+        "Merrill et al. 2020, sections 2 and 3",
+        seeds=5, quick_seeds=1, duration="2 minutes", quick_duration="10 seconds",
+    ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",

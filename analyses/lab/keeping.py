@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def _counting_budget(tables: Tables, settings: Settings) -> Results:
     return findings(tables["values"])
 
 
+def _saturated(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.counting.saturated_states import findings
+
+    return findings(tables["values"])
+
+
 def _approximation(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.approximation.approximation import findings
 
@@ -99,6 +106,7 @@ KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
     "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
     "counting_budget": Kept(("values",), ("task", "model", "lr"), _counting_budget),
+    "saturated_states": Kept(("values",), (), _saturated),
     "approximation": Kept(
         ("errors",),
         ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),
@@ -177,8 +185,6 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from ln_probe import __version__
-
     parser = argparse.ArgumentParser(description="make the kept results of an experiment again from their values")
     parser.add_argument("experiment", choices=sorted(KEPT), nargs="+")
     parser.add_argument("--add", type=Path, help="a folder that `ln-probe lab run NAME` wrote; of one experiment")
@@ -194,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             command, seconds = before["command"], before["seconds"]
         out.mkdir(exist_ok=True)
         write_results(
-            results, out, experiment=experiment, command=command, ln_probe_version=__version__, seconds=seconds
+            results, out, experiment=experiment, command=command, ln_probe_version=version("ln-probe"), seconds=seconds
         )
         print(f"{experiment}: {len(results.summary)} rows, {len(results.conclusions)} sentences")
 

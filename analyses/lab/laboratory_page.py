@@ -220,8 +220,10 @@ def _random_keys() -> Iterator[str]:
     yield from _sentences("random_keys", "After LayerNorm")
     heads = summary[(summary["space"] == "a head") & (summary["measure"] == "unselectable_fraction")]
     yield from _prose("random_keys 2")
-    lost = [(f"{r['d_model']} / {r['d']}", str(r["n"]), _range(pd.Series(r), 100, 1)) for r in heads.to_dict("records")]
-    yield from _markdown(("d_model / d_head", "keys", "unselectable"), lost)
+    shown = [
+        (f"{r['d_model']} / {r['d']}", str(r["n"]), _range(pd.Series(r), 100, 1)) for r in heads.to_dict("records")
+    ]
+    yield from _markdown(("d_model / d_head", "keys", "unselectable"), shown)
 
 
 def _language_model() -> Iterator[str]:
@@ -379,12 +381,14 @@ def _counting() -> Iterator[str]:
     rows = []
     for (task, model, norm, site), part in ends.groupby(["task", "model", "norm", "norm_site"], sort=False):
         wide = part.pivot(index="seed", columns="measure", values="value")
-        spans = zip(wide["exact_from"].tolist(), wide["exact_to"].tolist(), strict=True)
-        exact = ", ".join(f"{int(first)}–{int(last)}" if last else "none" for first, last in spans)
-        rows.append((str(task), str(model), "–" if norm == "none" else f"`{norm}` on its {site}", exact))
+        pairs = wide[["exact_from", "exact_to"]].to_numpy(float)
+        exact = [f"{low:.0f}–{high:.0f}" if high else "none" for low, high in pairs]
+        rows.append((str(task), str(model), "–" if norm == "none" else f"`{norm}` on its {site}", ", ".join(exact)))
     yield from _markdown(("words", "network", "norm", "exact on n"), rows)
     yield from _prose("counting 6")
     yield from _sentences("counting", "Majority gate")
+    yield from _prose("counting saturated")
+    yield from _sentences("saturated_states")
 
 
 def _long() -> Iterator[str]:

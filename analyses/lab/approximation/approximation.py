@@ -305,7 +305,8 @@ def _figures(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str,
     errors = summary[summary["measure"] == "mse"]
     plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
     if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
-        yield "heads", _against_heads(memory)
+        free = memory[memory["width"] == FFN_FREE]  # as published, as soon as there are any
+        yield "heads", _against_heads(free if len(free) else memory)
     if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
         yield "table", _heads_by_width(table)
     seeds = values[values["measure"] == "mse"]

@@ -138,7 +138,7 @@ def sweep(table: pd.DataFrame) -> pd.DataFrame:
         least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
         and the worst run within tells the sides apart.
     """
-    worst: pd.DataFrame = table.groupby([*KEYS, "seed"], sort=False, as_index=False)[["value"]].min()
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
     rows = []
     for key, part in worst.assign(side=_side(worst)).groupby(["norm", "norm_order", "positions", "side"], sort=False):
         x = part["value"].to_numpy(float)
@@ -156,8 +156,8 @@ def outcomes(values: pd.DataFrame) -> pd.DataFrame:
     far = plain[plain["measure"] != measure(TRAIN_LENGTHS)]
     reach = far.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean().assign(outcome=REACH)
     last = far[far["measure"] == measure(BINS[-1])].rename(columns={"measure": "outcome"})
-    found: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
-    return found
+    both: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
+    return both
 
 
 def term_effects(values: pd.DataFrame) -> pd.DataFrame:

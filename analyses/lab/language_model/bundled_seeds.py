@@ -127,7 +127,7 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
 
 
 def _share(keys: torch.Tensor) -> float:
-    heads = keys.transpose(1, 2).flatten(0, 1).double().numpy()
+    heads = keys.detach().transpose(1, 2).flatten(0, 1).double().numpy()
     return float((key_geometry(heads, margins=False).verdict == NAMES[UNSELECTABLE]).mean())
 
 
