@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ln_probe.analyses import attention_spread
@@ -38,6 +39,8 @@ class Attended:
         self.seen, self.heads, self.calibration, self.wanted = seen, heads, calibration, wanted
         self._keys: dict[str, Tensor] = {}
         self._spread: dict[str, tuple[Uniformity, np.ndarray]] = {}
+        self._ellipsoids: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._sets: dict[tuple[str, int], tuple[np.ndarray, np.ndarray] | None] = {}  # by kind and position
 
     @property
     def layer(self) -> int:
@@ -45,7 +48,7 @@ class Attended:
 
     @property
     def site(self) -> Site:
-        """The norm that attention reads."""
+        """The norm that attention reads, or what stands in for one."""
         return self.seen.site
 
     @property
@@ -64,15 +67,71 @@ class Attended:
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, self.calibration.constants[self.site.name])
+        constant = 1.0 if self.site.stands_in else self.calibration.constants[self.site.name]
+        return variant_outputs(self.site, self.seen.x, constant)
+
+    @cached_property
+    def key_sets(self) -> list[slice]:
+        """The sets of keys that are judged together: each all that a query at its last position sees.
+
+        One, of all keys; with a window, the sets of the last query and of those a whole window before it, and so on,
+        so that every key is in one set and every set is one that a query really sees.
+        """
+        window = self.seen.window or self.length
+        ends = range(self.length, 0, -window)
+        return [slice(max(0, end - window), end) for end in reversed(ends)]
+
+    @property
+    def grows(self) -> bool:
+        """Whether what a query sees only grows with its position, so that there is a first position at which a key can
+        no longer be selected: with a causal mask, and no window that keys fall out of."""
+        return self.seen.causal and self.seen.window is None
 
     @cached_property
     def query_set(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at the last position; None if they are unbounded."""
-        if self._ellipsoid is None:
+        return self.reachable(self.length - 1)
+
+    def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
+        if ("reachable", position) not in self._sets:
+            found = self._ellipsoid(position)
+            self._sets["reachable", position] = None if found is None else self._of_chosen(*found)
+        return self._sets["reachable", position]
+
+    def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Center and directions of the chosen heads' queries at a position, whatever their length."""
+        assert self.heads is not None
+        if ("any", position) not in self._sets:
+            self._sets["any", position] = self._of_chosen(*self.heads.query_directions(self.site, position))
+        found = self._sets["any", position]
+        assert found is not None
+        return found
+
+    def empirical(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Center and axes of the chosen heads' queries that occurred, as they are at a position; None if calibration
+        saw none."""
+        if self.heads is None or self.layer not in self.calibration.empirical:
             return None
-        center, axes = self._ellipsoid
+        if ("empirical", position) not in self._sets:
+            center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
+            self._sets["empirical", position] = self._of_chosen(*self.heads.turned(center, axes, position))
+        return self._sets["empirical", position]
+
+    def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
+
+    def drawn(self, prompt: int, head: int) -> Int64[np.ndarray, " drawn"] | None:
+        """The keys of a head (-1: at the norm's output) that are measured; None: all."""
+        sample = self.calibration.sample
+        return None if sample is None else sample.positions(prompt, self.layer, head, self.length)
+
+    @cached_property
+    def key_bias(self) -> Float[np.ndarray, "head key"] | None:
+        """What is added to the scores of each key in the chosen heads, nats; None: nothing."""
+        assert self.heads is not None
+        bias = self.heads.bias(self.length)
+        return None if bias is None else bias[self.chosen].cpu().numpy()
 
     def no_op(self, variant: str) -> str:
         """Why a variant changes no key of head space by construction; empty if it does change some."""
@@ -91,7 +150,8 @@ class Attended:
         if variant not in self._spread:
             assert self.heads is not None
             q, q_plain = self._queries
-            axes = None if self._ellipsoid is None else self._ellipsoid[1]
+            found = self._ellipsoid(self.length - 1)
+            axes = None if found is None else found[1]
             uniform, most = attention_spread.measure(self.heads, self.site, q, self.keys(variant), axes, q_plain)
             self._spread[variant] = uniform, most.numpy()
         return self._spread[variant]
@@ -105,10 +165,11 @@ class Attended:
         assert self.heads is not None
         return self.heads.queries(self._intact), self.heads.queries(self._intact, rotate=False)
 
-    @cached_property
-    def _ellipsoid(self) -> tuple[Tensor, Tensor] | None:
+    def _ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
         assert self.heads is not None
-        return self.heads.query_ellipsoid(self.site, self.length - 1)
+        if position not in self._ellipsoids:
+            self._ellipsoids[position] = self.heads.query_ellipsoid(self.site, position)
+        return self._ellipsoids[position]
 
     @cached_property
     def _mean_ignored(self) -> str:

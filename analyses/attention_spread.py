@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.masks import visible_keys
+from ln_probe.hooks.site import Site
 
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
@@ -25,7 +26,8 @@ class Uniformity:
     """Per head, means over the queries that see more than one key (causal: 1 … T-1).
 
     Shapes [head]: entropy_ratio (0–1), uniform_angle_deg (0–90; NaN without projection), score_spread (nats),
-    score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best; NaN if unbounded).
+    score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best over the keys that the
+    last query sees; NaN if unbounded, or with a bias per key).
     """
 
     entropy_ratio: Float[Tensor, " head"]
@@ -35,28 +37,34 @@ class Uniformity:
 
 
 def scores(
-    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float
+    q: Float[Tensor, "query head d_head"],
+    k: Float[Tensor, "key head d_head"],
+    divisor: float,
+    bias: Float[Tensor, "head key"] | None = None,
 ) -> Float[Tensor, "head query key"]:
-    """q·k / divisor, in nats."""
-    return torch.einsum("qhd,khd->hqk", q, k) / divisor
+    """q·k / divisor, and a bias per key, in nats."""
+    found = torch.einsum("qhd,khd->hqk", q, k) / divisor
+    return found if bias is None else found + bias[:, None]
 
 
-def _visible(like: Float[Tensor, "head query key"], causal: bool) -> Bool[Tensor, "query key"]:
-    queries, keys = like.shape[-2:]
-    every = torch.ones(queries, keys, dtype=torch.bool, device=like.device)
-    return every.tril(keys - queries) if causal else every
+def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:
+    return visible_keys(*like.shape[-2:], causal=causal, window=window, device=like.device)
 
 
-def entropy_ratio(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query"]:
+def entropy_ratio(
+    pattern: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
+) -> Float[Tensor, "head query"]:
     """Entropy of each row of a pattern over the log of the keys it sees; NaN for a row that sees one key."""
     entropy = torch.special.entr(pattern).sum(-1)
-    count = _visible(pattern, causal).sum(-1).to(pattern)
+    count = _visible(pattern, causal, window).sum(-1).to(pattern)
     return torch.where(count > 1, entropy / count.log(), math.nan)
 
 
-def score_spread(s: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query"]:
+def score_spread(
+    s: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
+) -> Float[Tensor, "head query"]:
     """Standard deviation, in nats, of each query's scores over the keys it sees."""
-    visible = _visible(s, causal)
+    visible = _visible(s, causal, window)
     count = visible.sum(-1)
     mean = s.where(visible, 0.0).sum(-1) / count
     return ((s - mean[..., None]).where(visible, 0.0).pow(2).sum(-1) / count).sqrt()
@@ -88,11 +96,7 @@ def angle_to_uniform(
         pairs = turned[rows][:, None].expand(-1, len(q), -1, -1).reshape(-1, *q.shape[1:])
         back = heads.rotary.inverse(pairs, positions.repeat(len(rows)))
         per_key = angle(back).view(len(rows), len(q), -1)
-        seen = (
-            (positions[None] <= rows[:, None])[..., None]
-            if heads.causal
-            else torch.ones_like(per_key, dtype=torch.bool)
-        )
+        seen = visible_keys(len(q), len(q), causal=heads.causal, window=heads.window, device=q.device)[rows][..., None]
         found.append(per_key.where(seen, 0.0).sum(1) / seen.sum(1))
     return torch.cat(found)
 
@@ -135,21 +139,23 @@ def measure(
     """
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
     entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
-    causal = heads.causal
+    causal, window, bias = heads.causal, heads.window, heads.bias(len(k))
     first = 1 if causal else 0
     for some in heads_at_once((heads.n_heads, len(q), len(k))):
-        s = scores(q[:, some], k[:, some], heads.divisor)
+        s = scores(q[:, some], k[:, some], heads.divisor, None if bias is None else bias[some])
         if len(q) > 1:
-            spread[some] = score_spread(s, causal=causal)[:, first:].mean(-1).cpu()
-        pattern = visible_softmax(s, causal=causal)
+            spread[some] = score_spread(s, causal=causal, window=window)[:, first:].mean(-1).cpu()
+        pattern = visible_softmax(s, causal=causal, window=window)
         del s
         most[some] = received(pattern, causal=causal).cpu()
         if len(q) > 1:
-            entropy[some] = entropy_ratio(pattern, causal=causal)[:, first:].mean(-1).cpu()
+            entropy[some] = entropy_ratio(pattern, causal=causal, window=window)[:, first:].mean(-1).cpu()
     if len(q) < 2:
         return Uniformity(nothing, nothing, nothing, nothing), most
     angle = angle_to_uniform(heads, site.gain, q_plain)[first:].nanmean(0).cpu() if site.projects else nothing
-    return Uniformity(entropy, angle, spread, spread_floor(k, axes)), most
+    seen = k if window is None else k[-window:]  # by the last query
+    floor = nothing if bias is not None else spread_floor(seen, axes)
+    return Uniformity(entropy, angle, spread, floor), most
 
 
 def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head key"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,8 +12,11 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from ln_probe.analyses import empirical_queries
+from ln_probe.analyses.key_sample import KeySample
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.frozen_scale import Constant, Sigmas
+from ln_probe.hooks.site import Site
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 
@@ -23,17 +27,33 @@ class Calibration:
 
     Attributes:
         norms: a row per norm that was looked at (columns of the `layernorms` table).
-        constants: c of each of them, by name.
+        constants: what stands for sigma at each of them, by name; from calibration prompts.
         radii: rho of each layer whose queries are bounded, by head.
         unsupported: why head space is left out, by layer.
         notes: what a reader has to know about this model, in sentences.
+        sigmas: of each norm over the calibration prompts, to draw from.
+        calibrated_on: source, counts and hash of those prompts.
+        empirical: the queries that occurred, by layer (`empirical_queries`): center and axes by head, before rotary
+            positions, over the divisor.
+        sample: which keys are measured; None: all.
     """
 
     norms: pd.DataFrame
-    constants: Mapping[str, float]
+    constants: Mapping[str, Constant]
     radii: Mapping[int, Float64[np.ndarray, " head"]]
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
+    sigmas: Mapping[str, Sigmas] = field(default_factory=dict)
+    calibrated_on: Mapping[str, Any] = field(default_factory=dict)
+    empirical: Mapping[int, empirical_queries.Set] = field(default_factory=dict)
+    sample: KeySample | None = None
+
+    def queries(self, layer: int, head: int) -> str:
+        """Which set of queries a head's margins are measured over: "reachable", where queries are bounded, else
+        "empirical"; empty for head -1, the whole layer."""
+        if head < 0:
+            return ""
+        return "reachable" if layer in self.radii else "empirical" if layer in self.empirical else ""
 
     def radius(self, layer: int, head: int) -> float:
         """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""
@@ -46,6 +66,11 @@ class Calibration:
         return bool((projects & (self.norms["mean_share"] > 0)).any())
 
 
+def plain_queries(heads: Heads, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head d_head"]:
+    """The queries of one prompt before rotary positions, over the divisor, on the CPU."""
+    return heads.queries(y, rotate=False).cpu() / heads.divisor
+
+
 def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
     """|A⁺(q - c)| of the queries of one prompt, before rotary positions: 1 on the edge of the reachable ellipsoid.
 
@@ -56,7 +81,7 @@ def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -
     if ellipsoid is None:
         return None
     center, axes = ellipsoid
-    q = plain.queries(y).cpu() / heads.divisor
+    q = plain_queries(heads, y)
     inverse = torch.linalg.pinv(axes)
     distance: Tensor = torch.einsum("had,phd->pha", inverse, q - center).norm(dim=-1)
     return distance

@@ -1,19 +1,24 @@
 """What a model loses when projection, scaling or both are taken away: the loss, the predictions, the attention.
 
 Every norm alone, and every group of them (what attention reads, what MLPs read, the final norm, all), is run under the
-four variants with scale frozen at the site's mean sigma (`ln_probe.hooks.without`). On each prompt, against the
-unedited model:
+four variants with scale frozen at the site's two mean sigmas, at position 0 and elsewhere (`ln_probe.hooks.without`).
+On each prompt, against the unedited model:
 
     delta_loss       change of the mean next-token loss, nats
     kl               KL(unedited ‖ edited) of the next-token distributions, mean over positions, nats
     top1_agreement   share of positions with the same most likely token
     entropy_change   change of attention entropy over log(visible keys), mean over layers, heads and queries
-    delta_loss_tail  delta_loss of `no_scaling` if position 0 keeps its own sigma: a frozen scale makes an attention
-                     sink's vectors longer by as much as its sigma is larger (SmolLM2-135M, layer 16: +32.1 nats with
-                     position 0, +0.003 without)
 
-A prompt is held at a time, with its logits once for the unedited model and once for the edit at hand. What lies before
-the first edited norm is not computed again: blocks before it return what they returned in the unedited pass.
+and of groups also with the other ways of taking scaling away:
+
+    delta_loss_uniform    one constant everywhere: makes an attention sink's vectors longer by as much as its sigma is
+                          larger, and measures that (SmolLM2-135M, layer 16: +32.1 nats, +0.003 with two constants)
+    delta_loss_resampled  every token with the sigma of a calibration token drawn at random
+
+Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS).
+
+A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
+once (`shared_passes`).
 
 Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers Don't Need LayerNorm at Inference Time".
 """
@@ -21,29 +26,35 @@ Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attention_spread import entropy_ratio
-from ln_probe.hooks.edits import Change, LostEditError, installed
+from ln_probe.analyses.next_tokens import Sums
+from ln_probe.analyses.shared_passes import Job, SharedPasses
+from ln_probe.hooks.edits import Edit
+from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
-from ln_probe.hooks.model import HookedModel, blocks, evaluating, run, vocabulary_size
+from ln_probe.hooks.masks import window_of
+from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
-MEASURES = ("nll", "nll_tail", "predicted", "kl", "agree", "positions", "entropy", "queries")
-PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "matched", "no_op")
+MEASURES = ("nll", "nll_uniform", "nll_resampled", "predicted", "kl", "agree", "positions", "entropy", "queries")
+PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_first", "matched", "no_op")
+_OF_GROUPS = ("nll_uniform", "nll_resampled")
 
-_POSITIONS = 64  # whose distributions are compared at once: bounds memory at 64·vocabulary
+# Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
+# correction over a hundred norms.
+SINGLE_NORM_PROMPTS = 12
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
 _Signature = tuple[tuple[str, bool, bool], ...]
@@ -56,20 +67,14 @@ class _Row:
     members: tuple[Site, ...]
 
     @property
+    def is_group(self) -> bool:
+        return self.sites in GROUPS
+
+    @property
     def signature(self) -> _Signature:
         """What is really taken away; empty if that is nothing, so that the unedited model is its own answer."""
         found = ((s.name, takes_scaling(s, self.variant), takes_projection(s, self.variant)) for s in self.members)
         return tuple(f for f in found if f[1] or f[2])
-
-
-@dataclass
-class _Unedited:
-    """One prompt in the unedited model."""
-
-    logits: Float[Tensor, "pos vocab"]
-    log_probs: Float[Tensor, "pos vocab"]
-    outputs: list[Any]
-    entropy: dict[int, tuple[float, float]]
 
 
 class EditedRuns:
@@ -78,7 +83,10 @@ class EditedRuns:
     Args:
         model: any hooked model.
         sites: its norms (those of some layers alone: groups then hold only these).
-        constants: what replaces sigma, by site.
+        constants: what replaces sigma, by site (a number: the same at position 0).
+        sigmas: to draw resampled ones from; without them there are none.
+        seed: of resampled sigmas.
+        single_norm_prompts: on how many of the first prompts norms are taken one by one.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -87,12 +95,17 @@ class EditedRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, float],
+        constants: Mapping[str, Constant | float],
         *,
+        sigmas: Mapping[str, Sigmas] | None = None,
+        seed: int = 0,
+        single_norm_prompts: int = SINGLE_NORM_PROMPTS,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
-        self.model, self.constants, self.matched, self.meaningless = model, constants, matched, meaningless
+        self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
+        self.constants = {name: Constant.of(given) for name, given in constants.items()}
+        self.sigmas, self.single_norm_prompts = sigmas or {}, single_norm_prompts
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -101,7 +114,7 @@ class EditedRuns:
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
-        self.starts: dict[str, int] = {}
+        self._layers: list[Any] = [getattr(block, "attn", None) for block in blocks(model)]
         self.attentions = [
             (layer, pattern)
             for layer, block in enumerate(blocks(model))
@@ -125,24 +138,90 @@ class EditedRuns:
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
         """
         with evaluating(self.model), torch.no_grad():
-            unedited = self._unedited(tokens)
-            found: dict[_Signature, dict[str, float]] = {}
-            about = {row: self._about(row) for row in self.rows}
-            rows: list[dict[str, Any]] = []
-            for row in self.rows:
-                key = row.signature
-                if key not in found:
-                    lost = any(s.name in self.lost for s in row.members) and bool(key)
-                    found[key] = dict.fromkeys(MEASURES, math.nan) if lost else self._effect(row, tokens, unedited)
-                rows.append({"prompt": prompt, "sites": row.sites, "variant": row.variant} | found[key] | about[row])
+            passes = SharedPasses(self.model, list(self.sites.values()), self.attentions, self._entropies)
+            unedited = passes.unedited(tokens)
+            self.outputs = unedited.vocabulary
+            wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
+            jobs: dict[tuple[_Signature, str], Job] = {}
+            for row in wanted:
+                if row.signature and not self._is_lost(row):
+                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
+            effects = passes.effects(tokens, unedited, jobs)
+            intact = unedited.reference.itself() | dict(
+                zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
+            )
+        rows = [
+            {"prompt": prompt, "sites": row.sites, "variant": row.variant}
+            | self._sums(row, intact, effects, len(tokens))
+            | self._about(row)
+            for row in wanted
+        ]
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
+
+    def _is_lost(self, row: _Row) -> bool:
+        return bool(row.signature) and any(s.name in self.lost for s in row.members)
+
+    def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
+        """The ways in which a row is run: of groups whose scaling goes, more than one."""
+        yield FROZEN, Job(self._edits(row, FROZEN, length, prompt))
+        taken = [s for s in row.members if takes_scaling(s, row.variant)]
+        if row.is_group and taken and not self.no_loss:
+            yield UNIFORM, Job(self._edits(row, UNIFORM, length, prompt), whole=False)
+            if all(s.name in self.sigmas for s in taken):
+                yield RESAMPLED, Job(self._edits(row, RESAMPLED, length, prompt), whole=False)
+
+    def _edits(self, row: _Row, scale: str, length: int, prompt: int) -> list[Edit]:
+        positions = Positions()
+        positions.shape = (1, length)  # of its own row of the batch
+        return [
+            make_edit(
+                s, row.variant, self._divisor(s, scale, prompt) if takes_scaling(s, row.variant) else None, positions
+            )
+            for s in row.members
+        ]
+
+    def _divisor(self, site: Site, scale: str, prompt: int) -> Divisor | None:
+        constant = self.constants.get(site.name)
+        if scale == RESAMPLED:
+            # Drawn anew for every prompt, and the same whoever measures it.
+            return Resampled(self.sigmas[site.name], f"{self.seed}/{site.name}/{prompt}")
+        return constant.uniform if constant is not None and scale == UNIFORM else constant
+
+    def _sums(
+        self, row: _Row, intact: Sums, effects: Mapping[tuple[_Signature, str], Sums], length: int
+    ) -> dict[str, float]:
+        """The sums of one row over one prompt."""
+        if self._is_lost(row):
+            return dict.fromkeys(MEASURES, math.nan)
+        found = effects[row.signature, FROZEN] if row.signature else intact
+        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
+        if row.is_group:
+            if any(takes_scaling(s, row.variant) for s in row.members):
+                ways = {"nll_uniform": UNIFORM, "nll_resampled": RESAMPLED}
+                losses |= {
+                    m: effects[row.signature, w]["nll"] for m, w in ways.items() if (row.signature, w) in effects
+                }
+            else:
+                losses |= dict.fromkeys(_OF_GROUPS, found["nll"])
+        compared = {"kl": found["kl"], "agree": found["agree"]}
+        if self.no_loss or self.meaningless:
+            losses = dict.fromkeys(losses, math.nan)
+        if self.meaningless:
+            compared = dict.fromkeys(compared, math.nan)
+        return {
+            **losses, **compared, "predicted": float(length - 1), "positions": float(length),
+            "entropy": found.get("entropy", math.nan), "queries": found.get("queries", 0.0),
+        }  # fmt: skip
 
     def _about(self, row: _Row) -> dict[str, Any]:
         """What is known of a row without running it; `no_op`: why nothing changes at any member, empty if it does."""
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
         alone = row.members[0] if len(row.members) == 1 else None
         return {
-            "divisor": self.constants[alone.name] if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor": self.constants[alone.name].rest if alone and takes_scaling(alone, row.variant) else math.nan,
+            "divisor_first": (
+                self.constants[alone.name].first if alone and takes_scaling(alone, row.variant) else math.nan
+            ),
             "matched": self.matched,
             "no_op": "; ".join(sorted(set(reasons))) if all(reasons) else "",
         }
@@ -161,165 +240,17 @@ class EditedRuns:
             said.append(f"causal: losses are left out: {self.no_loss}")
         return said
 
-    def _unedited(self, tokens: Int[Tensor, " pos"]) -> _Unedited:
-        entropy: dict[int, tuple[float, float]] = {}
-        outputs: list[Any] = []
-        running = 0  # blocks that have started
-        starts: dict[str, int] = {}
-
-        def started(_m: nn.Module, _args: Any) -> None:
-            nonlocal running
-            running += 1
-
-        def done(_m: nn.Module, _args: Any, output: Any) -> None:
-            outputs.append(output)
-
-        def norm(name: str) -> Callable[..., None]:
-            def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
-                inside = len(outputs) < running
-                starts.setdefault(name, running - 1 if inside else running)
-
-            return hook
-
-        with ExitStack() as stack:
-            for block in blocks(self.model):
-                stack.callback(block.register_forward_pre_hook(started).remove)
-                stack.callback(block.register_forward_hook(done).remove)
-            for site in self.sites.values():
-                stack.callback(site.module.register_forward_hook(norm(site.name)).remove)
-            stack.enter_context(self._watching(entropy))
-            logits = self._logits(tokens)
-        self.starts = starts
-        if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
-            outputs = []
-        self.outputs = int(logits.shape[-1])
-        return _Unedited(logits, logits.log_softmax(-1), outputs, entropy)
-
-    def _effect(self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited) -> dict[str, float]:
-        """The sums of one row on one prompt."""
-        if not row.signature:
-            found = self._compare(tokens, unedited, unedited.logits, unedited.entropy)
-            return found | {"nll_tail": found["nll"]}
-        logits, entropy = self._edited(row, tokens, unedited)
-        found = self._compare(tokens, unedited, logits, entropy)
-        tail = math.nan
-        if row.variant == "no_scaling" and not self.no_loss:
-            tail = self._nll(tokens, self._edited(row, tokens, unedited, keep_first=True)[0])
-        return found | {"nll_tail": tail}
-
-    def _edited(
-        self, row: _Row, tokens: Int[Tensor, " pos"], unedited: _Unedited, *, keep_first: bool = False
-    ) -> tuple[Float[Tensor, "pos vocab"], dict[int, tuple[float, float]]]:
-        """Logits and entropies of one prompt under the row's edit, position 0 left intact if `keep_first`."""
-        start = min(self.starts.get(s.name, 0) for s in row.members) if unedited.outputs else 0
-        entropy = {layer: sums for layer, sums in unedited.entropy.items() if layer < start}
-        edits = [make_edit(s, row.variant, self.constants.get(s.name)) for s in row.members]
-        for edit in edits if keep_first else ():
-            edit.change = _keeping_first(edit.site, edit.change, len(tokens))
-        with (
-            _passed_over(blocks(self.model)[:start], unedited.outputs),
-            installed(self.model, edits),
-            self._watching(entropy),
-        ):
-            logits = self._logits(tokens)
-        if idle := next((e for e in edits if not e.calls), None):
-            raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
-        return logits, entropy
-
-    def _logits(self, tokens: Int[Tensor, " pos"]) -> Float[Tensor, "pos vocab"]:
-        logits: Tensor = run(self.model, tokens[None], return_type="logits")[0].detach()
-        return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-
-    @contextmanager
-    def _watching(self, entropy: dict[int, tuple[float, float]]) -> Iterator[None]:
-        """Sum and count of entropy ratios over heads and queries, by layer, of what attention pays meanwhile."""
-
-        def hook(layer: int) -> Callable[..., None]:
-            def add(_m: nn.Module, _args: Any, pattern: Tensor) -> None:
-                ratios = self._entropies(pattern.detach()[0])
-                entropy[layer] = float(ratios.sum()), float(ratios.numel())
-
-            return add
-
-        with ExitStack() as stack:
-            for layer, module in self.attentions:
-                stack.callback(module.register_forward_hook(hook(layer)).remove)
-            yield
-
-    def _entropies(self, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
+    def _entropies(self, layer: int, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
         """Of queries that had a choice: all but the first, or all in a bidirectional model."""
         wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
         if self.causal is None or self.causal:
             if self.causal is None and len(pattern[0]) > 1:
                 self.causal = not bool(pattern.triu(1).any())
             if self.causal is not False:
-                return entropy_ratio(wide)[:, 1:]
+                return entropy_ratio(wide, window=window_of(self._layers[layer], wide))[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
-
-    def _compare(
-        self, tokens: Int[Tensor, " pos"], unedited: _Unedited, logits: Tensor, entropy: dict[int, tuple[float, float]]
-    ) -> dict[str, float]:
-        sums = {"kl": 0.0, "agree": 0.0}
-        for at in range(0, len(logits), _POSITIONS):
-            rows = slice(at, at + _POSITIONS)
-            p, q = unedited.log_probs[rows], logits[rows].log_softmax(-1)
-            finite = bool(torch.isfinite(q).all())
-            sums["kl"] += float((p.exp() * (p - q)).sum(dtype=torch.float64)) if finite else math.nan
-            same = unedited.logits[rows].argmax(-1) == logits[rows].argmax(-1)
-            sums["agree"] += float(same.sum()) if finite else math.nan
-        if self.meaningless:
-            sums["kl"] = sums["agree"] = math.nan
-        total, queries = (sum(e[i] for e in entropy.values()) for i in (0, 1))
-        return sums | {
-            "nll": self._nll(tokens, logits), "predicted": float(len(tokens) - 1), "positions": float(len(logits)),
-            "entropy": total if queries else math.nan, "queries": queries,
-        }  # fmt: skip
-
-    def _nll(self, tokens: Int[Tensor, " pos"], logits: Float[Tensor, "pos vocab"]) -> float:
-        """Sum over tokens of the next-token loss, nats; NaN if the model has none."""
-        if self.no_loss or self.meaningless:
-            return math.nan
-        after = tokens[1:].to(logits.device)
-        total = 0.0
-        for rows, wanted in zip(logits[:-1].split(_POSITIONS), after.split(_POSITIONS), strict=True):
-            total += float(F.cross_entropy(rows, wanted, reduction="none").sum(dtype=torch.float64))
-        return total
-
-
-def _keeping_first(site: Site, change: Change, length: int) -> Change:
-    """The same change everywhere but at position 0, for one prompt of this length."""
-
-    def kept(x: Tensor, y: Tensor) -> Tensor:
-        out = change(x, y).clone(memory_format=torch.contiguous_format)
-        if y.ndim == 4 and site.reads in ("query", "key") and y.shape[2] == length:  # inside a bridge: heads first
-            out[:, :, 0] = y[:, :, 0]
-        else:
-            first = y.numel() // (site.d * length)  # rows of position 0: one, or one a head
-            out.view(-1, site.d)[:first] = y.reshape(-1, site.d)[:first]
-        return out
-
-    return kept
 
 
 def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:
     return module.named_children() if isinstance(module, nn.Module) else iter(())
-
-
-@contextmanager
-def _passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
-    """While it lasts these blocks compute nothing and return what they returned before."""
-
-    def returning(output: Any) -> Callable[..., Any]:
-        return lambda *_args, **_kwargs: output
-
-    own = [block.__dict__.get("forward") for block in skipped]
-    for block, output in zip(skipped, outputs, strict=False):
-        block.__dict__["forward"] = returning(output)  # not setattr: a bridge hands that on to what it wraps
-    try:
-        yield
-    finally:
-        for block, before in zip(skipped, own, strict=True):
-            del block.__dict__["forward"]
-            if before is not None:
-                block.__dict__["forward"] = before

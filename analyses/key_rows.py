@@ -17,6 +17,9 @@ from ln_probe.analyses.probes.protocol import Piece
 from ln_probe.hooks.variants import VARIANTS
 
 NORMALIZED, HEAD = "normalized", "head"
+# Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
+# prompt costs some hundred forward passes, so 8 of them say more about keys than 32 would.
+GEOMETRY_PROMPTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,7 @@ class KeyRows:
         theorem: why none of them can be unselectable however many they are; empty if one can.
         no_op: why the variant changes nothing; empty if it does.
         prompts, lengths: number of every prompt, and how many keys it has.
+        measured: how many of these were measured, where only a sample was.
         measures: by name; a column per key, or per prompt.
     """
 
@@ -41,7 +45,18 @@ class KeyRows:
     no_op: str
     prompts: Int64[np.ndarray, " prompt"]
     lengths: Int64[np.ndarray, " prompt"]
+    measured: Int64[np.ndarray, " prompt"] = field(default_factory=lambda: np.empty(0, np.int64))
     measures: Mapping[str, Shaped[np.ndarray, "head column"]] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether columns are of some keys only: which, says the measure `position`."""
+        return "position" in self.measures
+
+    @property
+    def columns(self) -> Int64[np.ndarray, " prompt"]:
+        """How many keys of each prompt were measured."""
+        return self.measured if self.sampled else self.lengths
 
 
 Block = Mapping[str, KeyRows]  # of one (layer, space), by variant
@@ -52,6 +67,7 @@ class _Group:
     about: KeyRows
     prompts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
     measures: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
 
@@ -80,6 +96,7 @@ class Collected:
         )
         group.prompts.append(prompt)
         group.lengths.append(length)
+        group.measured.append(next((a.shape[1] for a in map(np.asarray, measures.values())), 0))
         for name, values in measures.items():
             group.measures.setdefault(name, []).append(np.asarray(values))
 
@@ -92,6 +109,7 @@ class Collected:
             place = f"{r.space}/{r.layer}/{r.variant}"
             arrays[f"{place}/prompts"] = np.array(group.prompts, np.int64)
             arrays[f"{place}/lengths"] = np.array(group.lengths, np.int64)
+            arrays[f"{place}/measured"] = np.array(group.measured, np.int64)
             arrays |= {f"{place}/{m}": np.concatenate(parts, axis=1) for m, parts in group.measures.items()}
             rows.append({
                 "layer": r.layer, "space": r.space, "variant": r.variant, "heads": list(r.heads), "dim": r.dim,
@@ -121,6 +139,7 @@ def _read(row: Mapping[str, object], piece: Piece) -> KeyRows:
         heads=tuple(row["heads"]),  # type: ignore[arg-type]
         prompts=piece.arrays[f"{place}/prompts"],
         lengths=piece.arrays[f"{place}/lengths"],
+        measured=piece.arrays[f"{place}/measured"],
         measures={m: piece.arrays[f"{place}/{m}"] for m in row["measures"]},  # type: ignore[attr-defined]
     )
 
@@ -134,6 +153,7 @@ def join(parts: Sequence[KeyRows]) -> KeyRows:
         first,
         prompts=np.concatenate([p.prompts for p in parts]),
         lengths=np.concatenate([p.lengths for p in parts]),
+        measured=np.concatenate([p.measured for p in parts]),
         measures={m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in first.measures},
     )
 

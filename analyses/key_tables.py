@@ -10,9 +10,10 @@ import pandas as pd
 
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNSELECTABLE
-from ln_probe.analyses.key_rows import Block, KeyRows, blocks, head_rows
+from ln_probe.analyses.key_rows import HEAD, Block, KeyRows, blocks, head_rows
+from ln_probe.analyses.key_sample import fraction_interval, quantile_interval
 from ln_probe.analyses.probes.protocol import Piece
-from ln_probe.analyses.tables import KEYS
+from ln_probe.analyses.tables import INTERVALS, KEYS
 
 # Rows of the `keys` table per (layer, head, space): the union over variants of this many hardest keys of each, and
 # this many drawn at random. Every key chosen is shown under all four variants, so that they can be compared.
@@ -41,18 +42,21 @@ def tables(
 
 
 def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
+    measured: dict[str, object] = {**_summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)}
     return (
         {"layer": rows.layer, "head": head, "space": rows.space, "variant": rows.variant}
-        | _summary({m: a[row] for m, a in rows.measures.items()})
+        | measured
+        | {"keys_all": int(rows.lengths.sum())}
         | {
             "query_radius": calibration.radius(rows.layer, head),
+            "queries": calibration.queries(rows.layer, head) if rows.space == HEAD else "",
             "by_theorem": _by_theorem(rows),
             "no_op": rows.no_op,
         }
     )
 
 
-def _summary(found: Mapping[str, np.ndarray]) -> dict[str, object]:
+def _summary(found: Mapping[str, np.ndarray], *, sampled: bool) -> dict[str, float]:
     names = NAMES[found["verdict"]]
     counts = {v: int((names == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
     middle = (found["margin_lower"] + found["margin_upper"]) / 2
@@ -66,6 +70,24 @@ def _summary(found: Mapping[str, np.ndarray]) -> dict[str, object]:
         "attainable_p05": _quantile(found["attainable"], 0.05),
         "attainable_reachable_median": _quantile(found["attainable_reachable"], 0.5),
         "pattern_max_median": _quantile(found["pattern_max"], 0.5),
+    } | _intervals(found, middle, counts["unselectable"], sampled=sampled)
+
+
+def _intervals(
+    found: Mapping[str, np.ndarray], margin: np.ndarray, unselectable: int, *, sampled: bool
+) -> dict[str, float]:
+    """How far a sample's figures may be from those of all keys; NaN where all were measured."""
+    ends = {"unselectable_fraction": fraction_interval(unselectable, len(margin))} if sampled else {}
+    for name, values, q in (
+        ("margin_median", margin, 0.5), ("margin_p05", margin, 0.05),
+        ("attainable_median", found["attainable"], 0.5), ("attainable_p05", found["attainable"], 0.05),
+    ):  # fmt: skip
+        if sampled:
+            ends[name] = quantile_interval(values, q)
+    return {
+        f"{name}_{end}": ends[name][i] if name in ends else math.nan
+        for name in INTERVALS
+        for i, end in enumerate(("low", "high"))
     }
 
 
@@ -84,10 +106,11 @@ def _by_theorem(rows: KeyRows) -> str:
 
 def _key_frames(block: Block, token: Callable[[int, int], str], *, every: bool, seed: int) -> Iterable[pd.DataFrame]:
     first = next(iter(block.values()))
-    prompt = np.repeat(first.prompts, first.lengths)
-    position = np.concatenate([np.arange(n) for n in first.lengths])
+    prompt = np.repeat(first.prompts, first.columns)
+    every_position = np.concatenate([np.arange(n) for n in first.columns])
     for row, head in enumerate(first.heads):
         here = {v: {m: a[row] for m, a in rows.measures.items()} for v, rows in block.items()}
+        position = here[first.variant].get("position", every_position)
         rng = np.random.default_rng([seed, first.layer, head + 1])
         picked = np.arange(len(prompt)) if every else _pick(here, rng)
         names = np.array([token(int(p), int(i)) for p, i in zip(prompt[picked], position[picked], strict=True)], object)

@@ -9,7 +9,7 @@ running sums in float64, a prompt at a time, so that a corpus costs no more memo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,9 @@ class SiteStatistics:
         self.error, self.largest = 0.0, 0.0
         self.out_square, self.out_count = 0.0, 0
         self.dtype = torch.float64
+        if site.kind == "unknown":  # its terms are not known: nothing to divide by, nothing to compare with
+            site = replace(site, constant_scale=math.nan)
+        self.site = site
         gain = torch.ones(site.d) if site.gain is None else site.gain
         bias = torch.zeros(site.d) if site.bias is None else site.bias
         self._gain, self._bias = (t.detach().to("cpu", torch.float64).contiguous().numpy() for t in (gain, bias))
@@ -136,12 +139,14 @@ class SiteStatistics:
 
     @property
     def reconstruction_error(self) -> float:
-        """max |LN(x) - sum of the terms| over the RMS of LN(x)."""
-        return self.error / self.out_rms
+        """max |LN(x) - sum of the terms| over the RMS of LN(x); NaN where the terms are not known."""
+        return math.nan if self.site.kind == "unknown" else self.error / self.out_rms
 
     @property
     def reconstruction_bound(self) -> float:
-        """What rounding in the format of its output explains."""
+        """What rounding in the format of its output explains; NaN where there is nothing to compare."""
+        if self.site.kind == "unknown":
+            return math.nan
         if self.dtype in RECONSTRUCTION_BOUND:
             return RECONSTRUCTION_BOUND[self.dtype]
         return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.out_rms

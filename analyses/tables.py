@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ln_probe.analyses import head_tables
 from ln_probe.analyses.schema import Column, Kind, Table, reference
 
 
@@ -42,7 +43,12 @@ LAYERNORMS = Table(
     (
         _column("site", "text", "the norm's name in the model"),
         _column("layer", "int", "block it stands in; 0 after the embedding, the number of blocks for the final norm"),
-        _column("kind", "text", "what it computes: layernorm, rmsnorm, projection_only, scaling_only or none"),
+        _column(
+            "kind",
+            "text",
+            "what it computes: layernorm, rmsnorm, projection_only, scaling_only or none; unknown: no norm that ln_probe "
+            "knows, listed because something reads it where a norm would stand (see evidence)",
+        ),
         _column("reads", "text", "who reads its output, joined by +: attention, mlp, unembed, query, key, …"),
         _column("state", "text", "of the weights around it: raw, folded, centred or folded+centred"),
         _column("tokens", "int", "vectors seen"),
@@ -60,7 +66,9 @@ LAYERNORMS = Table(
         *map(_without_first, (_MEAN_SHARE, _ANGLE, _BEFORE, _BEFORE_CV, _AFTER, _SCALE, _SCALE_CV)),
         _column("sigma_mean", "float", "mean divisor"),
         _column(
-            "sigma_mean_tail", "float", "`sigma_mean` without position 0: the constant c of variants without scaling"
+            "sigma_mean_tail",
+            "float",
+            "`sigma_mean` without position 0 (the constants of variants without scaling come from other prompts)",
         ),
         _column("eps", "float", "inside the square root of sigma; NaN where the norm does not scale"),
         _column(
@@ -87,6 +95,15 @@ _PLACE = (
     _column("variant", "text", "intact, no_scaling, no_projection or neither"),
 )
 
+# Estimates over keys that have an interval where keys were sampled, with their units.
+INTERVALS = {
+    "unselectable_fraction": "share",
+    "margin_median": "nats; normalized: relative",
+    "margin_p05": "nats; normalized: relative",
+    "attainable_median": "share",
+    "attainable_p05": "share",
+}
+
 HEADS = Table(
     "heads",
     "Heads",
@@ -94,7 +111,7 @@ HEADS = Table(
     ("layer", "head", "space", "variant"),
     (
         *_PLACE,
-        _column("keys", "int", "keys of all prompts; NaN where selectability was not measured"),
+        _column("keys", "int", "keys measured, of all prompts; NaN where selectability was not measured"),
         _column("unselectable", "int", "keys in the convex hull of their prompt's others: no query puts them on top"),
         _column("duplicate", "int", "keys on the hull that occur more than once"),
         _column("undecided", "int", "keys whose verdict could not be proved within the tolerance"),
@@ -102,9 +119,9 @@ HEADS = Table(
         _column(
             "margin_median",
             "float",
-            "median over keys of the best score gap over all others: in head space by any query the head can make, biases "
-            "included, negative if none puts the key on top (the same in every basis of the head); in normalized space by a "
-            "query of unit length, over the RMS norm of the centred keys",
+            "median over keys of the best score gap over all others: in head space by any query of the set that `queries` "
+            "names, biases included, negative if none puts the key on top (the same in every basis of the head); in "
+            "normalized space by a query of unit length, over the RMS norm of the centred keys",
             "nats; normalized: relative",
         ),
         _column(
@@ -116,21 +133,35 @@ HEADS = Table(
         _column(
             "attainable_median",
             "float",
-            "median over keys of the largest softmax weight from queries of the size that occur (observed set)",
+            "median over keys of the largest softmax weight from queries of the size that occur (the observed set; without a "
+            "bound on queries the empirical one)",
             "share",
         ),
         _column("attainable_p05", "float", "the same of the hardest twentieth of keys (5 % quantile)", "share"),
         _column(
             "attainable_reachable_median",
             "float",
-            "the same median over every query the head can make from any residual vector (reachable set)",
+            "the same median over every query the head can make from any residual vector (reachable set); NaN without a "
+            "bound on queries",
             "share",
         ),
-        _column("pattern_max_median", "float", "median over keys of the largest weight they really received", "share"),
+        _column(
+            "pattern_max_median",
+            "float",
+            "median over keys of the largest weight they really received from any query that sees them: attainable weights "
+            "are of queries at the last position, which sees more keys, so the two are not to be compared",
+            "share",
+        ),
         _column(
             "query_radius",
             "float",
             "rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN without a bound",
+        ),
+        _column(
+            "queries",
+            "text",
+            "the set of queries of margins: reachable, all that the head can make; empirical, where nothing bounds them: the "
+            "ellipsoid of mean and covariance of those that occurred, holding 95 % of them; empty in normalized space",
         ),
         _column(
             "entropy_ratio",
@@ -145,7 +176,24 @@ HEADS = Table(
             "degrees",
         ),
         _column("score_spread", "float", "mean standard deviation of a query's scores over the keys it sees", "nats"),
-        _column("score_spread_floor", "float", "least spread that a reachable query of full length could have", "nats"),
+        _column(
+            "score_spread_floor",
+            "float",
+            "least spread that a reachable query of full length could have; NaN without a bound on queries, or with ALiBi",
+            "nats",
+        ),
+        _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),
+        *(
+            Column(
+                f"{name}_{end}",
+                "float",
+                f"{side} end of the 95 % interval of {name}; NaN where all keys were measured, or the sample is too small",
+                unit,
+                shown=False,
+            )
+            for name, unit in INTERVALS.items()
+            for end, side in (("low", "lower"), ("high", "upper"))
+        ),
         _column("by_theorem", "text", "why no key could be unselectable here (n ≤ d, a sphere); empty if one could"),
         _column(
             "no_op", "text", "why the variant changes nothing here by construction; empty if it does change something"
@@ -172,33 +220,51 @@ KEYS = Table(
         _column(
             "margin_lower",
             "float",
-            "proven lower bound of the best score gap over all other keys that a reachable query gives, negative if none "
-            "puts the key on top; normalized: distance to the hull of the others over the keys' RMS norm; NaN for a single "
-            "key or unbounded queries",
+            "proven lower bound of the best score gap over all other keys that a query of the head's set gives (`queries` in "
+            "the heads table), negative if none puts the key on top; normalized: distance to the hull of the others over the "
+            "keys' RMS norm; NaN for a single key",
             "nats; normalized: relative",
         ),
         _column("margin_upper", "float", "upper bound of the same", "nats; normalized: relative"),
         _column(
             "attainable",
             "float",
-            "largest softmax weight found from queries of the observed set (a proven lower bound); NaN if unbounded",
+            "largest softmax weight found from queries of the observed set (of the empirical one where nothing bounds "
+            "queries): a proven lower bound",
             "share",
         ),
         _column(
             "attainable_upper",
             "float",
-            "what no query of the observed set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
+            "what no query of that set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
             "known less well relative to itself",
             "share",
         ),
         _column(
-            "attainable_reachable", "float", "largest softmax weight found from queries of the reachable set", "share"
+            "attainable_reachable",
+            "float",
+            "largest softmax weight found from queries of the reachable set; NaN if unbounded",
+            "share",
         ),
-        _column("pattern_max", "float", "the largest weight it really received", "share"),
+        _column(
+            "pattern_max",
+            "float",
+            "the largest weight it really received from any query that sees it; verdict and attainable are of queries at "
+            "the last position, which sees more keys",
+            "share",
+        ),
         _column(
             "first_unselectable_at",
             "int",
-            "first position at which a causal query can no longer select it; -1 if never, NaN if attention is not causal",
+            "first position at which a causal query can no longer select it; -1 if never, NaN if attention is not causal, or "
+            "a window hides keys",
+            "position",
+        ),
+        _column(
+            "judged_at",
+            "int",
+            "position of the query whose visible keys it was judged among: the last one; with a window the last one or one "
+            "whole windows before it",
             "position",
         ),
     ),
@@ -219,10 +285,31 @@ CAUSAL = Table(
         _column(
             "delta_loss_low",
             "float",
-            "lower end of its 95 % bootstrap interval over prompts; NaN with one prompt",
+            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts",
             "nats per token",
         ),
         _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column(
+            "delta_loss_uniform",
+            "float",
+            "delta_loss with one constant, that of the other positions, at position 0 too: what attention sinks, whose "
+            "vectors it leaves as much too long as their sigma is larger, add to it; of groups and where scaling goes",
+            "nats per token",
+        ),
+        _column(
+            "delta_loss_resampled",
+            "float",
+            "delta_loss with the sigma of a calibration token drawn at random for each token instead of constants; of "
+            "groups and where scaling goes",
+            "nats per token",
+        ),
+        _column("prompts_worse", "int", "prompts whose loss rises"),
+        _column(
+            "p_adjusted",
+            "float",
+            "sign test of that number (Holm-adjusted for the groups, or the single norms, of the same variant); NaN where "
+            "nothing changes by construction or there is no loss",
+        ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
         _column(
@@ -230,17 +317,36 @@ CAUSAL = Table(
             "float",
             "change of attention entropy over log(visible keys), mean over layers, heads, queries",
         ),
+        _column("prompts", "int", "number of prompts: single norms are taken from fewer than groups"),
         _column(
-            "delta_loss_tail",
+            "divisor",
             "float",
-            "delta_loss of no_scaling if position 0 keeps its own sigma: the rest is the attention sink, whose vectors a "
-            "frozen scale leaves hundreds of times too long; NaN for other variants",
-            "nats per token",
+            "what stands for sigma but at position 0: its mean over calibration prompts; NaN for groups and where scaling "
+            "stays",
         ),
-        _column("prompts", "int", "number of prompts"),
-        _column("divisor", "float", "c, what stands for sigma; NaN for groups and where scaling stays"),
+        _column("divisor_first", "float", "the same at position 0"),
         _column("matched", "bool", "whether the divisor is the site's own mean sigma"),
         _column("no_op", "text", "why nothing changes by construction; empty if something does"),
+    ),
+)
+
+CAUSAL_PROMPTS = Table(
+    "causal_prompts",
+    "Interventions, prompt by prompt",
+    "A row per prompt, group of norms or norm, and variant: what the intervals of `causal` come from.",
+    ("prompt", "sites", "variant"),
+    (
+        _column("prompt", "int", "number of the prompt, from 0"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("predicted", "int", "tokens that are predicted: all but the first"),
+        _column("loss", "float", "mean next-token loss of the unedited model on this prompt", "nats per token"),
+        _column("delta_loss", "float", "its change", "nats per token"),
+        _column("delta_loss_uniform", "float", "the same with one constant everywhere", "nats per token"),
+        _column("delta_loss_resampled", "float", "the same with resampled sigmas", "nats per token"),
+        _column("kl", "float", "KL(unedited ‖ edited), mean over positions", "nats"),
+        _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
+        _column("entropy_change", "float", "change of attention entropy over log(visible keys)"),
     ),
 )
 
@@ -272,6 +378,69 @@ UNEMBEDDING = Table(
             "share",
         ),
         _column("attainable_upper", "float", "upper bound of that probability", "share"),
+    ),
+)
+
+# -------------------------------------------------------------------------------------------------- parts of the model
+
+_PART = (
+    _column("part", "text", "embed, pos_embed, L3H5 (a head), L3 mlp, L3 b_O and L3 b_out (biases), or a norm's bias"),
+    _column("kind", "text", "embedding, position, head, mlp, bias, norm bias or unembedding bias"),
+    _column("part_layer", "int", "its block; -1 for embeddings"),
+    _column("index", "int", "its head; -1 for others"),
+    _column("tokens", "int", "positions seen"),
+)
+_OF_SIGMA = (
+    _column(
+        "share",
+        "float",
+        "mean over tokens of <P x_p, P x> / |P x|²: the part's share of sigma² − eps, negative where it shrinks the vector; shares of a norm add up to 1",
+        "share",
+    ),
+    _column(
+        "sigma_change",
+        "float",
+        "mean over tokens of the relative change of sigma if this norm read its input without the part (exact); NaN where the norm does not scale",
+        "share",
+    ),
+    _column(
+        "mu",
+        "float",
+        "mean over tokens of mean(x_p): what the part writes on the ones-vector, which projection takes off",
+    ),
+    _column("mu_share", "float", "mean over tokens of |mu_p| / Σ|mu_p|", "share"),
+)
+
+WRITERS = Table(
+    "writers",
+    "Writers",
+    "A row per norm and part of the model that writes to its input: who sets sigma, who writes on the ones-vector. Columns ending in _tail leave position 0 out.",
+    ("site", "part"),
+    (
+        _column("site", "text", "the norm's name in the model"),
+        _column("layer", "int", "block it stands in"),
+        *_PART,
+        *_OF_SIGMA,
+        *map(_without_first, _OF_SIGMA),
+    ),
+)
+
+ATTRIBUTION = Table(
+    "attribution",
+    "Attribution",
+    "A row per part of the model: what it gives to the next token's logit minus the mean logit, through the final norm, exactly; rows add up to the mean of that difference.",
+    ("part",),
+    (
+        *_PART,
+        _column("contribution", "float", "mean over positions of what it gives", "nats"),
+        _column("magnitude", "float", "mean over positions of the absolute value of that", "nats"),
+        _column("without_projection", "float", "mean of what it would give if the final norm did not project", "nats"),
+        _column(
+            "projection",
+            "float",
+            "mean of what projection takes off; the rest of a bias's contribution is constant",
+            "nats",
+        ),
     ),
 )
 
@@ -330,14 +499,41 @@ SUMMARY = Table(
     ),
 )
 
+PAIRED = Table(
+    "paired",
+    "Paired differences",
+    "A row per model but the first, group of norms or norm, and variant: how much more its loss changes than the first "
+    "one's on the same prompts.",
+    ("model", "sites", "variant"),
+    (
+        _column("model", "text", "what the report is called"),
+        _column("against", "text", "the first report"),
+        _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
+        _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
+        _column("difference", "float", "delta_loss of this model minus that of the first", "nats per token"),
+        _column(
+            "low",
+            "float",
+            "lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN with fewer than 32 prompts",
+            "nats per token",
+        ),
+        _column("high", "float", "upper end of the same", "nats per token"),
+        _column("prompts", "int", "prompts that both were measured on"),
+        _column("prompts_more", "int", "of them, those on which this model loses more"),
+        _column("p_adjusted", "float", "sign test of that number (Holm-adjusted for all rows)"),
+    ),
+)
+
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, UNEMBEDDING)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES)
+# Of probes that run when they are asked for: in reports where they did.
+ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, head_tables.BY_HEAD))}"
 
 
 if __name__ == "__main__":

@@ -9,23 +9,29 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, no_op, normalized
 
 __all__ = ["VARIANTS", "no_op", "variant_outputs"]
 
 
-def variant_outputs(site: Site, x: Float[Tensor, "pos d"], constant: float) -> dict[str, Float[Tensor, "pos d"]]:
+def variant_outputs(
+    site: Site, x: Float[Tensor, "pos d"], constant: Constant | float
+) -> dict[str, Float[Tensor, "pos d"]]:
     """The norm's output before gain and bias under each variant, float64.
 
     Args:
         site: the norm.
-        x: its inputs.
-        constant: c, the divisor that replaces sigma.
+        x: its inputs on one prompt.
+        constant: c, the divisor that replaces sigma at position 0 and elsewhere.
 
     Raises:
         ValueError: the constant is not a positive number.
     """
-    if not constant > 0:
-        raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {constant}")
-    return {variant: normalized(site, variant, x.double(), constant) for variant in VARIANTS}
+    c = Constant.of(constant)
+    if not (c.first > 0 and c.rest > 0):
+        wrong = c.first if not c.first > 0 else c.rest
+        raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
+    rows = c.rows(len(x)).to(x.device)
+    return {variant: normalized(site, variant, x.double(), rows) for variant in VARIANTS}

@@ -10,6 +10,11 @@ def disarmed(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
 
 
+def encodable(text: str) -> str:
+    """Text that can be written: halves of a surrogate pair, which are no characters, stand as \\ud800 and the like."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def visible(text: object) -> str:
     """A token as it can be read: white space shown as well."""
     marks = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})

@@ -34,7 +34,7 @@ from ln_probe.prompting.prompts import make_prompts
 
 # %%
 model = ln_probe.load_model("lm-layernorm")
-prompts = make_prompts(model, max_tokens=192).tokens  # the bundled texts
+prompts = make_prompts(model, max_tokens=192).tokens[:8]  # of the bundled texts
 
 
 def loss() -> float:

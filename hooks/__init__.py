@@ -2,6 +2,7 @@
 
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without
+from ln_probe.hooks.linearized import linearized
 from ln_probe.hooks.site import Site, Terms
 from ln_probe.hooks.sites import find_sites
 
@@ -13,5 +14,6 @@ __all__ = [
     "Terms",
     "check_equivalent",
     "find_sites",
+    "linearized",
     "without",
 ]

@@ -1,10 +1,11 @@
 """How an attention layer turns a norm's output into keys and queries, and which queries it can make at all.
 
-    k_j = R_j (W_Kᵀ y_j + b_K)        q_t = R_t (W_Qᵀ y_t + b_Q)        score = q·k / divisor
+    k_j = R_j (W_Kᵀ y_j + b_K)        q_t = R_t (W_Qᵀ y_t + b_Q)        score = q·k / divisor + slope·j
 
-with y the norm's output and R the rotary map of a position (the identity without rotary positions). Everything is read
-from the model and checked against what the model did: if `softmax(q·k / divisor)` is not its own pattern, the layer is
-reported as unsupported, by name and with the difference, instead of being measured wrongly.
+with y the norm's output, R the rotary map of a position (the identity without rotary positions) and a slope per head
+with ALiBi (0 without), over the keys that the query sees (`masks`). Everything is read from the model and checked
+against what the model did: if the softmax of these scores is not its own pattern, the layer is reported as unsupported,
+by name and with the difference, instead of being measured wrongly.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any, cast
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.masks import visible_keys, window_of
+from ln_probe.hooks.site import Site
 from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
@@ -77,6 +79,9 @@ class Heads:
         rotary: None without rotary positions.
         q_norm, k_norm: norms of queries and keys inside attention, where there are any (per head).
         causal: whether a query sees only the keys at or before it (False: all of them, as in BERT).
+        window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
+        slopes: ALiBi's [head], in nats a position: added to a score is slope·(key's position), which differs from
+            −slope·distance by nothing that a softmax sees. None without ALiBi.
     """
 
     layer: int
@@ -89,6 +94,8 @@ class Heads:
     q_norm: Site | None
     k_norm: Site | None
     causal: bool = True
+    window: int | None = None
+    slopes: Float[Tensor, " head"] | None = None
 
     @property
     def n_heads(self) -> int:
@@ -97,12 +104,34 @@ class Heads:
     def _make(self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor) -> Tensor:
         made = torch.einsum("pd,hdk->phk", y.double(), W) + b
         if norm is not None:
-            made = norm.affine(norm.normalize(made))
+            made = _normed(norm, made)
         return self.rotary(made, positions) if self.rotary is not None else made
+
+    def bias(self, keys: int) -> Float[Tensor, "head key"] | None:
+        """What is added to the scores of each key, in nats, but for what all keys of a query share; None: nothing."""
+        if self.slopes is None:
+            return None
+        return self.slopes[:, None] * torch.arange(keys, dtype=torch.float64, device=self.slopes.device)
+
+    def pattern(
+        self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
+    ) -> Float[Tensor, "head query key"]:
+        """Attention that these queries pay to these keys, in some of the heads."""
+        bias = self.bias(len(k))
+        return attention_pattern(
+            q[:, some], k[:, some], self.divisor, causal=self.causal, window=self.window,
+            bias=None if bias is None else bias[some],
+        )  # fmt: skip
 
     def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
         """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
         return self._make(y, self.W_K, self.b_K, self.k_norm, torch.arange(len(y), device=y.device))
+
+    def keys_at(
+        self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"]
+    ) -> Float[Tensor, "key head d_head"]:
+        """The same for norm outputs that stand at some positions alone."""
+        return self._make(y, self.W_K, self.b_K, self.k_norm, positions)
 
     def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
         """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
@@ -128,21 +157,59 @@ class Heads:
         a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
         """
         if self.q_norm is not None:
+            size = self.n_heads, self.W_Q.shape[-1]
             found = self.q_norm.reachable()
-            found = found and (found[0].expand(self.n_heads, -1), found[1].expand(self.n_heads, -1, -1))
+            found = found and (_per_head(found[0], *size), _per_head(found[1], *size))
         else:
             found = site.reachable(self.W_Q)
             found = found and (found[0] + self.b_Q.cpu(), found[1])
         if found is None:
             return None
-        center, axes = found
-        if self.rotary is not None:
-            here = torch.full((axes.shape[-1],), position)
-            table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
-            turned = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
-            axes = rearrange(turned, "wide head d_head -> head d_head wide")
-            center = table(center[None], here[:1])[0]
+        center, axes = self.turned(*found, position)
         return center / self.divisor, _compact(axes / self.divisor)
+
+    def query_directions(
+        self, site: Site, position: int
+    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
+        """Center c and directions A of all queries {c + A u} a head can make at `position`, u of any length: behind a
+        norm that does not scale, or none."""
+        center, axes = site.directions(self.W_Q)
+        center, axes = self.turned(center + self.b_Q.cpu(), axes, position)
+        return center / self.divisor, _compact(axes / self.divisor)
+
+    def turned(
+        self, center: Float[Tensor, "head d_head"], axes: Float[Tensor, "head d_head axis"], position: int
+    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
+        """A set of queries before rotary positions, as it is at `position`; the same without rotary positions."""
+        if self.rotary is None:
+            return center, axes
+        here = torch.full((axes.shape[-1],), position)
+        table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
+        spun = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
+        return table(center[None], here[:1])[0], rearrange(spun, "wide head d_head -> head d_head wide")
+
+
+def _normed(norm: Site, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
+    """Queries or keys through their norm: of each head, or (OLMo 2) of all heads together, repeated ones once."""
+    heads, d_head = made.shape[1:]
+    if norm.d == d_head:
+        return norm.affine(norm.normalize(made))
+    own = norm.d // d_head
+    if norm.projects or own * d_head != norm.d or own == 0 or heads % own:
+        raise UnsupportedAttentionError(
+            f"{norm.name} normalizes vectors of length {norm.d}, which are neither one head's nor all heads' together "
+            f"({heads} of {d_head})"
+        )
+    once = made[:, :: heads // own].reshape(len(made), -1)
+    normed = norm.affine(norm.normalize(once)).view(len(made), own, d_head)
+    return normed.repeat_interleave(heads // own, dim=1)
+
+
+def _per_head(values: Float[Tensor, " wide *axis"], heads: int, d_head: int) -> Float[Tensor, "head d_head *axis"]:
+    """What a query norm can put out, of each head: the same for all, or (a norm over all heads) that head's part."""
+    if len(values) == d_head:
+        return values.expand(heads, *values.shape)
+    return values.reshape(heads, d_head, *values.shape[1:])
 
 
 def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:
@@ -185,15 +252,67 @@ def _divisors(attn: Any, d_head: int) -> Iterator[float]:
     yield 1.0
 
 
-def _obstacle(attn: Any) -> str:
-    """Which known form of scores, other than a scaled dot product, this layer declares; empty if none."""
-    for cfg in (getattr(attn, "cfg", None), getattr(attn, "config", None)):
+def _obstacle(attn: Any, causal: bool) -> str:
+    """Which known form of scores, other than one that is supported, this layer declares; empty if none."""
+    for cfg in _configs(attn):
         cap = getattr(cfg, "attn_scores_soft_cap", None)
         if isinstance(cap, int | float) and cap > 0:
             return f"its scores have a soft cap of {cap:g}"
-        if getattr(cfg, "positional_embedding_type", None) == "alibi":
-            return "its scores have a bias that grows with distance (ALiBi)"
+        if getattr(cfg, "positional_embedding_type", None) == "alibi" and not causal:
+            return "its scores fall with distance on both sides (ALiBi without a causal mask)"
     return ""
+
+
+def _configs(attn: Any) -> list[Any]:
+    inner = getattr(attn, "original_component", None)
+    owners = [attn] if inner is None else [attn, inner]
+    found = (getattr(owner, name, None) for owner in owners for name in ("cfg", "config"))
+    return [cfg for cfg in found if cfg is not None]
+
+
+def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
+    """The slopes that a layer with ALiBi may have; None alone without."""
+    if not any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn)):
+        yield None
+        return
+    steepest = [getattr(getattr(cfg, "attn_config", None), "alibi_bias_max", None) for cfg in _configs(attn)]
+    forms = [_geometric(n_heads), _interleaved(n_heads)]
+    forms += [_every_other(n_heads, float(most)) for most in steepest if isinstance(most, int | float)]
+    for form in forms:
+        yield form
+        yield form / divisor  # Falcon divides the bias with the scores
+    yield None  # a config may say so, and the model not do it
+
+
+def _geometric(n_heads: int, most: float = 8.0) -> Tensor:
+    """2^(-most·h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
+    return 2.0 ** (-most * torch.arange(1, n_heads + 1, dtype=torch.float64) / n_heads)
+
+
+def _interleaved(n_heads: int) -> Tensor:
+    """As BLOOM has them: of a power of two, and every other one of the next power behind them."""
+    lower = 2 ** math.floor(math.log2(n_heads))
+    return torch.cat([_geometric(lower), _geometric(2 * lower)[::2][: n_heads - lower]])
+
+
+def _every_other(n_heads: int, most: float) -> Tensor:
+    """As MPT has them: of the next power of two, first every other one, then the rest."""
+    slopes = _geometric(2 ** math.ceil(math.log2(n_heads)), most)
+    return slopes if len(slopes) == n_heads else torch.cat([slopes[1::2], slopes[::2]])[:n_heads]
+
+
+def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
+    """Rotary positions as the pass showed them, or as the layer holds them."""
+    adjacent = bool(getattr(getattr(attn, "cfg", None), "rotary_adjacent_pairs", False))
+    if cos_sin is not None:
+        return Rotary(cos_sin[0], cos_sin[1], adjacent)
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):
+        return Rotary(attn.rotary_cos.detach(), attn.rotary_sin.detach(), adjacent)
+    table = getattr(getattr(attn, "original_component", None), "embed_positions", None)
+    if isinstance(table, Tensor) and table.ndim == 2 and table.shape[-1] % 2 == 0:  # GPT-J: sines, then cosines
+        sin, cos = (half.repeat_interleave(2, dim=-1) for half in table.detach().chunk(2, dim=-1))
+        return Rotary(cos, sin, adjacent=True)
+    return None
 
 
 def read_heads(
@@ -215,43 +334,40 @@ def read_heads(
         cos_sin: rotary tables seen in the pass (bridge), or None.
 
     Raises:
-        UnsupportedAttentionError: the layer declares scores of another form (a soft cap, ALiBi: by name), or no known
-            form gives that pattern.
+        UnsupportedAttentionError: the layer declares scores of a form that is not supported (a soft cap, ALiBi in both
+            directions: by name), or no known form gives that pattern.
     """
     module = cast(Any, attn)
-    if obstacle := _obstacle(module):
-        raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
     causal = not bool(pattern.triu(1).any())
+    if obstacle := _obstacle(module, causal):
+        raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
     try:
         n_heads = int(module.W_Q.shape[0])
         W_Q, W_K = _weight(module, "W_Q", n_heads), _weight(module, "W_K", n_heads)
     except (AttributeError, TypeError) as error:
         raise UnsupportedAttentionError(f"layer {layer}: {type(attn).__name__} shows no W_Q and W_K") from error
-    d_head = int(W_Q.shape[-1])
-    adjacent = bool(getattr(getattr(module, "cfg", None), "rotary_adjacent_pairs", False))
-    rotary = None
-    if cos_sin is not None:
-        rotary = Rotary(cos_sin[0], cos_sin[1], adjacent)
-    elif isinstance(getattr(module, "rotary_cos", None), Tensor):
-        rotary = Rotary(module.rotary_cos.detach(), module.rotary_sin.detach(), adjacent)
-    worst = math.inf
-    for divisor in dict.fromkeys(_divisors(module, d_head)):
-        heads = Heads(
-            layer,
-            W_Q,
-            _bias(module, "b_Q", W_Q),
-            W_K,
-            _bias(module, "b_K", W_K),
-            divisor,
-            rotary,
-            qk_norms.get("query"),
-            qk_norms.get("key"),
-            causal,
-        )
-        difference = _disagreement(heads, norm_output, pattern)
-        worst = min(worst, difference)
-        if difference <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
-            return heads
+    plain = Heads(
+        layer,
+        W_Q,
+        _bias(module, "b_Q", W_Q),
+        W_K,
+        _bias(module, "b_K", W_K),
+        1.0,
+        _rotary(module, cos_sin),
+        qk_norms.get("query"),
+        qk_norms.get("key"),
+        causal,
+        window_of(attn, pattern),
+    )
+    nearest, worst = plain, math.inf
+    for divisor in dict.fromkeys(_divisors(module, int(W_Q.shape[-1]))):
+        for slopes in _slopes(module, n_heads, divisor):
+            heads = replace(plain, divisor=divisor, slopes=None if slopes is None else slopes.to(W_Q.device))
+            difference = _disagreement(heads, norm_output, pattern)
+            if difference < worst:
+                nearest, worst = heads, difference
+        if worst <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
+            return nearest
     raise UnsupportedAttentionError(
         f"layer {layer}: the attention pattern of {type(attn).__name__} differs by {worst:.2g} from "
         "softmax(q·k / divisor): its scores have a form that head-space measures do not know"
@@ -261,14 +377,11 @@ def read_heads(
 def _disagreement(
     heads: Heads, norm_output: Float[Tensor, "pos d_model"], pattern: Float[Tensor, "head query key"]
 ) -> float:
-    """The largest difference between the attention that `heads` computes and the one paid, where both see."""
+    """The largest difference between the attention that `heads` computes and the one paid."""
     q, k = heads.queries(norm_output), heads.keys(norm_output)
     worst = []  # (of tensors: a NaN must not get lost)
     for some in heads_at_once(pattern.shape):
-        ours = attention_pattern(q[:, some], k[:, some], heads.divisor, causal=heads.causal)
-        ours.mul_(pattern[some] > 0)  # a local window hides far keys
-        ours.div_(ours.sum(-1, keepdim=True).clamp_min(1e-300))
-        worst.append(ours.sub_(pattern[some]).abs_().max())
+        worst.append(heads.pattern(q, k, some).sub_(pattern[some]).abs_().max())
     return float(torch.stack(worst).max())
 
 
@@ -281,16 +394,26 @@ def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
 
 
 def attention_pattern(
-    q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], divisor: float, *, causal: bool = True
+    q: Float[Tensor, "query head d_head"],
+    k: Float[Tensor, "key head d_head"],
+    divisor: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    bias: Float[Tensor, "head key"] | None = None,
 ) -> Float[Tensor, "head query key"]:
-    """Softmax of q·k / divisor over the keys at or before each query, or over all keys."""
-    return visible_softmax(torch.einsum("qhd,khd->hqk", q, k) / divisor, causal=causal)
+    """Softmax of q·k / divisor (+ a bias per key) over the keys that each query sees (`masks.visible_keys`)."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) / divisor
+    if bias is not None:
+        scores = scores + bias[:, None]
+    return visible_softmax(scores, causal=causal, window=window)
 
 
-def visible_softmax(scores: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head query key"]:
-    """Softmax over the keys at or before each query (the last queries, where there are fewer), or over all keys."""
-    if causal:
-        queries, keys = scores.shape[-2:]
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
-        scores = scores.masked_fill(hidden, -math.inf)
+def visible_softmax(
+    scores: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
+) -> Float[Tensor, "head query key"]:
+    """Softmax over the keys that each query sees (the last queries, where there are fewer than keys)."""
+    if causal or window is not None:
+        seen = visible_keys(*scores.shape[-2:], causal=causal, window=window, device=scores.device)
+        scores = scores.masked_fill(~seen, -math.inf)
     return scores.softmax(-1)

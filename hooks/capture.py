@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.masks import window_of
 from ln_probe.hooks.model import HookedModel, blocks, run
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.site import Site
 
 
 class ActivationError(ValueError):
@@ -32,12 +34,13 @@ class AttentionInput:
 
     Attributes:
         layer: block index.
-        x: input of the norm that attention reads, [pos d_model].
-        y: that norm's output, [pos d_model].
+        x: input of the norm that attention reads, [pos d_model]; of a site that stands in for one, what attention
+            reads.
+        y: that norm's output, [pos d_model]: what attention reads.
         pattern: attention paid, [head query key].
         cos_sin: rotary tables [pos rotary_dim] each where the pass showed them (bridge), else None.
         attn: the attention module.
-        site: the norm before it.
+        site: the norm before it, or what stands in for one (`Site.stands_in`).
     """
 
     layer: int
@@ -52,6 +55,11 @@ class AttentionInput:
     def causal(self) -> bool:
         """Whether no query paid attention to a later key."""
         return not bool(self.pattern.triu(1).any())
+
+    @functools.cached_property
+    def window(self) -> int | None:
+        """How many keys a query sees at most, its own included; None: every key before it, or all."""
+        return window_of(self.attn, self.pattern)
 
 
 @dataclass
@@ -118,10 +126,18 @@ class _Pass:
         self.running: dict[int, _Layer] = {}
         self.done: set[str] = set()
 
+    def pre_hooks(self, model: HookedModel) -> Iterator[tuple[nn.Module, Any]]:
+        """The forward pre-hooks (with keyword arguments) to put on, with their modules: where no norm comes first."""
+        for layer, block in enumerate(blocks(model)) if self.on_attention is not None else ():
+            site, attn = self.before.get(layer), getattr(block, "attn", None)
+            if site is not None and site.bare and layer in self.wanted and isinstance(attn, nn.Module):
+                yield attn, self._bare_hook(layer, site)
+
     def hooks(self, model: HookedModel) -> Iterator[tuple[nn.Module, Any]]:
         """The forward hooks to put on, with their modules."""
         for site in self.sites:
-            yield site.module, self._norm_hook(site)
+            if not site.bare:
+                yield site.module, self._norm_hook(site)
         if self.on_attention is None:
             return
         for layer, block in enumerate(blocks(model)):
@@ -143,9 +159,19 @@ class _Pass:
             _finite(site, y, "output")
             if self.on_norm is not None:
                 self.on_norm(site, _by_position(site, x, self.length), _by_position(site, y, self.length))
+            read = y if site.stands_in else x  # of no known norm: what attention reads, as it is
             for layer in site.attention_layers if self.on_attention is not None else ():
                 if layer in self.wanted:
-                    self.running[layer] = _Layer({"x": x.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+                    self.running[layer] = _Layer({"x": read.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+
+        return hook
+
+    def _bare_hook(self, layer: int, site: Site) -> Any:
+        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
+            read = what_is_read(args, kwargs, site.d)
+            if read is not None:
+                _finite(site, read, "input")
+                self.running[layer] = _Layer({"x": read, "y": read})
 
         return hook
 
@@ -170,6 +196,21 @@ class _Pass:
         return hook
 
 
+def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "pos d_model"] | None:
+    """What an attention module was given to read for its queries: of the first prompt, and of the first head where each
+    has an input of its own (`use_split_qkv_input`)."""
+    for value in (*args, *kwargs.values()):
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape[-1:] == (d,)
+            and value.ndim in (3, 4)
+        ):
+            first = value.detach()[0]
+            return first if first.ndim == 2 else first[:, 0]
+    return None
+
+
 def stream(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],
@@ -184,7 +225,7 @@ def stream(
     Args:
         model: any hooked model.
         tokens: one prompt.
-        sites: the model's norms (`find_sites`).
+        sites: the model's norms (`find_sites`), and what stands in for norms (`survey`) where it is wanted.
         on_norm: gets a norm's input and output, once a pass, whatever their number of calls. Norms inside attention
             come flattened over heads, [pos·head d_head].
         on_attention: gets an `AttentionInput` when a layer's attention has run.
@@ -195,7 +236,9 @@ def stream(
     """
     wanted = range(len(blocks(model))) if layers is None else layers
     under_way = _Pass(sites, len(tokens), on_norm, on_attention, wanted)
-    with ExitStack() as stack:
+    with exclusive(model), ExitStack() as stack:
+        for module, hook in under_way.pre_hooks(model):
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module, hook in under_way.hooks(model):
             stack.callback(module.register_forward_hook(hook).remove)
         run(model, tokens[None])

@@ -1,51 +1,156 @@
-"""The constant that stands for a norm's scaling: its mean sigma over tokens other than position 0.
+"""What stands for a norm's scaling once it is taken away: two constants, its mean sigma at position 0 and elsewhere.
 
-Position 0 is left out because attention sinks live there: in SmolLM2-135M their sigma is hundreds of times the others'.
+Position 0 has its own because attention sinks live there: in SmolLM2-135M their sigma is hundreds of times the others',
+so one constant for both makes their vectors hundreds of times too long and measures that (Heimersheim 2024 treats the
+first position apart for the same reason). Beside them (`scale=` of `without`):
+
+    frozen      the two constants
+    uniform     the constant of the other positions everywhere
+    resampled   each token gets the sigma of a calibration token, drawn at random; position 0 of one at position 0
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.sites import Site
 
+FROZEN, UNIFORM, RESAMPLED = "frozen", "uniform", "resampled"
+SCALES = (FROZEN, UNIFORM, RESAMPLED)
 
-def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, float]:
-    """Mean sigma of each site over the prompts' tokens other than position 0 (over all, if there are no others).
 
-    The same constants as a report's `provenance["constants"]`. Costs one forward pass a prompt.
+@dataclass(frozen=True)
+class Constant:
+    """What a norm divides by instead of its sigma.
+
+    Attributes:
+        first: at position 0; rest: elsewhere.
+    """
+
+    first: float
+    rest: float
+
+    @classmethod
+    def of(cls, given: object) -> Constant:
+        """From a number (everywhere the same), a pair, or {"first": …, "rest": …} as in a report's provenance.
+
+        Raises:
+            ValueError: something else.
+        """
+        if isinstance(given, Constant):
+            return given
+        if isinstance(given, Mapping) and set(given) == {"first", "rest"}:
+            given = (given["first"], given["rest"])
+        values = tuple(given) if isinstance(given, tuple | list) else (given, given)
+        if len(values) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+            raise ValueError(f'a constant is a number or {{"first": number, "rest": number}}, got {given!r}')
+        return cls(float(values[0]), float(values[1]))
+
+    @property
+    def plain(self) -> dict[str, float]:
+        """As JSON has it."""
+        return {"first": self.first, "rest": self.rest}
+
+    @property
+    def uniform(self) -> Constant:
+        """The one constant for all positions."""
+        return Constant(self.rest, self.rest)
+
+    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """The divisor of every vector, given which belong to position 0; in the precision of `like`."""
+        rest = torch.full_like(like[..., :1], self.rest)
+        return rest if self.first == self.rest else rest.masked_fill(first, self.first)
+
+    def rows(self, length: int) -> Float64[Tensor, "pos 1"]:
+        """The divisor of every position of one prompt."""
+        rows = torch.full((length, 1), self.rest, dtype=torch.float64)
+        rows[:1] = self.first
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Sigmas:
+    """The sigmas of one norm over calibration tokens.
+
+    Attributes:
+        first: at position 0; rest: elsewhere (those of position 0, if there are no others).
+    """
+
+    first: Float64[np.ndarray, " _"]
+    rest: Float64[np.ndarray, " _"]
+
+    @property
+    def constant(self) -> Constant:
+        return Constant(float(self.first.mean()), float(self.rest.mean()))
+
+
+class Resampled:
+    """Divisors drawn from calibration tokens: from those at position 0 for position 0, from the others elsewhere."""
+
+    def __init__(self, sigmas: Sigmas, seed: str) -> None:
+        self.sigmas = sigmas
+        self.generator = np.random.default_rng(zlib.crc32(seed.encode()))
+        self.last: tuple[Tensor, Tensor] | None = None  # what was looked at, and what was drawn for it
+
+    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """As `Constant.at`; another draw at every call, but for the same vectors again.
+
+        (HookedTransformer calls a norm once each for queries, keys and values: a token has one sigma for the three.)
+        """
+        if self.last is not None and self.last[0].shape == like.shape and torch.equal(self.last[0], like):
+            return self.last[1]
+        of_first, of_rest = (
+            torch.from_numpy(self.generator.choice(pool, tuple(first.shape)))
+            for pool in (self.sigmas.first, self.sigmas.rest)
+        )
+        drawn = torch.where(first.cpu(), of_first, of_rest).to(like)
+        self.last = like, drawn
+        return drawn
+
+
+Divisor = Constant | Resampled
+
+
+def calibration_sigmas(
+    model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]
+) -> dict[str, Sigmas]:
+    """The sigmas of each site over the tokens of some prompts; costs one forward pass a prompt.
 
     Raises:
         ValueError: token ids outside the vocabulary, or prompts longer than the context.
         ActivationError: a norm's input or output is not finite.
     """
-    tail: dict[str, list[float]] = {s.name: [0.0, 0] for s in sites}
-    first: dict[str, list[float]] = {s.name: [0.0, 0] for s in sites}
+    first: dict[str, list[np.ndarray]] = {s.name: [] for s in sites}
+    rest: dict[str, list[np.ndarray]] = {s.name: [] for s in sites}
     length = 0
 
     def on_norm(site: Site, x: Tensor, _y: Tensor) -> None:
-        sigma = site.sigma(x.double())[:, 0]
+        sigma = site.sigma(x.double())[:, 0].cpu().numpy()
         heads = max(1, len(x) // length)
-        for sums, part in ((first[site.name], sigma[:heads]), (tail[site.name], sigma[heads:])):
-            sums[0] += float(part.sum())
-            sums[1] += len(part)
+        first[site.name].append(sigma[:heads])
+        rest[site.name].append(sigma[heads:])
 
     with evaluating(model):
         for row in prompts:
             length = len(row)
             stream(model, row, sites, on_norm=on_norm)
-    return {name: _mean(tail[name]) if tail[name][1] else _mean(first[name]) for name in tail}
+    found = {name: (np.concatenate(first[name]), np.concatenate(rest[name])) for name in first if first[name]}
+    return {name: Sigmas(one, others if len(others) else one) for name, (one, others) in found.items()}
 
 
-def _mean(sums: list[float]) -> float:
-    return sums[0] / sums[1] if sums[1] else math.nan
+def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
+    """The mean sigma of each site at position 0 and elsewhere; as `calibration_sigmas` otherwise."""
+    return {name: found.constant for name, found in calibration_sigmas(model, sites, prompts).items()}
 
 
 def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
@@ -74,3 +179,48 @@ def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
     if len(wrong):
         raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
     return list(tokens.long())
+
+
+def divisors_of(
+    scale: object, names: Sequence[str], sigmas: Callable[[], Mapping[str, Sigmas]], *, seed: int = 0
+) -> dict[str, Divisor]:
+    """What each of these norms divides by; `sigmas` are measured if `scale` needs them.
+
+    Args:
+        scale: one of SCALES, a number, or constants by name (as `Constant.of` takes them).
+        names: of the norms.
+        sigmas: measures the sigmas of these norms.
+        seed: of resampled sigmas.
+
+    Raises:
+        ValueError: something else; a name is missing, or a divisor is no positive finite number.
+    """
+    found: dict[str, Divisor]
+    if isinstance(scale, str):
+        if scale not in SCALES:
+            raise ValueError(_unknown(scale))
+        measured = sigmas() if names else {}
+        if scale == RESAMPLED:
+            return {n: Resampled(measured[n], f"{seed}/{n}") for n in names}
+        constants = {n: measured[n].constant for n in names}
+        found = dict(constants) if scale == FROZEN else {n: c.uniform for n, c in constants.items()}
+    elif isinstance(scale, Mapping):
+        missing = [n for n in names if n not in scale]
+        if missing:
+            raise ValueError(f"scale has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
+        found = {n: Constant.of(scale[n]) for n in names}
+    else:
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise ValueError(_unknown(scale))
+        found = dict.fromkeys(names, Constant.of(scale))
+        if not (scale > 0 and np.isfinite(scale)):
+            raise ValueError(f"scale must be a positive finite number, got {scale!r}")
+    for name, value in found.items():
+        assert isinstance(value, Constant)
+        if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
+            raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
+    return found
+
+
+def _unknown(scale: Any) -> str:
+    return f"scale must be one of {', '.join(map(repr, SCALES))}, a positive number or a mapping, got {scale!r}"

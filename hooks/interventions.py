@@ -11,26 +11,54 @@ GPT2's LayerNorm by fine-tuning"; projection and scaling as terms: Brody, Alon &
 from __future__ import annotations
 
 import difflib
-import math
+import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.hooks.default_tokens import default_tokens
-from ln_probe.hooks.edits import Edit, InterventionError, KeyEdit, LostEditError, edits_on, installed, suspended
-from ln_probe.hooks.frozen_scale import check_tokens, mean_sigmas
-from ln_probe.hooks.model import HookedModel, active_dropout, check_model
+from ln_probe.hooks.capture import ActivationError
+from ln_probe.hooks.default_tokens import calibration_tokens
+from ln_probe.hooks.edits import (
+    PARTS,
+    Edit,
+    InterventionError,
+    LostEditError,
+    PartEdit,
+    edits_on,
+    installed,
+    suspended,
+)
+from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.frozen_scale import (
+    FROZEN,
+    SCALES,
+    Constant,
+    Divisor,
+    Resampled,
+    Sigmas,
+    calibration_sigmas,
+    check_tokens,
+    divisors_of,
+)
+from ln_probe.hooks.head_edits import HeadEdit, head_count
+from ln_probe.hooks.held_sigma import LinearEdit, held
+from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.sites import Site, Survey, class_of, known, survey
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
 
 __all__ = [
     "FROZEN",
     "GROUPS",
+    "PARTS",
+    "SCALES",
     "Intervention",
     "InterventionError",
     "LostEditError",
@@ -41,7 +69,6 @@ __all__ = [
     "without",
 ]
 
-FROZEN = "frozen"
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
 
@@ -57,19 +84,22 @@ class Intervention:
     Attributes:
         variant: "no_scaling", "no_projection" or "neither".
         sites: names of the norms that are edited.
-        divisors: what stands for sigma, by site; empty where scaling stays.
-        matched: whether those divisors are the sites' own mean sigmas (False for a number the user gave: then a
-            change of the loss mixes the loss of scaling with a change of size).
+        divisors: what stands for sigma at position 0 and elsewhere, by site (the means, of resampled ones); empty where
+            scaling stays.
+        matched: whether those divisors are the sites' own sigmas (False for a number the user gave: then a change of
+            the loss mixes the loss of scaling with a change of size).
         no_ops: sites at which the edit changes nothing by construction, and why.
-        only_keys: whether queries and values still see the intact norm.
+        only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
+        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
     """
 
     variant: str
     sites: tuple[str, ...]
-    divisors: Mapping[str, float]
+    divisors: Mapping[str, Constant]
     matched: bool
     no_ops: Mapping[str, str]
-    only_keys: bool
+    only: str | None
+    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
@@ -78,9 +108,11 @@ def without(
     what: str,
     *,
     sites: str | Sequence[str] = "attention",
-    scale: str | float | Mapping[str, float] = FROZEN,
+    scale: str | float | Mapping[str, object] = FROZEN,
     tokens: Int[Tensor, "batch pos"] | None = None,
-    only_keys: bool = False,
+    only: str | None = None,
+    seed: int = 0,
+    heads: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Intervention]:
     """The model without projection, scaling or both at some norms, while the `with` block lasts.
 
@@ -93,12 +125,19 @@ def without(
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
             ("final"), every norm ("all", norms inside attention included), or names.
-        scale: c, what is divided by instead of sigma. "frozen": each site's mean sigma over calibration tokens other
-            than position 0, in the unedited model; a mapping from site names: such means measured before, as in a
-            report's `provenance["constants"]`; a number: that number everywhere (`matched` is then False).
-        tokens: calibration tokens of a frozen scale, [batch pos]. None: the bundled texts, or where the model has no
-            tokenizer sequences sampled from it (seed 0): the tokens that `analyze` takes without prompts.
-        only_keys: edit what the key projection reads, and leave queries and values as they are.
+        scale: c, what is divided by instead of sigma. "frozen": two numbers a site, its mean sigma at position 0 and
+            over the other calibration tokens, in the unedited model; "uniform": the second of them everywhere, which
+            leaves an attention sink's vectors as much too long as its sigma is larger; "resampled": each token gets the
+            sigma of a calibration token drawn at random (position 0 of one at position 0); a mapping from site names:
+            constants measured before, as in a report's `provenance["constants"]`; a number: that number everywhere
+            (`matched` is then False).
+        tokens: calibration tokens, [batch pos], for the first three. None: the bundled calibration texts, or where the
+            model has no tokenizer sequences sampled from it: those that `analyze` takes its constants from.
+        only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
+        seed: of resampled sigmas.
+        heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
+            left at "attention", and means the norms that these blocks' attention reads. Hook points inside that
+            attention are called twice; a key-value cache cannot be used meanwhile.
 
     Yields:
         What is done, with the divisors.
@@ -106,7 +145,7 @@ def without(
     Raises:
         TypeError: not a TransformerLens model, or tokens that are no tensor.
         InterventionError: an unknown term, site or scale; no norm to edit; a site that is under an intervention
-            already; keys that cannot be edited alone.
+            already; a part of attention that cannot be edited alone.
         LostEditError: an edit does not reach the model's output (tried out on entering); names the site.
 
     Warns:
@@ -119,28 +158,107 @@ def without(
     hooked = check_model(model)
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
-    with suspended(hooked):
-        chosen = choose(find_sites(hooked), sites)
+    with exclusive(hooked), suspended(hooked):
+        looked_at = survey(hooked)
+        found = known(looked_at)
+        by_site = None if heads is None else _of_heads(hooked, found, heads, sites, only)
+        chosen = choose(found, sites if by_site is None else list(by_site))
         _refuse_twice(chosen)
-        if only_keys:
-            _refuse_other_readers(chosen)
-        prove(hooked, chosen, only_keys=only_keys)
+        if only is not None:
+            _refuse_other_readers(chosen, only)
+        make = (
+            _edits_of_heads(by_site) if by_site is not None else Edit if only is None else partial(PartEdit, part=only)
+        )
+        prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
-        divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens)
-    _warn(hooked, what, chosen, no_ops)
-    edits = [make_edit(s, variant, divisors.get(s.name), label=label, only_keys=only_keys) for s in chosen]
-    matched = not divisors or scale == FROZEN or isinstance(scale, Mapping)
-    with installed(hooked, edits):
-        yield Intervention(variant, tuple(s.name for s in chosen), divisors, matched, no_ops, only_keys)
+        divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens, seed)
+    _warn(hooked, what, chosen, no_ops, _left_out(looked_at, sites))
+    positions = Positions()
+    edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
+    matched = not divisors or isinstance(scale, str | Mapping)
+    means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
+    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
+    with exclusive(hooked), installed(hooked, edits):  # a thread that wants the model meanwhile waits
+        yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
 
 
-def make_edit(site: Site, variant: str, divisor: float | None, *, label: str = "", only_keys: bool = False) -> Edit:
-    """The edit that gives one norm a variant; `divisor` is needed where the variant takes its scaling."""
+def _left_out(found: Survey, sites: str | Sequence[str]) -> list[Site]:
+    """What a group would hold if it were a norm."""
+    return members(found.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
+
+
+def make_edit(
+    site: Site,
+    variant: str,
+    divisor: Divisor | None,
+    positions: Positions | None = None,
+    *,
+    label: str = "",
+    make: Callable[..., Edit] = Edit,
+) -> Edit:
+    """The edit that gives one norm a variant.
+
+    Args:
+        divisor: what stands for sigma; needed where the variant takes this norm's scaling.
+        positions: shared by the edits of one intervention; None: its own.
+        make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
+    """
+    where = positions or Positions()
 
     def change(x: Tensor, y: Tensor) -> Tensor:
-        return changed_output(site, variant, x, y, divisor)
+        rows = None
+        if divisor is not None and takes_scaling(site, variant):
+            wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+            rows = divisor.at(where.first(site, x), wide)
+        linear = held(site.module)
+        return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
 
-    return (KeyEdit if only_keys else Edit)(site, change, label or variant)
+    return make(site, change, label or variant, where)
+
+
+def _of_heads(
+    model: HookedModel,
+    found: Sequence[Site],
+    heads: Sequence[tuple[int, int]],
+    sites: str | Sequence[str],
+    only: str | None,
+) -> dict[str, dict[int, list[int]]]:
+    """Those heads by block, by the norm that their attention reads.
+
+    Raises:
+        InterventionError: no heads, a head that is not there or is given twice, an attention that reads no norm, or
+            what does not go with single heads.
+    """
+    if sites != "attention" or only is not None:
+        said = f"sites={sites!r}" if only is None else f"only={only!r}"
+        raise InterventionError(f"heads says which norms are edited, and for whom: leave out {said}")
+    if not len(heads):
+        raise InterventionError("an empty list of heads leaves nothing to edit: give (layer, head) pairs")
+    by_site: dict[str, dict[int, list[int]]] = {}
+    layers = n_layers(model)
+    for pair in heads:
+        try:
+            layer, head = (operator.index(i) for i in pair)
+        except (TypeError, ValueError):
+            raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
+        if not 0 <= layer < layers:
+            raise InterventionError(f"heads: there is no layer {layer}; this model has layers 0 to {layers - 1}")
+        if not 0 <= head < (count := head_count(model, layer)):
+            raise InterventionError(f"heads: layer {layer} has no head {head}; it has heads 0 to {count - 1}")
+        site = next((s for s in found if layer in s.attention_layers), None)
+        if site is None:
+            raise InterventionError(
+                f"heads: the attention of layer {layer} reads no norm, so nothing can be taken away"
+            )
+        mine = by_site.setdefault(site.name, {}).setdefault(layer, [])
+        if head in mine:
+            raise InterventionError(f"heads: ({layer}, {head}) is given twice")
+        mine.append(head)
+    return by_site
+
+
+def _edits_of_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]]) -> Callable[..., Edit]:
+    return lambda site, change, label, where=None: HeadEdit(site, change, label, where, heads=by_site[site.name])
 
 
 def members(found: Sequence[Site], group: str) -> list[Site]:
@@ -198,53 +316,56 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 
 def _refuse_twice(chosen: Sequence[Site]) -> None:
     for site in chosen:
-        if there := edits_on(site.module):
+        if there := [e for e in edits_on(site.module) if not isinstance(e, LinearEdit)]:
             raise InterventionError(
                 f"{site.name} is already under an intervention ({there[0].label}): leave that `with` block first, or "
                 "choose other sites"
             )
 
 
-def _refuse_other_readers(chosen: Sequence[Site]) -> None:
+def _refuse_other_readers(chosen: Sequence[Site], only: str) -> None:
+    if only not in PARTS:
+        raise InterventionError(f"only must be one of {', '.join(map(repr, PARTS))}, got {only!r}")
     for site in chosen:
         if "attention" not in site.reads.split("+"):
             raise InterventionError(
-                f"only_keys=True needs norms that attention reads, and {site.name} is read by: {site.reads}"
+                f"only={only!r} needs norms that attention reads, and {site.name} is read by: {site.reads}"
             )
 
 
 def _divisors(
     model: HookedModel,
     sites: Sequence[Site],
-    scale: str | float | Mapping[str, float],
+    scale: str | float | Mapping[str, object],
     tokens: Int[Tensor, "batch pos"] | None,
-) -> dict[str, float]:
+    seed: int,
+) -> dict[str, Divisor]:
     """What each of these sites divides by instead of its sigma."""
-    if isinstance(scale, str) and scale != FROZEN:
-        raise InterventionError(f"scale must be {FROZEN!r}, a positive number or a mapping, got {scale!r}")
     given = None if tokens is None else check_tokens(model, tokens)
-    if given is not None and scale != FROZEN:
-        raise InterventionError(f"tokens are for scale={FROZEN!r}: with another scale there is nothing to calibrate")
-    if isinstance(scale, str):
-        found = mean_sigmas(model, sites, default_tokens(model) if given is None else given) if sites else {}
-    elif isinstance(scale, Mapping):
-        missing = [s.name for s in sites if s.name not in scale]
-        if missing:
-            raise InterventionError(f"scale has no entry for {_some(missing)}")
-        found = {s.name: float(scale[s.name]) for s in sites}
-    else:
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise InterventionError(f"scale must be {FROZEN!r}, a positive number or a mapping, got {scale!r}")
-        found = {s.name: float(scale) for s in sites}
-        if not (scale > 0 and math.isfinite(scale)):
-            raise InterventionError(f"scale must be a positive finite number, got {scale!r}")
-    for name, value in found.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise InterventionError(f"{name}: its divisor must be a positive finite number, got {value!r}")
-    return found
+    if given is not None and scale not in SCALES:
+        named = ", ".join(map(repr, SCALES))
+        raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
+
+    def sigmas() -> dict[str, Sigmas]:
+        return calibration_sigmas(model, sites, calibration_tokens(model) if given is None else given)
+
+    try:
+        return divisors_of(scale, [s.name for s in sites], sigmas, seed=seed)
+    except ActivationError:
+        raise
+    except ValueError as error:
+        raise InterventionError(str(error)) from None
 
 
-def _warn(model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str]) -> None:
+def _warn(
+    model: HookedModel, what: str, chosen: Sequence[Site], no_ops: Mapping[str, str], left: Sequence[Site]
+) -> None:
+    if left:
+        warnings.warn(
+            f"{_some([s.name for s in left])} stands where a norm would and is none that ln_probe knows "
+            f"({class_of(left[0].module)}): the group leaves it out",
+            stacklevel=4,
+        )
     if no_ops:
         reasons = "; ".join(sorted(set(no_ops.values())))
         where = "every site" if len(no_ops) == len(chosen) else _some(list(no_ops))

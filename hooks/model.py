@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 
@@ -44,9 +44,10 @@ def check_model(model: object) -> HookedModel:
     if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
         raise TypeError(
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
-            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder)"
+            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder, ln_probe.analyze a Hugging Face "
+            "model in memory)"
         )
-    _check_weights(model)
+    check_weights(model)
     return cast(HookedModel, model)
 
 
@@ -56,7 +57,9 @@ _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLinear|HQQLinear")
 
 
-def _check_weights(model: nn.Module) -> None:
+def check_weights(model: nn.Module) -> None:
+    """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
+    that has no float64."""
     for path, module in model.named_modules():
         name = path.replace("_original_component.", "")  # what a bridge wraps: says nothing to a reader
         kind = f"{type(module).__module__}.{type(module).__name__}"
@@ -74,11 +77,21 @@ def _check_weights(model: nn.Module) -> None:
             f"the model has no weights to measure: {meta} is on the meta device (built without loading, or offloaded). "
             "Load it onto a real device, as ln_probe.load_model does"
         )
+    for device, name in first.items():
+        if obstacle := device_obstacle(device):
+            raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
     if len(first) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise ValueError(
             f"the model's weights are on several devices ({where}): move it to one, model.to('{next(iter(first))}')"
         )
+
+
+def device_obstacle(device: torch.device) -> str:
+    """Why nothing can be measured on a device; empty if it can."""
+    if device.type == "mps":
+        return "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms"
+    return ""
 
 
 def _quantized(what: str) -> str:
@@ -107,7 +120,9 @@ def device_of(model: HookedModel) -> torch.device:
 
 
 def context_length(model: HookedModel) -> int:
-    return int(model.cfg.n_ctx)
+    own = getattr(getattr(getattr(model, "original_model", None), "config", None), "max_seq_len", None)
+    longest = int(model.cfg.n_ctx)
+    return min(longest, own) if isinstance(own, int) else longest  # MPT's own name, which its bridge does not read
 
 
 def vocabulary_size(model: HookedModel) -> int:
@@ -121,7 +136,7 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 
 
 @contextmanager
-def evaluating(model: HookedModel) -> Iterator[None]:
+def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Dropout off while it lasts; every module's own mode afterwards."""
     module = cast(nn.Module, model)
     training, modes = module.training, [(m, m.training) for m in module.modules()]
@@ -146,10 +161,12 @@ def active_dropout(model: HookedModel) -> str:
 
 def read_unembedding(
     model: HookedModel,
-) -> tuple[Float64[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
-    """W_U as a row per token and its bias (None where there is none), float64; None if the model shows no W_U.
+) -> tuple[Float[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
+    """W_U as a row per token and its bias, float64 (None where there is none); None if the model shows no W_U.
 
-    Rows past the tokens that are really used (padded vocabularies) are left out where the config tells.
+    The rows are the model's own numbers where numpy can show them without a copy (float32 and float64 on the CPU), and
+    not to be written to. Rows past the tokens that are really used (padded vocabularies) are left out where the config
+    tells.
     """
     try:
         weight = cast(Any, model).W_U
@@ -161,7 +178,8 @@ def read_unembedding(
         bias = cast(Any, model).b_U
     except AttributeError:
         bias = None
-    rows = weight.detach().double().cpu().numpy().T
+    held = weight.detach().cpu()
+    rows = (held if held.dtype in (torch.float32, torch.float64) else held.float()).numpy().T
     lift = bias.detach().double().cpu().numpy() if isinstance(bias, Tensor) else None
     size = min(len(rows), vocabulary_size(model))
     return rows[:size], None if lift is None else lift[:size]

@@ -8,13 +8,13 @@ that are not perturbed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.edits import Change, Edit, InterventionError, KeyEdit, LostEditError, installed
+from ln_probe.hooks.edits import Change, Edit, InterventionError, LostEditError, PartEdit, installed
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, run, vocabulary_size
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED, ignored_below
@@ -29,25 +29,27 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
-def prove(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> None:
+def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> None:
     """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
+
+    `make`: the kind of edit, of (site, change, label, positions).
 
     Raises:
         LostEditError: it does not; names the site.
-        InterventionError: keys alone cannot be edited in this architecture.
+        InterventionError: an edit of that kind cannot be made in this architecture.
     """
-    lost = lost_edits(model, sites, only_keys=only_keys)
+    lost = lost_edits(model, sites, make=make)
     if lost:
         more = f" (and at {len(lost) - 1} more sites)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)
 
 
-def lost_edits(model: HookedModel, sites: Sequence[Site], *, only_keys: bool = False) -> dict[str, str]:
+def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> dict[str, str]:
     """Sites at which an edit does not reach the model's output, and what is known about why."""
     found: dict[str, str] = {}
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
-            found |= _try(model, sites[at : at + SITES_AT_ONCE], only_keys)
+            found |= _try(model, sites[at : at + SITES_AT_ONCE], make)
     return found
 
 
@@ -92,15 +94,14 @@ def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
     return (logits - logits[0]).abs().amax(-1)
 
 
-def _try(model: HookedModel, sites: Sequence[Site], only_keys: bool) -> dict[str, str]:
+def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -> dict[str, str]:
     rows = len(sites) + 2
-    kind = KeyEdit if only_keys else Edit
     moved: dict[str, bool] = {}
-    edits = [kind(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
+    edits = [make(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
     try:
         logits = _perturbed(model, edits)
     except LostEditError as error:
-        unread = [e.site for e in edits if isinstance(e, KeyEdit) and e.waiting]
+        unread = [e.site for e in edits if isinstance(e, PartEdit) and e.waiting]
         if not unread:
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}

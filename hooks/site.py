@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none")
+KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none", "unknown")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
 
@@ -107,6 +107,12 @@ class Site:
     radius: float
     constant_scale: float
     attention_layers: tuple[int, ...] = ()
+    bare: bool = False
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it stands for what attention reads where there is no norm that ln_probe knows."""
+        return self.bare or self.kind == "unknown"
 
     @property
     def projects(self) -> bool:
@@ -127,7 +133,11 @@ class Site:
         return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
     def normalize(
-        self, x: Float[Tensor, "*batch d"], *, keep_mean: bool = False, divisor: float | None = None
+        self,
+        x: Float[Tensor, "*batch d"],
+        *,
+        keep_mean: bool = False,
+        divisor: float | Float[Tensor, "*batch 1"] | None = None,
     ) -> Float[Tensor, "*batch d"]:
         """The norm before gain and bias, Px / sigma, in x's own precision.
 
@@ -170,15 +180,23 @@ class Site:
         Args:
             W: what reads the output; None: the output itself.
         """
-        if not self.scales:
-            return None
+        return self._outputs(self.radius, W) if self.scales else None
+
+    def directions(
+        self, W: Float[Tensor, "*head d out"] | None = None
+    ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]]:
+        """The same set for inputs that are normalized to length 1: in which directions outputs can differ, bounded or
+        not. A norm that does not scale can put out c + A u with u of any length."""
+        return self._outputs(1.0, W)
+
+    def _outputs(self, radius: float, W: Tensor | None) -> tuple[Tensor, Tensor]:
         ones, zeros = (make(self.d, dtype=torch.float64) for make in (torch.ones, torch.zeros))
         gain = ones if self.gain is None else self.gain.detach().double().cpu()
         bias = zeros if self.bias is None else self.bias.detach().double().cpu()
         if W is None:
-            center, axes = bias, self.radius * torch.diag(gain)
+            center, axes = bias, radius * torch.diag(gain)
         else:
             read = W.detach().double().cpu()
             center = torch.einsum("d,...dk->...k", bias, read)
-            axes = self.radius * (read * gain[:, None]).transpose(-2, -1)
+            axes = radius * (read * gain[:, None]).transpose(-2, -1)
         return center, axes - axes.mean(-1, keepdim=True) if self.projects else axes

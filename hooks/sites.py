@@ -1,46 +1,48 @@
 """Where a model normalizes: every norm, what it computes, who reads it, in what state it is.
 
 A *site* is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
-("blocks.0.ln1" in every TransformerLens world). What it computes is not taken from its class, which a bridge hides,
-but from its answers to a few vectors: does adding a multiple of the ones-vector change the output (projection)? does
-the divisor grow with the input (scaling)? What it reads into is found the same way: one short forward pass, and whose
-input equals the site's output.
+("blocks.0.ln1" in every TransformerLens world). What it computes is told by its answers (`norm_formula`), who reads it
+by one short forward pass: whose input equals the site's output.
+
+Not everything that stands there is a norm. `survey` also gives what stands in for one: a module whose formula is none
+that ln_probe knows (DyT), or nothing at all, where attention reads the stream itself.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import edits_on
-from ln_probe.hooks.model import HookedModel, blocks, check_model, device_of, n_layers, run, vocabulary_size
+from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.model import HookedModel, blocks, check_model, n_layers, run, vocabulary_size
+from ln_probe.hooks.norm_formula import SAME_OUTPUT, SiteError, UnknownNormError, describe
 from ln_probe.hooks.site import KINDS, READERS, Site, Terms
 from ln_probe.hooks.state import state_of, writing_weights
 
-__all__ = ["KINDS", "READERS", "Site", "SiteError", "Terms", "find_sites", "site_modules"]
+__all__ = [
+    "KINDS",
+    "READERS",
+    "SAME_OUTPUT",
+    "Site",
+    "SiteError",
+    "Survey",
+    "Terms",
+    "UnknownNormError",
+    "find_sites",
+    "site_modules",
+    "survey",
+]
 
-# Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
-# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
-SAME_OUTPUT = 5e-2
 PROBE_TOKENS = 3
-
-
-class SiteError(ValueError):
-    """A norm does not behave as a norm (NaN weights, or a formula that ln_probe does not know)."""
-
-
-@dataclass(frozen=True)
-class _Answers:
-    normalized: Tensor
-    scale: Tensor
-    out: Tensor
+_LISTED = 6  # layers named one by one in a sentence
 
 
 def site_modules(model: HookedModel) -> dict[str, nn.Module]:
@@ -53,128 +55,6 @@ def site_modules(model: HookedModel) -> dict[str, nn.Module]:
             if name:
                 found.setdefault(str(name).rsplit(".", 1)[0], module)
     return found
-
-
-def _length(module: nn.Module, model: HookedModel) -> int:
-    for name in ("w", "weight"):
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor):
-            return value.shape[-1]
-    return int(getattr(module, "length", None) or getattr(module, "d_model", None) or model.cfg.d_model)
-
-
-def _ask(module: nn.Module, x: Tensor) -> _Answers:
-    """Run the norm alone on x [batch d], seeing what passes its hook points."""
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            seen.setdefault(name, output.detach().reshape(x.shape[0], -1).double())
-
-        return hook
-
-    children = dict(module.named_children())
-    with ExitStack() as stack, torch.no_grad():
-        for name in ("hook_scale", "hook_normalized"):
-            handle = children[name].register_forward_hook(keep(name))
-            stack.callback(handle.remove)
-        out = module(x[None])
-    return _Answers(seen["hook_normalized"], seen["hook_scale"], out.detach().reshape(x.shape[0], -1).double())
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
-
-
-def _parameters(module: nn.Module, d: int) -> tuple[Tensor | None, Tensor | None]:
-    values = []
-    for names in (("w", "weight"), ("b", "bias")):
-        tensors = (getattr(module, n, None) for n in names)
-        values.append(next((t.detach() for t in tensors if isinstance(t, Tensor) and t.numel() == d), None))
-    return values[0], values[1]
-
-
-def _describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]:
-    """kind, gain, bias, eps, radius, constant_scale of one norm, from its answers."""
-    d = _length(module, model)
-    gain, bias = _parameters(module, d)
-    for label, tensor in (("gain", gain), ("bias", bias)):
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
-    dtype = gain.dtype if gain is not None else next((p.dtype for _, p in model.named_parameters()), torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, d, generator=generator, dtype=torch.float64)
-    zero = torch.zeros_like(x[:1])
-    rows = torch.cat([x, x + 2.0, 3.0 * x, zero]).to(device_of(model), dtype)
-    answers = _ask(module, rows)
-    base, shifted, tripled = (
-        _Answers(answers.normalized[i : i + 4], answers.scale[i : i + 4], answers.out[i : i + 4]) for i in (0, 4, 8)
-    )
-    projects = d > 1 and _close(shifted.normalized, base.normalized)
-    scales = _close(tripled.normalized, base.normalized)
-    if not scales and not _close(tripled.normalized, 3 * base.normalized):
-        raise SiteError(f"{name} ({type(module).__name__}) neither keeps nor triples 3x: not a norm ln_probe knows")
-    kept = rows[:4].double()
-    kept = kept - kept.mean(-1, keepdim=True) if projects else kept
-    kind = {
-        (True, True): "layernorm",
-        (False, True): "rmsnorm",
-        (True, False): "projection_only",
-        (False, False): "none",
-    }[projects, scales]
-    if kind == "rmsnorm" and getattr(module, "kind", None) == "scaling_only":
-        kind = "scaling_only"  # the laboratory's name for it
-    radius, eps, constant = math.nan, 0.0, math.nan
-    if scales:
-        # scale² = (mean(kept²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-        at_zero = float(answers.scale[-1, 0]) ** 2
-        stretch = float(((base.scale[:, 0] ** 2 - at_zero) / kept.pow(2).mean(-1)).mean())
-        declared = getattr(module, "radius", None)
-        radius = float(declared) if declared is not None else math.sqrt(d)
-        if abs(math.sqrt(d / stretch) / radius - 1) > SAME_OUTPUT:
-            raise SiteError(
-                f"{name} ({type(module).__name__}) normalizes to length {math.sqrt(d / stretch):.4g}, not {radius:.4g}"
-            )
-        eps = float(at_zero / stretch)
-        declared_eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), None)
-        eps = declared_eps if declared_eps is not None else eps
-    else:
-        constant = float(base.scale[0, 0])
-    # Gemma stores its gain as an offset from 1: told by the output, not by the class.
-    if gain is not None and not _affine_holds(base, gain, bias):
-        if not _affine_holds(base, 1 + gain, bias):
-            raise SiteError(
-                f"{name} ({type(module).__name__}): output is not gain·normalized + bias for its parameters; "
-                "ln_probe does not know this norm"
-            )
-        gain = 1 + gain
-    if not all(torch.isfinite(t).all() for t in (answers.out, answers.scale)):
-        raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
-    return {
-        "d": d,
-        "kind": kind,
-        "gain": gain,
-        "bias": bias,
-        "eps": eps,
-        "radius": radius,
-        "constant_scale": constant,
-    }
-
-
-def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
-    predicted = answers.normalized * gain.double()
-    if bias is not None:
-        predicted = predicted + bias.double()
-    return _close(predicted, answers.out)
-
-
-def _declared_eps(module: nn.Module, model: HookedModel) -> Iterator[float]:
-    inner = getattr(module, "original_component", None)
-    for owner in (module, inner, model.cfg):
-        for name in ("eps", "variance_epsilon", "layer_norm_epsilon"):
-            value = getattr(owner, name, None)
-            if isinstance(value, float):
-                yield value
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -219,25 +99,72 @@ def _layer(name: str, model: HookedModel, order: dict[str, int]) -> int:
     return 0 if order.get(name, len(order)) < first else n_layers(model)  # after the embedding, or at the end
 
 
-def _short_run(
-    model: HookedModel, modules: dict[str, nn.Module]
-) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], dict[Reader, list[Tensor]]]:
-    """Inputs and outputs of every site, and inputs of every reader, in one pass over a few tokens."""
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, list[Tensor]] = {}  # HookedTransformer calls `ln1` once each for q, k and v
+@dataclass
+class _Seen:
+    """What one pass over a few tokens shows.
+
+    Attributes:
+        inputs: of every module watched, by name.
+        outputs: likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
+        readers: inputs of everything inside attention, MLPs and the unembedding.
+        blocks: what each block was given.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    readers: dict[Reader, list[Tensor]] = field(default_factory=dict)
+    blocks: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+def _short_run(model: HookedModel, modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> _Seen:
+    """One pass over a few tokens, watching norms, the `others` that may stand where a norm would, and all readers."""
+    seen = _Seen()
     with ExitStack() as stack:
-        for name, module in modules.items():
+        for name, module in (modules | others).items():
 
-            def keep(_m: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-                inputs.setdefault(name, args[0].detach())
-                outputs.setdefault(name, []).append(output.detach())
+            def keep(_m: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                given = _first_tensor(args, kwargs)
+                if given and isinstance(output, Tensor):
+                    seen.inputs.setdefault(name, given[0].detach())
+                    seen.outputs.setdefault(name, []).append(output.detach())
 
-            stack.callback(module.register_forward_hook(keep).remove)
-        skip = {id(m) for m in modules.values()}
-        with _readers_watched(model, skip) as seen:
+            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
+        for layer, block in enumerate(blocks(model)):
+
+            def begin(_m: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> None:
+                seen.blocks[layer] = [t.detach() for t in _first_tensor(args, kwargs)]
+
+            stack.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        with _readers_watched(model, {id(m) for m in modules.values()}) as seen.readers:
             tokens = torch.linspace(1, vocabulary_size(model) - 1, PROBE_TOKENS).long()[None]
             run(model, tokens, return_type="logits")
-    return inputs, outputs, seen
+    for name in others:  # one that leaves its input as it is (dropout, Identity) stands for nothing
+        if name in seen.outputs and not _changes(seen.inputs[name], seen.outputs[name][0], int(model.cfg.d_model)):
+            del seen.inputs[name], seen.outputs[name]
+    return seen
+
+
+def _changes(x: Tensor, y: Tensor, d_model: int) -> bool:
+    """Whether a module makes another stream of a stream."""
+    return x.shape == y.shape and x.shape[-1:] == (d_model,) and not torch.equal(x, y)
+
+
+def _others(model: HookedModel, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Modules that may stand where a norm would, by name: outside attention, MLPs and known norms, and around none."""
+    roots = [getattr(b, part, None) for b in blocks(model) for part in ("attn", "mlp")]
+    roots += [getattr(model, name, None) for name in ("embed", "pos_embed", "unembed")]
+    inside = {id(m) for r in (*roots, *modules.values()) if isinstance(r, nn.Module) for m in r.modules()}
+    known = {id(r) for r in (*roots, *modules.values()) if isinstance(r, nn.Module)}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():  # (gives each module once)
+        if (
+            id(module) in inside
+            or type(module).__name__ == "HookPoint"
+            or any(id(m) in known for m in module.modules())
+        ):
+            continue
+        found[path.replace("_original_component.", "")] = module
+    return found
 
 
 def _readers(outputs: dict[str, list[Tensor]], seen: dict[Reader, list[Tensor]]) -> dict[str, list[Reader]]:
@@ -268,6 +195,59 @@ def _reads(name: str, readers: list[Reader]) -> str:
     return joined if joined in READERS else "other"
 
 
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What a model has where norms are, in the order of the forward pass.
+
+    Attributes:
+        sites: its norms.
+        unknown: modules that stand between the stream and what reads it, and are no norm that ln_probe knows (kind
+            "unknown"); one that nothing names is looked at where attention reads it.
+        bare: for every block whose attention reads the stream itself, a site of kind "none".
+    """
+
+    sites: tuple[Site, ...]
+    unknown: tuple[Site, ...] = ()
+    bare: tuple[Site, ...] = ()
+
+    @property
+    def read(self) -> tuple[Site, ...]:
+        """Everything that something reads: norms, and what stands in for norms."""
+        return (*self.sites, *self.unknown, *self.bare)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of results has to know, in sentences."""
+        said = []
+        if self.unknown:
+            named = ", ".join(f"{s.name} ({class_of(s.module)}, read by {s.reads})" for s in self.unknown)
+            count = len(self.unknown)
+            said.append(
+                f"{count} {'module stands' if count == 1 else 'modules stand'} where a norm would and "
+                f"{'is none' if count == 1 else 'are none'} that ln_probe knows: {named}. Keys and queries behind it "
+                "are measured as they are; nothing is taken apart or taken away there, and groups of norms "
+                "(attention, mlp, final, all) leave it out"
+            )
+        if self.bare and self.sites:
+            said.append(
+                "attention reads the stream itself, with no norm before it, in "
+                f"{layers_in_words([s.layer for s in self.bare])}: keys and queries are measured as they are"
+            )
+        return tuple(said)
+
+
+def class_of(module: nn.Module) -> str:
+    """The class of a module, or of what it wraps."""
+    return type(getattr(module, "original_component", None) or module).__name__
+
+
+def layers_in_words(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0, 1`, `layers 0 … 11 (12 of them)`."""
+    if len(layers) > _LISTED:
+        return f"layers {layers[0]} … {layers[-1]} ({len(layers)} of them)"
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+
+
 def find_sites(model: object) -> list[Site]:
     """Every norm of `model`, in the order of the forward pass.
 
@@ -275,10 +255,37 @@ def find_sites(model: object) -> list[Site]:
 
     Raises:
         TypeError: not a TransformerLens model.
-        SiteError: a norm with NaN parameters, one whose output is none of the known formulas, or one that is under an
-            intervention.
+        SiteError: a norm with NaN parameters, or one that is under an intervention.
+        UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
     """
-    hooked = check_model(model)
+    return known(survey(model))
+
+
+def known(found: Survey) -> list[Site]:
+    """The norms of a survey.
+
+    Raises:
+        UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
+    """
+    for site in found.unknown:
+        if "hook_scale" in dict(site.module.named_children()):
+            raise UnknownNormError(site.evidence)
+    return list(found.sites)
+
+
+def survey(model: object) -> Survey:
+    """Every norm of `model`, and what stands in for norms where there is none that ln_probe knows.
+
+    Costs the same as `find_sites`.
+
+    Raises:
+        TypeError, SiteError: as `find_sites`, but for formulas that are not known.
+    """
+    with exclusive(check_model(model)):
+        return _survey(check_model(model))
+
+
+def _survey(hooked: HookedModel) -> Survey:
     modules = site_modules(hooked)
     for name, module in modules.items():
         if active := [e for e in edits_on(module) if not e.suspended]:
@@ -286,28 +293,30 @@ def find_sites(model: object) -> list[Site]:
                 f"{name} is under an intervention ({active[0].label}), so the model cannot be looked at as it is: "
                 "leave the `with` block first"
             )
-    if not modules:
-        return []
-    inputs, outputs, seen = _short_run(hooked, modules)
-    order = {name: place for place, name in enumerate(outputs)}
-    readers = _readers(outputs, seen)
-    writing = writing_weights(hooked)
-    sites = []
+    others = _others(hooked, modules)
+    seen = _short_run(hooked, modules, others)
+    order = {name: place for place, name in enumerate(seen.outputs)}
+    readers = _readers(seen.outputs, seen.readers)
+    writing = writing_weights(hooked) if modules else []
+    sites, unknown = [], []
     for name, module in sorted(modules.items(), key=lambda item: order.get(item[0], len(order))):
-        facts = _describe(name, module, hooked)
-        layer, reads = _layer(name, hooked, order), _reads(name, readers.get(name, []))
-        taken = readers.get(name, [])
+        layer, taken = _layer(name, hooked, order), readers.get(name, [])
+        try:
+            facts = describe(name, module, hooked)
+        except UnknownNormError as error:
+            unknown.append(_unknown(name, module, layer, _reads(name, taken), taken, hooked, str(error)))
+            continue
         layers_reading = sorted({place for what, place in taken if what != "unembed"})
-        projects = facts["kind"] in ("layernorm", "projection_only")
+        reads = _reads(name, taken)
         state, evidence = state_of(
             hooked,
             layer=layer,
             reads=reads,
             reading_layers=layers_reading,
-            projects=projects,
+            projects=facts["kind"] in ("layernorm", "projection_only"),
             gain=facts["gain"],
             bias=facts["bias"],
-            x=inputs.get(name),
+            x=seen.inputs.get(name),
             writing=writing,
         )
         sites.append(
@@ -318,8 +327,53 @@ def find_sites(model: object) -> list[Site]:
                 state=state,
                 evidence=evidence,
                 module=module,
-                attention_layers=tuple(sorted(place for what, place in taken if what == "attention")),
+                attention_layers=_attention(taken),
                 **facts,
             )
         )
-    return sites
+    for name in order:
+        if name in others and readers[name]:
+            what = f"{class_of(others[name])}: it has no hook points of a norm"
+            layer, taken = _layer(name, hooked, order), readers[name]
+            unknown.append(_unknown(name, others[name], layer, _reads(name, taken), taken, hooked, what))
+    bare: list[Site] = []
+    for layer, block in enumerate(blocks(hooked)):
+        given = seen.readers.get(("attention", layer), [])
+        if given and not any(("attention", layer) in taken for taken in readers.values()):
+            site = _without_norm(layer, block, given, seen.blocks.get(layer, []), hooked)
+            (bare if site.kind == "none" else unknown).append(site)
+    return Survey(tuple(sites), tuple(unknown), tuple(bare))
+
+
+def _attention(readers: Sequence[Reader]) -> tuple[int, ...]:
+    return tuple(sorted(place for what, place in readers if what == "attention"))
+
+
+def _unknown(
+    name: str, module: nn.Module, layer: int, reads: str, readers: Sequence[Reader], model: HookedModel, why: str
+) -> Site:
+    """What stands in for a module that is no known norm; `why` begins with its class."""
+    d = int(model.cfg.d_model)
+    return Site(
+        name, layer, "unknown", reads, "raw", why, module, d, None, None, 0.0, math.nan, 1.0, _attention(readers)
+    )
+
+
+def _without_norm(
+    layer: int, block: nn.Module, read: Sequence[Tensor], stream: Sequence[Tensor], model: HookedModel
+) -> Site:
+    """What stands in where no module makes what attention reads: the stream, or something made in between."""
+    attn = getattr(block, "attn", None)
+    assert isinstance(attn, nn.Module)
+    name, d = f"blocks.{layer}.attn", int(model.cfg.d_model)
+    flat = [t.flatten() for t in stream]
+    plain = any(torch.equal(t.flatten(), s) for t in read for s in flat if t.shape[-1:] == (d,))
+    kind = "none" if plain else "unknown"
+    why = (
+        "no norm: attention reads what the block was given"
+        if plain
+        else f"what {class_of(attn)} reads: no module's output, and not what the block was given"
+    )
+    return Site(
+        name, layer, kind, "attention", "raw", why, attn, d, None, None, 0.0, math.nan, 1.0, (layer,), bare=True
+    )

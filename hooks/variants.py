@@ -1,7 +1,7 @@
 """What is left of a norm without one of its terms: the four variants, as formulas of its input.
 
     intact           Px / sigma
-    no_scaling       Px / c           c = the site's mean sigma over calibration tokens other than position 0
+    no_scaling       Px / c           c = the site's mean sigma over calibration tokens: two numbers, one for position 0
     no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
     neither           x / c
 
@@ -31,7 +31,7 @@ def takes_projection(site: Site, variant: str) -> bool:
 
 
 def normalized(
-    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | None
+    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | Float[Tensor, "*batch 1"] | None
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
     frozen = takes_scaling(site, variant)
@@ -40,9 +40,16 @@ def normalized(
 
 
 def changed_output(
-    site: Site, variant: str, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"], constant: float | None
+    site: Site,
+    variant: str,
+    x: Float[Tensor, "*batch d"],
+    y: Float[Tensor, "*batch d"],
+    constant: float | Float[Tensor, "*batch 1"] | None,
+    sigma: Float[Tensor, "*batch 1"] | None = None,
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output under a variant, from its input x and its own output y; 16-bit formats computed in float32.
+
+    `sigma`: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
 
     Where scaling stays, the output is the norm's own plus gain·mu/sigma: so where there is nothing to put back,
     nothing changes, rounding included.
@@ -52,7 +59,7 @@ def changed_output(
         return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
     if not takes_projection(site, variant):
         return y
-    back = wide.mean(-1, keepdim=True) / site.sigma(wide)
+    back = wide.mean(-1, keepdim=True) / (site.sigma(wide) if sigma is None else sigma.to(wide))
     back = back if site.gain is None else back * site.gain.to(back)
     return (y.to(back.dtype) + back).to(y.dtype)
 
@@ -71,6 +78,10 @@ def ignored_below(dtype: torch.dtype) -> float:
 
 def no_op(site: Site, variant: str) -> str:
     """Why this variant of this site changes nothing by construction; empty if it does change something."""
+    if variant != "intact" and site.kind == "unknown":
+        return f"{site.kind}: no norm that ln_probe knows, so no term can be taken away"
+    if variant != "intact" and site.bare:
+        return "no norm: attention reads the stream itself"
     still = []
     if variant in ("no_projection", "neither"):
         if not site.projects:

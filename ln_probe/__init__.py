@@ -15,21 +15,30 @@ from ln_probe.reporting.software import __version__
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
+    from ln_probe.analyses.attribution.logit_parts import attribute_logits
+    from ln_probe.analyses.attribution.score_parts import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
+    from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
-    from ln_probe.models import bundled_models, load_model
+    from ln_probe.models import bundled_models, load_model, source_of
+    from ln_probe.prompting.token_forms import sampled
     from ln_probe.reporting.comparison import Comparison, compare
     from ln_probe.reporting.report import Report, load_report
 
 _HOME = {
     "Comparison": "ln_probe.reporting.comparison",
     "Report": "ln_probe.reporting.report",
+    "attribute_logits": "ln_probe.analyses.attribution.logit_parts",
+    "attribute_scores": "ln_probe.analyses.attribution.score_parts",
     "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.reporting.comparison",
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
+    "outlier_tokens": "ln_probe.analyses.outliers",
+    "sampled": "ln_probe.prompting.token_forms",
+    "source_of": "ln_probe.models",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -39,12 +48,17 @@ __all__ = [
     "__version__",
     "analyses",
     "analyze",
+    "attribute_logits",
+    "attribute_scores",
     "bundled_models",
     "compare",
     "hooks",
     "key_geometry",
     "load_model",
     "load_report",
+    "outlier_tokens",
+    "sampled",
+    "source_of",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated
 import typer
 
 from ln_probe.batch import commands
+
+TRACEBACK = "LN_PROBE_TRACEBACK"  # set: errors that nothing has caught are shown in full
 
 app = typer.Typer(
     help="What does LayerNorm do for this model's attention?",
@@ -22,7 +25,18 @@ app.add_typer(lab, name="lab")
 
 
 def main() -> None:
-    app()
+    """The command, with a last word for what nothing else has caught."""
+    try:
+        app()
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        said = " ".join(str(error).split())[:300]
+        typer.echo(
+            f"ln-probe: {type(error).__name__}: {said}\nThis is a fault of ln_probe; {TRACEBACK}=1 shows where it is.",
+            err=True,
+        )
+        sys.exit(commands.SOME_FAILED)
 
 
 @app.callback(invoke_without_command=True)
@@ -103,16 +117,18 @@ def lab_run(
     except experiments.UnknownExperimentError as error:
         raise commands.refuse(str(error)) from error
     folder = out or Path("lab-runs") / name
-    commands.check_writable(folder.parent)
+    commands.writable(folder)
     request = experiments.Request(
         out=folder, seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))), quick=quick,
         texts=tuple(text or ()), tokenizer=tokenizer, jobs=jobs, collect=collect,
         progress=not quiet and sys.stderr.isatty(),
     )  # fmt: skip
+    from ln_probe.measuring.live import Live
+
+    command = shlex.join(["ln-probe", *sys.argv[1:]])
     try:
-        results = experiments.run(
-            name, request, command=shlex.join(["ln-probe", *sys.argv[1:]]), ln_probe_version=ln_probe.__version__
-        )
+        with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
+            results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ValueError) as error:
         raise commands.refuse(str(error)) from error
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
@@ -125,6 +141,37 @@ def lab_run(
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)
     raise typer.Exit(commands.SOME_FAILED if results.diverged else commands.DONE)
+
+
+@lab.command("compile")
+def lab_compile(
+    program: Annotated[Path, typer.Argument(help="A C-RASP program (docs/compiler.md).")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, which `ln-probe report` takes.")],
+    construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
+    norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",
+    alphabet: Annotated[str | None, typer.Option(help="Letters of words; default: those of the program.")] = None,
+    letters: Annotated[int, typer.Option(min=1, help="The longest word.")] = 511,
+) -> None:
+    """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
+    from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
+    from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
+    from ln_probe.analyses.lab.depth.crasp import parse
+
+    if construction not in (known := ("scaling", "clip", "rounding")):
+        raise commands.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
+    commands.writable(out.parent)
+    try:
+        source = program.read_text(encoding="utf-8")
+        made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
+        save_compiled(made, out)
+    except (OSError, ValueError) as error:
+        raise commands.refuse(f"{program}: {error}") from error
+    grid = made.precision
+    typer.echo(
+        f"{out}: depth {made.depth}, {made.layers} layers ({made.attending} attend), d_model {made.model.cfg.d_model}, "
+        f"tokens BOS {' '.join(made.alphabet)}"
+        + ("" if grid is None else f"; fixed precision of {grid.bits} bits, {grid.fraction} behind the point")
+    )
 
 
 if __name__ == "__main__":

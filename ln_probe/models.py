@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -40,13 +41,14 @@ def load_model(
     """Load a model, and check once that its logits are those of the original.
 
     Weights stay as they were trained unless one of the last four flags asks for more; a model processed that
-    way is compared with the unprocessed one. `source_of(model)` tells what was loaded and how far the logits
-    were apart.
+    way is compared with the unprocessed one. `ln_probe.source_of(model)` tells what was loaded and how far the
+    logits were apart.
 
     Args:
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
             folder, a ``.gguf`` file, a lab run's folder, or a bundled name. A path goes before a name.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``; by default CUDA where there is a GPU, else the CPU.
+        device: ``cpu``, ``cuda``, ``cuda:1``; by default CUDA where there is a GPU, else the CPU (``mps`` is refused:
+            it has no float64).
         dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
@@ -65,12 +67,13 @@ def load_model(
         FileNotFoundError: the path does not exist, or the folder lacks config.json or weights.
         ConnectionError: a hub name that is not in the local cache, and no network.
         ValueError: an unknown name, option, device or architecture; damaged, quantized or non-finite weights;
-            pickles without `allow_pickle`; or logits that are not those of the original.
+            files that change while they are read; pickles without `allow_pickle`; or logits that are not those of
+            the original.
         ImportError: a ``.gguf`` file without the package ``gguf``.
     """
     from ln_probe.loading.worlds import Processing
 
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    torch_dtype, torch_device = dtype_named(dtype), device_named(device)
     if world not in (None, "hooked", "bridge"):
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
@@ -140,7 +143,8 @@ def _is_known_name(given: str) -> bool:
     return given in bundled_models() or given.lower() in known_hub_names()
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The format of this name; ValueError if there is none."""
     import torch
 
     if name not in DTYPES:
@@ -148,7 +152,8 @@ def _dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The device of this name, by default CUDA where there is a GPU, else the CPU; ValueError if it is not there."""
     import torch
 
     if name is None:
@@ -156,17 +161,19 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
+        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', …, got {name!r}.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices "
             "to torch "
             f"{torch.__version__}. Use device='cpu'."
         )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {name!r} is not there for torch {torch.__version__}. Use device='cpu'.")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
+    from ln_probe.hooks.model import device_obstacle
+
+    if obstacle := device_obstacle(device):
+        raise ValueError(f"device {name!r} cannot be used: {obstacle}. Use device='cpu'.")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}.")
     return device
 
 
@@ -182,19 +189,21 @@ def _load_local(
 ) -> nn.Module:
     from ln_probe.loading.faithful import into_world
     from ln_probe.loading.folder import inspect_folder
+    from ln_probe.loading.inputs import files_of_checkpoint, unchanged
     from ln_probe.loading.pretrained import from_folder, from_gguf
-    from ln_probe.loading.provenance import sha256_of_files
     from ln_probe.loading.quiet import offline, own_random_numbers, quiet
 
     with quiet(), offline(), own_random_numbers():
         if kind == "gguf":
-            files: tuple[Path, ...] = (path,)
-            pretrained = from_gguf(path, dtype=dtype, device=device)
+            weights: tuple[Path, ...] = (path,)
+            with unchanged(weights) as read:
+                pretrained = from_gguf(path, dtype=dtype, device=device)
         else:
             checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
-            files = checkpoint.weights
-            pretrained = from_folder(checkpoint, dtype=dtype, device=device)
-        source = _source(given, kind, pretrained, dtype, weights_sha256=sha256_of_files(files))
+            weights = checkpoint.weights
+            with unchanged(files_of_checkpoint(checkpoint)) as read:
+                pretrained = from_folder(checkpoint, dtype=dtype, device=device)
+        source = _source(given, kind, pretrained, dtype, weights, read)
         return into_world(pretrained, source, device, dtype, world, processing)
 
 
@@ -210,8 +219,8 @@ def _load_hub(
     from ln_probe.loading.faithful import into_world
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
+    from ln_probe.loading.inputs import files_of_checkpoint, unchanged
     from ln_probe.loading.pretrained import from_folder
-    from ln_probe.loading.provenance import sha256_of_files
     from ln_probe.loading.quiet import offline, own_random_numbers, quiet
 
     with quiet():
@@ -230,13 +239,15 @@ def _load_hub(
         own_random_numbers(),
     ):  # everything is on the disk now; nothing below has a reason to ask the hub again
         checkpoint = inspect_folder(snapshot.folder, allow_pickle=allow_pickle)
-        pretrained = from_folder(checkpoint, dtype=dtype, device=device)
+        with unchanged(files_of_checkpoint(checkpoint)) as read:
+            pretrained = from_folder(checkpoint, dtype=dtype, device=device)
         source = _source(
             given,
             "hub",
             pretrained,
             dtype,
-            weights_sha256=sha256_of_files(checkpoint.weights),
+            checkpoint.weights,
+            read,
             revision=snapshot.revision,
             commit=snapshot.commit,
             notes=snapshot.notes,
@@ -249,21 +260,24 @@ def _source(
     kind: str,
     pretrained: Pretrained,
     dtype: torch.dtype,
+    weights: Sequence[Path],
+    read: dict[Path, str],
     *,
-    weights_sha256: str,
     revision: str | None = None,
     commit: str | None = None,
     notes: tuple[str, ...] = (),
 ) -> ModelSource:
-    """The part of the record that is known before a world is chosen."""
-    from ln_probe.loading.provenance import transformer_lens_version
+    """The part of the record that is known before a world is chosen; `read` are the hashes of all files read."""
+    from ln_probe.loading.inputs import combined
+    from ln_probe.loading.provenance import sha256_of_hashes, transformer_lens_version
 
     return ModelSource(
         name=given,
         kind=kind,
         revision=revision,
         commit=commit,
-        weights_sha256=weights_sha256,
+        weights_sha256=sha256_of_hashes({file.name: read[file] for file in weights}),
+        inputs_sha256=combined(read),
         architecture=pretrained.architecture,
         world="",
         dtype=str(dtype).removeprefix("torch."),
@@ -297,10 +311,11 @@ def _load_lab(
         )
     step = None if revision is None else lab_step(revision)
     from ln_probe.analyses.lab.training import load_run
-
-    model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype).eval()
-
+    from ln_probe.loading.inputs import combined, files_of_lab_run, unchanged
     from ln_probe.loading.provenance import sha256_of_state, transformer_lens_version
+
+    with unchanged(files_of_lab_run(folder, step)) as read:
+        model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype).eval()
 
     remember(
         model,
@@ -310,6 +325,7 @@ def _load_lab(
             revision=None if step is None else f"step{step}",
             commit=None,
             weights_sha256=sha256_of_state(model),
+            inputs_sha256=combined(read),
             architecture=type(model).__name__,
             world="lab",
             dtype=str(dtype).removeprefix("torch."),

@@ -78,6 +78,17 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": D, "n_head": HEADS, "n_layer": 2, "vocab_size": VOCAB,
     }),
     "bert": ("BertForMaskedLM", "BertConfig", _LLAMA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA | {"num_key_value_heads": 2, "sliding_window": 8}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _LLAMA | {
+        "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {
+        "n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB, "rotary_dim": 4,
+    }),
+    "mpt": ("MptForCausalLM", "MptConfig", {
+        "d_model": D, "n_heads": HEADS, "n_layers": 2, "max_seq_len": CONTEXT, "vocab_size": VOCAB,
+    }),
 }  # fmt: skip
 
 

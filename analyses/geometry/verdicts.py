@@ -103,6 +103,8 @@ def decide(
     only: Ints | None = None,
     budget: float = BUDGET,
     prove: Prover | None = None,
+    *,
+    others: bool = True,
 ) -> Verdicts:
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
@@ -115,6 +117,7 @@ def decide(
             white queries leave stay undecided.
         budget: multiply-adds per key, after which it stays undecided.
         prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
+        others: with `only`, whether white queries are tried for the other keys too (else they stay undecided).
     """
     work = _Deciding(sets, threads, budget, prove)
     if len(sets.leaders) == 1:  # nothing to compete with
@@ -130,8 +133,13 @@ def decide(
         if len(sets.leaders) > POOL and len(work.left()):
             work.pool()
     else:
-        work.white_queries()
-        work.allowed = np.isin(sets.leaders, sets.representative[only])
+        allowed = np.isin(sets.leaders, sets.representative[only])
+        if others:
+            work.white_queries()
+            work.allowed = allowed
+        else:
+            work.allowed = allowed
+            work.white_queries()
         work.starts[:] = -1
     for careful in (False, True):
         work.nearest_points(careful)
@@ -173,7 +181,8 @@ class _Deciding:
 
     def white_queries(self) -> None:
         """Every key under the query that points at it where keys are white."""
-        self._try_queries(self.left(), self.sets.query(self.sets.white))
+        todo = self.left()
+        self._try_queries(todo, self.sets.query(self.sets.white[todo]))
 
     def own_queries(self) -> None:
         """Every key left under itself: on a sphere it wins, where white queries look along rounding noise."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
@@ -93,6 +94,13 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, section 4.2",
         seeds=1, quick_seeds=1, duration="90 minutes", quick_duration="3 minutes", needs_text=True, function="run_full",
     ),
+    "language_model_bundled": Experiment(
+        "ln_probe.analyses.lab.language_model.bundled_seeds",
+        "the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys",
+        "the shape and schedule of the bundled models",
+        seeds=3, quick_seeds=1, duration="about 6 hours (12 runs of half an hour)", quick_duration="2 minutes",
+        needs_text=True,
+    ),
     "depth": Experiment(
         "ln_probe.analyses.lab.depth.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
@@ -114,12 +122,37 @@ EXPERIMENTS = {
         seeds=3, quick_seeds=1, duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)",
         quick_duration="1 minute", needs_text=True,
     ),
+    "compiler": Experiment(
+        "ln_probe.analyses.lab.compiler.compiler",
+        "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",
+        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
+        seeds=1, quick_seeds=1, duration="20 minutes", quick_duration="2 minutes",
+    ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
         seeds=3, quick_seeds=1, duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
+    ),
+    "remove_norm": Experiment(
+        "ln_probe.analyses.lab.removal.remove_norm",
+        "the bundled lm-layernorm fine-tuned while its norms become constants, beside the same with its norms kept",
+        "Heimersheim 2024; Baroni et al. 2025",
+        seeds=3, quick_seeds=1, duration="about 30 minutes (6 runs of 5 minutes)", quick_duration="1 minute",
+        needs_text=True,
+    ),
+    "saturated_states": Experiment(
+        "ln_probe.analyses.lab.counting.saturated_states",
+        "distinct states of saturated cells over length: LSTM and ifo-pooling grow, the others do not (no training)",
+        "Merrill et al. 2020, sections 2 and 3",
+        seeds=5, quick_seeds=1, duration="2 minutes", quick_duration="10 seconds",
+    ),
+    "counting_budget": Experiment(
+        "ln_probe.analyses.lab.counting.qrnn_budget",
+        "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
+        "Merrill et al. 2020, section 5",
+        seeds=3, quick_seeds=1, duration="about 90 minutes (24 runs of 4 minutes)", quick_duration="1 minute",
     ),
 }  # fmt: skip
 
@@ -157,7 +190,7 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
-    _claim(name, request)
+    claim(name, request)
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
@@ -173,15 +206,20 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     return results
 
 
-def _claim(name: str, request: Request) -> None:
-    """Make `request.out` this experiment's folder, or raise if it holds something else."""
+def claim(name: str, request: Request) -> None:
+    """Make `request.out` this experiment's folder.
+
+    Raises:
+        FileExistsError: it holds something else.
+        ValueError: its claim cannot be read.
+    """
     path = request.out / EXPERIMENT_FILE
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
         try:
-            held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): delete the folder or choose another --out") from error
+            held = plain_json.read(path)
+        except (OSError, plain_json.JsonError) as error:
+            raise ValueError(f"{error}: delete the folder or choose another --out") from error
         if not isinstance(held, dict):
             raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
         if held != wanted:

@@ -1,6 +1,6 @@
 """What an experiment found: tidy tables, means and 95 % intervals over seeds, the published figure beside them.
 
-summary.csv       a row per (what was varied, measure): mean, interval, number of seeds, published figure
+summary.csv       a row per (what was varied, measure): center, interval, number of seeds, published figure
 <table>.csv       the values behind it, a row per seed; .parquet if it is long
 <figure>.png
 results.json      command, versions, settings, runs that diverged, conclusions in sentences
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats  # type: ignore[import-untyped]
 
+from ln_probe.analyses.lab.intervals import Kind, holm, interval, paired_p
 from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
 LONG = 1000  # rows; a longer table is parquet
-LEVEL = 0.95  # of the intervals: Student's t over seeds
-STATISTICS = ("mean", "ci_low", "ci_high", "sd", "seeds")
+STATISTICS = ("mean", "ci_low", "ci_high", "median", "sd", "seeds")
 PACKAGES = ("torch", "transformer-lens", "numpy")
 
 
@@ -53,16 +52,20 @@ class Results:
     diverged: tuple[str, ...] = ()
 
 
-def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Mean and 95 % interval over seeds for every combination of `keys`.
+def summarize(
+    values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None, kind: Kind = "mean"
+) -> pd.DataFrame:
+    """Center, median and 95 % interval over seeds for every combination of `keys`.
 
     Args:
         values: long form: the columns of `keys`, `seed` and `value`.
         keys: columns that set rows apart ("norm", "step", "measure", …).
         published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
+        kind: of interval (`intervals`): "share" for what lies between 0 and 1, "log" for errors.
 
     Returns:
-        keys, then `mean`, `ci_low`, `ci_high` (NaN with one seed), `sd`, `seeds`, `published`.
+        keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,
+        `seeds`, `published`.
 
     Raises:
         ValueError: a seed occurs twice under the same keys.
@@ -76,9 +79,8 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
     for key, group in values.dropna(subset="value").groupby(keys, sort=False, dropna=False):
         x = group["value"].to_numpy(float)
         sd = float(x.std(ddof=1)) if len(x) > 1 else np.nan
-        half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 1)) * sd / np.sqrt(len(x)) if len(x) > 1 else np.nan
-        mean = float(x.mean())
-        rows.append((*(key if isinstance(key, tuple) else (key,)), mean, mean - half, mean + half, sd, len(x)))
+        cell = key if isinstance(key, tuple) else (key,)
+        rows.append((*cell, *interval(x, kind), float(np.median(x)), sd, len(x)))
     table = pd.DataFrame(rows, columns=[*keys, *STATISTICS])
     if published is None:
         return table.assign(published=np.nan)
@@ -86,7 +88,12 @@ def summarize(values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
 
 
-def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) -> pd.DataFrame:
+def effects(
+    values: pd.DataFrame,
+    keys: Sequence[str],
+    switch: Sequence[str],
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+) -> pd.DataFrame:
     """What a norm changes: each value minus the one of the same seed without a norm, with intervals over seeds.
 
     Runs of one seed see the same batches, so what they share drops out of the difference.
@@ -95,16 +102,37 @@ def effects(values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str]) ->
         values: long form, as for `summarize`; a column `norm`, which is "none" without one.
         keys: columns that set rows apart, `norm` among them.
         switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
+        bounds: between which the difference must lie (of shares: -1 and 1); intervals end there.
 
     Returns:
-        A row per key with a norm: keys, `mean`, `ci_low`, `ci_high`, `sd`, `seeds` of the difference; seeds without
-        a partner are left out.
+        A row per key with a norm: keys, `mean`, `ci_low`, `ci_high`, `median`, `sd`, `seeds` of the difference, `p`
+        of the paired t test and `p_holm`, adjusted over all rows; seeds without a partner are left out.
     """
     same = [k for k in keys if k not in switch] + ["seed"]
     plain = values["norm"] == "none"
     pairs = values[~plain].merge(values[plain][[*same, "value"]], on=same, suffixes=("", "_plain"), validate="m:1")
     pairs["value"] = pairs["value"] - pairs["value_plain"]
-    return summarize(pairs, keys).drop(columns="published")
+    return contrasted(pairs, keys, bounds)
+
+
+def contrasted(
+    differences: pd.DataFrame, keys: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
+) -> pd.DataFrame:
+    """Means of paired differences with intervals, p and Holm's p over all rows.
+
+    Args:
+        differences: long form, as for `summarize`; `value` is a difference within a seed.
+        keys: columns that set contrasts apart.
+        bounds: between which a difference must lie; intervals end there.
+
+    Returns:
+        As `effects`.
+    """
+    found = summarize(differences, keys).drop(columns="published")
+    groups = differences.dropna(subset="value").groupby(list(keys), sort=False, dropna=False)["value"]
+    p = [paired_p(group.to_numpy(float)) for _, group in groups]
+    found["ci_low"], found["ci_high"] = found["ci_low"].clip(lower=bounds[0]), found["ci_high"].clip(upper=bounds[1])
+    return found.assign(p=np.array(p, dtype=float), p_holm=holm(p))
 
 
 def write_results(

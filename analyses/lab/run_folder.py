@@ -11,6 +11,7 @@ diverged.json       the loss stopped being a number
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.checkpoint_names import step_named
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
 
 LAB_FILE = "lab.json"
@@ -26,6 +28,8 @@ MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
 DIVERGED_FILE = "diverged.json"
 LOCK_FILE = ".lock"
+TOKENIZER_FILE = "tokenizer.json"
+_CHECK = "check"
 
 
 def claim(out: Path, identity: dict[str, Any]) -> None:
@@ -44,9 +48,11 @@ def check(out: Path, identity: dict[str, Any]) -> None:
     """Raise FileExistsError if `out` holds another run, ValueError if it cannot be told."""
     path = out / LAB_FILE
     try:
-        held = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}): delete {out} or choose another folder") from error
+        held = plain_json.read(path)
+    except plain_json.JsonError as error:
+        raise ValueError(f"{error}: delete {out} or choose another folder") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds no object: delete {out} or choose another folder")
     wrong = sorted(k for k in {*identity, *held} if held.get(k) != identity.get(k))
     if wrong:
         raise FileExistsError(
@@ -54,15 +60,82 @@ def check(out: Path, identity: dict[str, Any]) -> None:
         )
 
 
+def metric_line(row: dict[str, Any]) -> str:
+    """A row as a line of a metrics file, with a hash over what it says."""
+    return json.dumps({**row, _CHECK: _checked(row)}) + "\n"
+
+
 def metric_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file; half a line at its end (a run that was killed) is left out."""
+    """Lines of a metrics file; half a line at its end (a run that was killed) is left out.
+
+    Raises:
+        ValueError: another line is not what was written (names it).
+    """
+    text = metrics.read_bytes().decode("utf-8", "replace") if metrics.exists() else ""
+    lines = text.splitlines(keepends=True)
+    sealed = any(f'"{_CHECK}"' in line for line in lines)  # those of 0.1.0 have no hashes
     rows = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith("\n") and not _holds_a_row(line):
             break
+        where = f"{metrics}, line {number}"
+        again = f"delete {metrics.parent} to train the run again"
+        try:
+            row = plain_json.parse(line, where)
+        except plain_json.JsonError as error:
+            raise ValueError(f"{error}: {again}") from error
+        check = row.pop(_CHECK, None) if isinstance(row, dict) else None
+        known = isinstance(row, dict) and all(isinstance(v, int | float) for v in row.values())
+        if not known or (sealed and check != _checked(row)):
+            raise ValueError(f"{where} is damaged (it is not what was written): {again}")
+        rows.append(row)
     return rows
+
+
+def _holds_a_row(line: str) -> bool:
+    """Whether a line begins with all of a row: then what ends it was altered, for a kill leaves less than that."""
+    try:
+        json.JSONDecoder().raw_decode(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def check_evaluations(metrics: Path, found: int, expected: float | None) -> None:
+    """Raise ValueError if a metrics file has not as many lines as there were when the weights beside it were saved."""
+    if expected is not None and found != int(expected):
+        raise ValueError(
+            f"{metrics} holds {found} of {int(expected)} evaluations: delete {metrics.parent} to train the run again"
+        )
+
+
+def _checked(row: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def why_diverged(run: Path) -> str:
+    """What `diverged.json` says; ValueError if it is damaged."""
+    path = run / DIVERGED_FILE
+    try:
+        return str(plain_json.read(path)["message"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it to go on from the last state") from error
+
+
+def hashes_beside(run: Path) -> dict[str, str]:
+    """SHA-256 of the files without which weights mean something else: what the model is, and its tokenizer.
+
+    Of what they say: how they are written does not matter.
+    """
+    found = {}
+    for file in (run / LAB_FILE, run / TOKENIZER_FILE):
+        if file.is_file():
+            try:
+                said = json.dumps(plain_json.read(file), sort_keys=True)
+            except plain_json.JsonError as error:
+                said = str(error)
+            found[file.name] = hashlib.sha256(said.encode()).hexdigest()
+    return found
 
 
 def read_metrics(run: Path) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,9 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics
+from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics, why_diverged
 from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
+from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.machinery.worker import follow_parent
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, p
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
         waiting = [pool.submit(_one, run, until, False) for run in runs]
-        for done in tqdm(as_completed(waiting), total=len(waiting), disable=not progress, unit="run"):
+        tell("training", 0, len(runs), "runs")
+        for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
             done.result()
+            tell("training", count, len(runs), "runs")
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in set(multiprocessing.active_children()) - before:
@@ -151,8 +153,8 @@ def _one(run: Run, until: int | None, progress: bool) -> None:
 
 def diverged(runs: Sequence[Run]) -> dict[str, str]:
     """What is known of the runs whose loss stopped being a number, by the run's name."""
-    marks = ((run.name, run.folder / DIVERGED_FILE) for run in runs)
-    return {name: f"{name}: {json.loads(mark.read_text())['message']}" for name, mark in marks if mark.exists()}
+    marked = [run for run in runs if (run.folder / DIVERGED_FILE).exists()]
+    return {run.name: f"{run.name}: {why_diverged(run.folder)}" for run in marked}
 
 
 def curves(runs: Sequence[Run]) -> pd.DataFrame:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +27,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -40,13 +39,20 @@ from ln_probe.analyses.lab.run_folder import (
     MODEL_FILE,
     STATE_FILE,
     check,
+    check_evaluations,
     checkpoint_path,
     claim,
+    hashes_beside,
+    metric_line,
     metric_rows,
     weights_of,
+    why_diverged,
 )
+from ln_probe.analyses.lab.sealed_tensors import DamagedTensorsError, load_tensors, save_tensors
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.pulse import tell
 
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
@@ -192,16 +198,11 @@ def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str
     return {k: float(v) for k, v in parts["counter"].items()}
 
 
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is truncated or corrupt; delete it") from error
-
-
-def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
-    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in model.state_dict().items()}
-    write_atomically(path, save(tensors))
+def save_model(
+    model: nn.Module, path: Path, dtype: torch.dtype = torch.float32, *, about: Mapping[str, Any] | None = None
+) -> None:
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    save_tensors(tensors, path, about)
 
 
 def train(
@@ -236,11 +237,12 @@ def _train(
     task: Task, spec: ModelSpec, training: TrainConfig, out: Path, until: int | None, progress: bool
 ) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
-        raise DivergedError(json.loads((out / DIVERGED_FILE).read_text())["message"])
+        raise DivergedError(why_diverged(out))
     torch.manual_seed(training.seed)
     model = spec.build()
     if (out / MODEL_FILE).exists():
-        load_weights(model, out / MODEL_FILE)
+        about = load_weights(model, out / MODEL_FILE)
+        check_evaluations(out / METRICS_FILE, len(metric_rows(out / METRICS_FILE)), about.get("evaluations"))
         return model.eval()
     with calibrate(model):
         task.loss(model, task.batch(0, training.batch, training.seed))
@@ -249,16 +251,19 @@ def _train(
     counters = _restore(model, optimizer, state)
     start = int(counters["step"])
     task.write_files(out)
+    about = {"beside": hashes_beside(out)}
     (out / "checkpoints").mkdir(exist_ok=True)
     metrics = out / METRICS_FILE
     rows = [row for row in metric_rows(metrics) if row["step"] <= start]  # what came after the state is done again
-    write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    check_evaluations(metrics, len(rows), counters.get("evaluations"))
+    write_atomically(metrics, "".join(map(metric_line, rows)).encode())
     began = time.perf_counter() - counters["seconds"]
     stop = training.steps if until is None else max(start, min(until, training.steps))
     bar = tqdm(range(start, stop), initial=start, total=training.steps, disable=not progress, desc=out.name)
     for step in bar:
+        tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
-            save_model(model, checkpoint_path(out, step))
+            save_model(model, checkpoint_path(out, step), about=about)
         for group in optimizer.param_groups:
             group["lr"] = training.lr_at(step)
         loss = task.loss(model, task.batch(step, training.batch, training.seed))
@@ -277,16 +282,16 @@ def _train(
             with torch.no_grad():
                 row |= task.evaluate(model)
             with metrics.open("a") as file:
-                file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
+                file.write(metric_line(row | {"seconds": round(time.perf_counter() - began, 1)}))
             counters["loss"], counters["counted"] = 0.0, 0.0
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
         if (done % training.state_every == 0 or done == stop) and done < training.steps:
-            counters |= {"step": done, "seconds": time.perf_counter() - began}
-            write_atomically(state, save(_pack(model, optimizer, counters)))
+            counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(metric_rows(metrics))}
+            save_tensors(_pack(model, optimizer, counters), state)
     if stop < training.steps:
         return model
-    save_model(model, checkpoint_path(out, training.steps))
-    save_model(model, out / MODEL_FILE)
+    save_model(model, checkpoint_path(out, training.steps), about=about)
+    save_model(model, out / MODEL_FILE, about=about | {"evaluations": len(metric_rows(metrics))})
     state.unlink(missing_ok=True)
     return model
 
@@ -295,10 +300,11 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
     """Where an interrupted run stopped, put back into model and optimizer; zeros if there is nothing to go on from."""
     if not state.exists():
         return {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
-    packed = _load(state)
     try:
-        return _unpack(model, optimizer, packed)
-    except (KeyError, RuntimeError) as error:
+        return _unpack(model, optimizer, load_tensors(state)[0])
+    except DamagedTensorsError as error:
+        raise ValueError(f"{error}; delete it to start again") from error
+    except (KeyError, RuntimeError, ValueError) as error:
         where = state.parent / LAB_FILE
         raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
 
@@ -334,36 +340,74 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
         ValueError: a file is truncated or does not fit the configuration beside it.
     """
     path = Path(path)
-    if not (path / LAB_FILE).exists():
+    if not (path / LAB_FILE).is_file():
         raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
-    try:
-        config = LabConfig(**json.loads((path / LAB_FILE).read_text())["model"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / LAB_FILE} does not describe a lab model ({error!r})") from error
     weights = weights_of(path, step)
+    tensors, about = _read_weights(weights)
+    for name, digest in about.get("beside", {}).items():
+        if hashes_beside(path).get(name) != digest:
+            raise ValueError(f"{path / name} is not what it was when {weights} was written: restore it")
+    config = _config(path / LAB_FILE, len(tensors))
+    with torch.device("meta"):  # before memory is spent on it
+        _check_fit(LabTransformer(config), tensors, weights)
     model = LabTransformer(config, tokenizer=_tokenizer(path))
-    load_weights(model, weights)
+    model.load_state_dict(tensors)
     return model.eval()
 
 
-def load_weights(model: nn.Module, weights: Path) -> None:
-    """Put a saved model's weights into a module of the same shape, as float32.
+def _config(path: Path, tensors: int) -> LabConfig:
+    """What a run's file says of its model, which has at most as many layers as there are tensors."""
+    try:
+        config = LabConfig(**plain_json.read(path)["model"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not describe a lab model ({error!r})") from error
+    if config.n_layers > tensors:
+        raise ValueError(f"{path} says {config.n_layers} layers, and the weights are {tensors} tensors")
+    return config
+
+
+def load_weights(model: nn.Module, weights: Path) -> dict[str, Any]:
+    """Put a saved model's weights into a module of the same shape, as float32; what else the file says.
 
     Raises:
-        ValueError: the file is truncated, or of another shape.
+        ValueError: the file is damaged, of another shape, or holds NaN or infinite numbers.
     """
-    tensors = {k: v.float() if v.is_floating_point() else v for k, v in _load(weights).items()}
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(f"{weights} does not fit {weights.parent / LAB_FILE}: {error}") from error
+    tensors, about = _read_weights(weights)
+    _check_fit(model, tensors, weights)
+    model.load_state_dict(tensors)
+    return about
+
+
+def _read_weights(weights: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, about = load_tensors(weights)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise ValueError(
+                f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
+                "training diverged; nothing can be measured on it"
+            )
+    return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, about
+
+
+def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in tensors.items()}
+    wrong = next((k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong} is of shape {found.get(wrong)} in the file, "
+            f"{wanted.get(wrong)} in the model"
+        )
 
 
 def _tokenizer(path: Path) -> Any:
-    if not (path / "tokenizer.json").exists():
+    file = path / "tokenizer.json"
+    if not file.exists():
         return None
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(path / "tokenizer.json"), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY
-    )
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error

@@ -186,11 +186,16 @@ class Attention(nn.Module):
         return torch.zeros(length, length).to(like).masked_fill(hidden, -math.inf)
 
     def forward(
-        self, x: Float[Tensor, "batch pos d_model"], key_input: Float[Tensor, "batch pos d_model"] | None = None
+        self,
+        x: Float[Tensor, "batch pos d_model"],
+        key_input: Float[Tensor, "batch pos d_model"] | None = None,
+        *,
+        query_input: Float[Tensor, "batch pos d_model"] | None = None,
+        value_input: Float[Tensor, "batch pos d_model"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        q = self.hook_q(self._project(x, self.W_Q, self.b_Q))
+        q = self.hook_q(self._project(x if query_input is None else query_input, self.W_Q, self.b_Q))
         k = self.hook_k(self._project(x if key_input is None else key_input, self.W_K, self.b_K))
-        v = self.hook_v(self._project(x, self.W_V, self.b_V))
+        v = self.hook_v(self._project(x if value_input is None else value_input, self.W_V, self.b_V))
         if self.cfg.positions == "rotary":
             q, k = self.hook_rot_q(self._turn(q)), self.hook_rot_k(self._turn(k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -26,3 +26,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write beside `path` and rename into place; missing folders are made."""
     with replacing(path) as aside:
         aside.write_bytes(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same of a text; halves of a surrogate pair, which no encoding has, stand as \\ud800 and the like."""
+    write_atomically(path, text.encode("utf-8", "backslashreplace"))

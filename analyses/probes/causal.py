@@ -1,8 +1,7 @@
 """The probe `causal`: what the model loses without projection, scaling or both, with intervals over prompts.
 
-Prompts are measured one by one (`ln_probe.analyses.edited_runs`), and weighted by the tokens they predict. Intervals:
-percentile bootstrap over prompts (Efron & Tibshirani 1993, chapter 13), the same resamples for every row, so that rows
-can be compared.
+Prompts are measured one by one (`ln_probe.analyses.edited_runs`), and weighted by the tokens they predict. Intervals
+are those of `ln_probe.analyses.prompt_intervals`, from the same resamples for every row, so that rows can be compared.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.edited_runs import MEASURES, EditedRuns
+from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.edited_runs import MEASURES, SINGLE_NORM_PROMPTS, EditedRuns
+from ln_probe.analyses.probes.causal_findings import said
 from ln_probe.analyses.probes.protocol import (
     Context,
     Cost,
@@ -29,51 +30,71 @@ from ln_probe.analyses.probes.protocol import (
     Shape,
     View,
 )
-from ln_probe.analyses.probes.sentences import largest
-from ln_probe.analyses.tables import CAUSAL
-from ln_probe.analyses.wording import number
+from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.hooks.interventions import GROUPS
 
-RESAMPLES = 2000  # the ends of a percentile interval then err by 1.5 % of its width (one standard error, normal case)
-CONFIDENCE = 0.95
-FEW_PROMPTS = 10  # below it a bootstrap over prompts is known to be too narrow, and the report says so
-# Forward passes for each norm: it alone and in groups, under three variants and once more without scaling, of which the
-# blocks before the edit are not computed again.
-_PASSES_PER_NORM = 2.5
+# Forward passes a prompt: each group under three variants and three scales, of which the blocks before the edit are not
+# computed again; and each norm alone under three variants, on the first prompts.
+_PASSES_OF_GROUPS = 12.0
+_PASSES_PER_NORM = 1.5
 
 
 class Causal(Probe):
+    """Args: single_norm_prompts: on how many of the first prompts norms are taken one by one; 0: groups alone."""
+
+    def __init__(self, single_norm_prompts: int = SINGLE_NORM_PROMPTS) -> None:
+        self.single_norm_prompts = single_norm_prompts
+
     name = "causal"
     summary = "what the loss is with a term switched off"
-    tables = (CAUSAL,)
+    tables = (CAUSAL, CAUSAL_PROMPTS)
     needs = Needs(output=True, calibration=True)
-    thresholds = {"causal_resamples": RESAMPLES, "causal_confidence": CONFIDENCE}  # noqa: RUF012 - a constant
+    thresholds = {  # noqa: RUF012 - a constant
+        "causal_resamples": prompt_intervals.RESAMPLES,
+        "causal_confidence": prompt_intervals.CONFIDENCE,
+        "causal_interval_prompts": prompt_intervals.PROMPTS_NEEDED,
+        "causal_single_norm_prompts": SINGLE_NORM_PROMPTS,
+    }
     absent = "what happens to the loss when a term is switched off in the running model"
 
     def start(self, view: View) -> Observer:
-        return _Watching(view)
+        return _Watching(view, self.single_norm_prompts)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
         measured = [p.tables["effects"] for p in pieces if "effects" in p.tables]
         notes = dict.fromkeys(note for p in pieces for note in p.notes)
-        return Found({CAUSAL.name: table(measured, seed=context.seed)}, (*notes, *notes_on(measured)))
+        frames = {
+            CAUSAL.name: table(measured, seed=context.seed),
+            CAUSAL_PROMPTS.name: by_prompt(measured),
+        }
+        return Found(frames, (*notes, *notes_on(measured)))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return [Finding(text, "causal", 10) for text in _changes(tables[CAUSAL.name])]
+        return said(tables[CAUSAL.name], str(provenance.get("prompts", {}).get("source", "")))
 
     def cost(self, shape: Shape) -> Cost:
-        return Cost(passes=_PASSES_PER_NORM * (2 * shape.layers + 1))
+        single = min(1.0, self.single_norm_prompts / max(1, len(shape.lengths)))
+        return Cost(passes=_PASSES_OF_GROUPS + single * _PASSES_PER_NORM * (2 * shape.layers + 1))
 
 
 class _Watching(Observer):
     """Runs every prompt under every edit."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, single_norm_prompts: int) -> None:
         self.view, self.found = view, list[pd.DataFrame]()
-        assert view.calibration is not None
+        found = view.calibration
+        assert found is not None
         members = view.calibrated
         self.runs = None
         if members:
-            self.runs = EditedRuns(view.model, members, view.calibration.constants, meaningless=view.meaningless)
+            self.runs = EditedRuns(
+                view.model,
+                members,
+                found.constants,
+                sigmas=found.sigmas,
+                meaningless=view.meaningless,
+                single_norm_prompts=single_norm_prompts,
+            )
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         if self.runs is not None:
@@ -95,113 +116,104 @@ class _Watching(Observer):
 def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
     """The `causal` table from what `EditedRuns.measure` gave for each prompt, in any order.
 
-    `delta_loss_low` and `_high` are NaN with fewer than two prompts that predict anything.
+    `delta_loss_low` and `_high` are NaN where fewer than `prompt_intervals.PROMPTS_NEEDED` prompts predict anything.
     """
     if not measured:
         return CAUSAL.empty()
     sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
-    prompts = sums["prompt"].nunique()
-    resamples = _resamples(prompts, seed)
+    drawn = prompt_intervals.resamples(int(sums["prompt"].nunique()), seed)
     by_row = {key: rows.set_index("prompt") for key, rows in sums.groupby(["sites", "variant"], sort=False)}
     rows = []
     for (sites, variant), mine in by_row.items():
         intact = by_row[sites, "intact"]
         base, total = (rows[list(MEASURES)].sum(skipna=False) for rows in (intact, mine))
-        low, high = _interval(mine["nll"] - intact["nll"], mine["predicted"], resamples)
-        tail = _ratio(total["nll_tail"] - base["nll"], total["predicted"])
+        change, predicted = ((mine["nll"] - intact["nll"]).to_numpy(float), mine["predicted"].to_numpy(float))
+        same = drawn if drawn.shape[1] == len(mine) else None
+        low, high = prompt_intervals.interval(change, predicted, same, seed=seed)
+        scaling = variant in ("no_scaling", "neither")
+        worse = int((change > 0).sum()) if not np.isnan(change).any() else math.nan
+        others = {
+            f"delta_loss_{scale}": _ratio(total[f"nll_{scale}"] - base["nll"], total["predicted"])
+            if scaling
+            else math.nan
+            for scale in ("uniform", "resampled")
+        }
+        idle = variant == "intact" or bool(mine["no_op"].iloc[0])
         rows.append({
             "sites": sites, "variant": variant, "loss": _ratio(total["nll"], total["predicted"]),
             "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-            "delta_loss_low": low, "delta_loss_high": high, "kl": _ratio(total["kl"], total["positions"]),
+            "delta_loss_low": low, "delta_loss_high": high, **others, "prompts_worse": worse,
+            "p_adjusted": math.nan if idle else prompt_intervals.sign_test(change),
+            "kl": _ratio(total["kl"], total["positions"]),
             "top1_agreement": _ratio(total["agree"], total["positions"]),
-            "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
-            "delta_loss_tail": tail if variant == "no_scaling" else math.nan, "prompts": prompts,
-            **mine.iloc[0][["divisor", "matched", "no_op"]],
+            "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]), "prompts": len(mine),
+            **mine.iloc[0][["divisor", "divisor_first", "matched", "no_op"]],
         })  # fmt: skip
-    return pd.DataFrame(rows, columns=CAUSAL.names)
+    frame = pd.DataFrame(rows, columns=CAUSAL.names)
+    return frame.assign(p_adjusted=adjusted(frame))
+
+
+def adjusted(frame: pd.DataFrame) -> pd.Series[float]:
+    """The p-values in `p_adjusted`, adjusted (Holm) for the others that one would look through: the groups, or the
+    single norms, under one variant."""
+    family = [frame["sites"].isin(GROUPS), frame["variant"]]
+    return frame.groupby(family)["p_adjusted"].transform(lambda p: prompt_intervals.holm(p.to_list()))
+
+
+def by_prompt(measured: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The `causal_prompts` table from the same: means over each prompt."""
+    if not measured:
+        return CAUSAL_PROMPTS.empty()
+    sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
+    intact = sums[sums["variant"] == "intact"].set_index(["prompt", "sites"])
+    mine = sums[sums["variant"] != "intact"]
+    base = intact.loc[pd.MultiIndex.from_frame(mine[["prompt", "sites"]])].reset_index(drop=True)
+    mine = mine.reset_index(drop=True)
+    tokens, places, queries = (mine[c].where(mine[c] > 0) for c in ("predicted", "positions", "queries"))
+    scaling = mine["variant"].isin(["no_scaling", "neither"])
+    return pd.DataFrame(
+        {
+            "prompt": mine["prompt"].astype(np.int64),
+            "sites": mine["sites"],
+            "variant": mine["variant"],
+            "predicted": mine["predicted"].astype(np.int64),
+            "loss": base["nll"] / tokens,
+            "delta_loss": (mine["nll"] - base["nll"]) / tokens,
+            "delta_loss_uniform": ((mine["nll_uniform"] - base["nll"]) / tokens).where(scaling),
+            "delta_loss_resampled": ((mine["nll_resampled"] - base["nll"]) / tokens).where(scaling),
+            "kl": mine["kl"] / places,
+            "top1_agreement": mine["agree"] / places,
+            "entropy_change": (mine["entropy"] - base["entropy"]) / queries,
+        },
+        columns=CAUSAL_PROMPTS.names,
+    )
 
 
 def notes_on(measured: Sequence[pd.DataFrame]) -> list[str]:
     """What a reader has to know about these prompts' numbers."""
     if not measured:
         return []
-    sums, said = pd.concat(measured), []
+    sums, found = pd.concat(measured), []
     intact = sums[sums["variant"] == "intact"]
     endless = sums[sums["kl"].isna() & sums["positions"].notna()]
     if len(endless) and intact["kl"].notna().all():  # otherwise there is no KL at all, and another note says why
         where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
-        said.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
+        found.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
     prompts = intact.loc[intact["predicted"] > 0, "prompt"].nunique()
     if intact["nll"].isna().any():
-        return said
-    if prompts < 2:
-        said.append("causal: fewer than two prompts predict anything, so there are no intervals")
-    elif prompts < FEW_PROMPTS:
-        said.append(f"causal: intervals come from {prompts} prompts, and a bootstrap of so few is too narrow")
-    return said
+        return found
+    needed = prompt_intervals.PROMPTS_NEEDED
+    if prompts < needed:
+        found.append(
+            f"causal: {prompts} {'prompt predicts' if prompts == 1 else 'prompts predict'} something, and intervals "
+            f"take {needed}: there are none, and changes of the loss are of these prompts alone"
+        )
+    single = intact.loc[~intact["sites"].isin(GROUPS) & (intact["predicted"] > 0), "prompt"].nunique()
+    if single < prompts:
+        first = f"from the first {single}" if single else "from none"
+        found.append(f"causal: single norms were taken {first} of {prompts} prompts")
+    return found
 
 
 def _ratio(total: float, count: float) -> float:
     return float(total / count) if count else math.nan
-
-
-def _resamples(prompts: int, seed: int) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt occurs in each resample."""
-    if prompts < 2:
-        return np.zeros((0, prompts))
-    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES).astype(float)
-
-
-def _interval(
-    change: pd.Series[float], predicted: pd.Series[float], resamples: Float[np.ndarray, "resample prompt"]
-) -> tuple[float, float]:
-    """Percentile interval of the token-weighted mean change, prompts resampled."""
-    if (predicted > 0).sum() < 2 or change.isna().any():
-        return math.nan, math.nan
-    weights = resamples @ predicted.to_numpy(float)
-    means = (resamples @ change.to_numpy(float))[weights > 0] / weights[weights > 0]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
-
-
-# --------------------------------------------------------------------------------------------------------- findings
-
-
-def _changes(effects: pd.DataFrame) -> list[str]:
-    """What the loss is without scaling, projection and both at every attention norm, and where it matters most."""
-    if not len(effects) or effects["delta_loss"].isna().all():
-        return []
-    rows: dict[tuple[str, str], dict[Any, Any]] = {(r["sites"], r["variant"]): r for r in effects.to_dict("records")}
-    said = []
-    if ("attention", "intact") in rows:
-        parts = []
-        for variant, name in (("no_scaling", "scaling"), ("no_projection", "projection"), ("neither", "both")):
-            row = rows.get(("attention", variant))
-            if row is None:
-                continue
-            if row["no_op"]:
-                parts.append(f"without {name} not at all, by construction")
-                continue
-            if math.isnan(row["delta_loss"]):  # the notes say why
-                continue
-            change = float(row["delta_loss"])
-            text = f"without {name} by {f'{change:+.2g}' if abs(change) >= 1e-3 else 'less than 0.001'} nats per token"
-            if not math.isnan(row["delta_loss_low"]):
-                text += f" (95 % interval {row['delta_loss_low']:+.2g} to {row['delta_loss_high']:+.2g})"
-            parts.append(text + _kept(row))
-        if parts:
-            said.append(f"Taken away at every attention norm, the loss changes: {'; '.join(parts)}.")
-    alone = effects[effects["divisor"].notna() & (effects["variant"] == "no_scaling") & (effects["sites"] != "final")]
-    if len(alone) > 1 and alone["delta_loss"].notna().any():
-        worst = largest(alone, alone["delta_loss"])
-        said.append(
-            f"The one norm whose scaling the loss needs most is {worst['sites']}: {worst['delta_loss']:+.2g} nats per "
-            f"token without it, from {number(worst['loss'] - worst['delta_loss'])}{_kept(worst)}."
-        )
-    return said
-
-
-def _kept(row: Any) -> str:
-    tail = float(row["delta_loss_tail"])
-    return "" if math.isnan(tail) else f", {tail:+.2g} if position 0 keeps its scaling"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.probes.protocol import Context, Finding, Found, Needs, Piece, Probe
+from ln_probe.analyses.probes.protocol import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe
 from ln_probe.analyses.probes.sentences import largest
 from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.analyses.wording import percent
@@ -33,8 +33,8 @@ class Decomposition(Probe):
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         norms = tables[LAYERNORMS.name]
         return [
-            *(Finding(text, "projection", 50) for text in _projection(norms)),
-            *(Finding(text, "norms", 60) for text in _scaling(norms)),
+            *(Finding(text, "projection", DESCRIBED) for text in _projection(norms)),
+            *(Finding(text, "norms", DESCRIBED) for text in _scaling(norms)),
         ]
 
 
@@ -54,7 +54,26 @@ def _projection(norms: pd.DataFrame) -> list[str]:
     ]
 
 
+def _norm_free(norms: pd.DataFrame) -> str:
+    """That the model has no norm which scales, as norm-free checkpoints do not (GPT-2 with eps 1e12, for example)."""
+    projecting = int((norms["kind"] == "projection_only").sum())
+    parts = [
+        f"{count} {what}"
+        for count, what in (
+            (projecting, "take the mean out and divide by a constant"),
+            (len(norms) - projecting, "only divide by a constant"),
+        )
+        if count
+    ]
+    return (
+        f"A norm-free model: none of its {len(norms)} norms scales ({'; '.join(parts)}), so taking scaling away "
+        "changes nothing, and queries have no bound but what really occurs."
+    )
+
+
 def _scaling(norms: pd.DataFrame) -> list[str]:
+    if len(norms) and norms["kind"].isin(["projection_only", "none"]).all():
+        return [_norm_free(norms)]
     rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
     if not len(rows) or rows["norm_before_mean"].isna().all():
         return []

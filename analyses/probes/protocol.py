@@ -13,6 +13,7 @@ and read back, so that prompts can be divided among processes: a probe never lea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -28,7 +29,9 @@ from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.sites import Site
 
-LAST = 100  # rank of a finding that does not say how much it matters
+# Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
+# without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
+EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence computed from tables, the picture of the page that shows it, and its rank: the smallest is first."""
+    """A sentence computed from tables, and the picture of the page that shows it.
+
+    The smallest `rank` is first, and of the same rank the largest `size`: the effect in share of its baseline (the
+    unedited loss, the whole of attention, the greatest entropy).
+    """
 
     text: str
     picture: str = ""
     rank: int = LAST
+    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,11 +186,14 @@ class Shape:
     Attributes:
         layers, heads: looked at, and of each layer.
         lengths: of the prompts, in tokens.
+        vocabulary, width: number of tokens, and d_model.
     """
 
     layers: float
     heads: float
     lengths: tuple[float, ...]
+    vocabulary: float = math.nan
+    width: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,8 @@ class Probe:
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
         thresholds: constants that its tables depend on, for the provenance.
+        samples_keys: whether it measures the keys that `Calibration.sample` names, where that is not all; its cost
+            then decides whether they are.
         absent: what a page says was not found out where the probe did not run; empty: nothing.
     """
 
@@ -213,6 +226,7 @@ class Probe:
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
+    samples_keys: ClassVar[bool] = False
     absent: ClassVar[str] = ""
 
     def start(self, view: View) -> Observer:

@@ -30,9 +30,20 @@ BUILT_IN = {
     "selectability": (f"{_HERE}.selectability:Selectability", "which keys a query can select, by what margin"),
     "uniformity": (f"{_HERE}.uniformity:UniformityProbe", "how uniformly heads attend"),
     "causal": (f"{_HERE}.causal:Causal", "what the loss is with a term switched off"),
+    "head_effects": (
+        f"{_HERE}.head_effects:HeadEffects",
+        "what the loss loses when one head reads its norm without a term",
+    ),
+    "sinks": (f"{_HERE}.sinks:Sinks", "where attention falls, which tokens are outliers, and where they come from"),
     "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),
-}
-DEFAULT = tuple(BUILT_IN)  # what runs unless something else is asked for
+    "writers": (f"{_HERE}.writers:WritersProbe", "which parts set sigma, and which write on the ones-vector"),
+    "attribution": (
+        f"{_HERE}.direct:Attribution", "which parts write the next token's logit, through the final norm",
+    ),
+}  # fmt: skip
+# Asked for by name: `writers` costs a pass and a half a prompt and has up to thousands of rows (norms × parts).
+ON_REQUEST = ("writers", "attribution")
+DEFAULT = tuple(n for n in BUILT_IN if n not in ON_REQUEST)  # what runs unless something else is asked for
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,8 @@ def _check_tables(probes: Iterable[Probe]) -> None:
     from ln_probe.analyses.schema import Part
 
     taken: dict[str, tuple[object, str]] = {
-        t.name: (t, f"ln_probe's table {t.name!r}") for t in (*tables.BUILT_IN, tables.TOKENS, tables.SUMMARY)
+        t.name: (t, f"ln_probe's table {t.name!r}")
+        for t in (*tables.BUILT_IN, *tables.ON_REQUEST, tables.TOKENS, tables.SUMMARY)
     }
     seen: dict[str, object] = {}
     for probe in probes:

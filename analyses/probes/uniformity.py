@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.key_rows import HEAD, Collected, KeyRows, blocks, head_rows
+from ln_probe.analyses.key_rows import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks, head_rows
 from ln_probe.analyses.probes.protocol import (
+    DESCRIBED,
     Context,
     Cost,
     Finding,
@@ -41,6 +42,7 @@ class UniformityProbe(Probe):
     summary = "how uniformly heads attend"
     tables = (Part(HEADS, (*HEADS.key, "query_radius", *MEASURES, "no_op")),)
     needs = Needs(attention=True, calibration=True)
+    prompts = GEOMETRY_PROMPTS
 
     def start(self, view: View) -> Observer:
         return _Watching()
@@ -60,10 +62,7 @@ class UniformityProbe(Probe):
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
         random_angle = float(provenance.get("random_angle_deg", math.nan))
-        return [
-            *(Finding(text, "entropy", 40) for text in _spread(heads)),
-            *(Finding(text, "angle", 95) for text in _uniform(heads, random_angle)),
-        ]
+        return [*_spread(heads), *(Finding(text, "angle", DESCRIBED) for text in _uniform(heads, random_angle))]
 
     def cost(self, shape: Shape) -> Cost:
         scores = sum(n * n for n in shape.lengths) * shape.layers * shape.heads * len(VARIANTS)
@@ -103,8 +102,8 @@ def _summary(rows: KeyRows, row: int) -> dict[str, float]:
     return {m: float(np.average(rows.measures[m][row, counts], weights=weights[counts])) for m in MEASURES}
 
 
-def _spread(heads: pd.DataFrame) -> list[str]:
-    """Where taking scaling away changes how widely attention is spread."""
+def _spread(heads: pd.DataFrame) -> list[Finding]:
+    """Where taking scaling away changes how widely attention is spread, against the greatest entropy there can be."""
     if not len(heads):
         return []
     per_layer = {v: of_variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in ("intact", "no_scaling")}
@@ -113,10 +112,14 @@ def _spread(heads: pd.DataFrame) -> list[str]:
         return []
     layer = int(change.index[int(change.abs().to_numpy().argmax())])
     one, two = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
-    return [
-        f"Scaling decides how widely attention spreads, most of all in layer {layer}: with its divisor constant, the "
-        f"median head's entropy goes from {percent(one)} to {percent(two)} of the greatest possible."
-    ]
+    middle = per_layer["intact"].median(), per_layer["no_scaling"].median()
+    text = (
+        f"With constants instead of scaling, queries as they are would spread their attention "
+        f"{'wider' if two > one else 'less'} in layer {layer}, where it changes most: the median head's entropy goes "
+        f"from {percent(one)} to {percent(two)} of that of an even spread (median layer: {percent(middle[0])} to "
+        f"{percent(middle[1])})."
+    )
+    return [Finding(text, "entropy", DESCRIBED, size=abs(two - one))]
 
 
 def _uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:

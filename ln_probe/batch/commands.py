@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ln_probe.analyses.probes.registry import listing
+from ln_probe.batch.arguments import (
+    check_layers,
+    check_precision,
+    check_writable,
+    layers,
+    not_there_yet,
+    remove_again,
+)
 
 if TYPE_CHECKING:
+    from ln_probe.batch.claiming import Claimed
     from ln_probe.batch.drive import Slice
     from ln_probe.batch.engines import Engine
     from ln_probe.batch.plan import Run, Unit
@@ -45,7 +54,15 @@ Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit; Pythia: step1000.")]
 Checkpoints = Annotated[str | None, typer.Option(help="Training steps, 0,1000,…, or 'all'.")]
 Keys = Annotated[str, typer.Option(help="Rows of the keys table: 'hardest' or 'all'.")]
+KeysSample = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Keys measured of each head, each among all. 0: all. Default: all, unless that would take over an hour.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of sampled prompts and keys.")]
+Vocab = Annotated[Path | None, typer.Option(help="Token strings for a model without a tokenizer: JSON, or one a line.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin/.pt weights (weights_only).")]
 EngineName = Annotated[str, typer.Option("--engine", help="'local' processes or a 'ray' cluster.")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; 'auto' finds one, none starts one here.")]
@@ -86,6 +103,9 @@ class Wish:
     revision: str | None
     checkpoints: str | None
     allow_pickle: bool
+    vocab: Path | None = None
+    keys_sample: int | None = None
+    quiet: bool = False
 
 
 def report(
@@ -101,8 +121,10 @@ def report(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     engine: EngineName = "local",
     address: Address = None,
     workers: Workers = None,
@@ -117,7 +139,7 @@ def report(
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, vocab, keys_sample, quiet,
     )  # fmt: skip
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -127,24 +149,35 @@ def report(
     part = _slice(unit)
     if part is not None and fresh:
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
-    targets = _targets(wish)
     settings = _settings(wish)
-    check_writable(out)
+    writable(out)
+    targets = _targets(wish)
+    _check_layers(settings, targets)
+    if all(t.error for t in targets):
+        _nothing_to_do(targets, as_json)
 
-    from ln_probe.batch.drive import BusyError, locked
-    from ln_probe.batch.plan import claim
+    from ln_probe.batch.claiming import claim
+    from ln_probe.batch.drive import BlockedError, BusyError, check_places, locked
+    from ln_probe.batch.plan import WORK_FOLDER
 
     with ExitStack() as lock:
+        made, new = not_there_yet(out), not (out / WORK_FOLDER).exists()
         try:
             lock.enter_context(locked(out, part))
-            with _claiming(out):
-                run = _run(wish, settings, out, out / ".ln_probe" / "corpus")
-                known = claim(run, targets, fresh=fresh)
-        except (BusyError, FileNotFoundError, ValueError, ConnectionError) as error:
+            try:
+                with _claiming(out):
+                    run = _run(wish, settings, out, out / WORK_FOLDER / "corpus")
+                    claimed = claim(run, targets, fresh=fresh)
+                    check_places(run, claimed.targets)
+            except (FileNotFoundError, ValueError, ConnectionError):
+                if part is None:  # other slices may have begun meanwhile
+                    remove_again(made, out / WORK_FOLDER, new=new)
+                raise
+        except (BusyError, BlockedError, FileNotFoundError, ValueError, ConnectionError) as error:
             raise refuse(str(error)) from error
         except OSError as error:
             raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-        _go(run, targets, known, engine, address, workers, gpus, part, fresh, as_json, quiet)
+        _go(run, claimed, engine, address, workers, gpus, part, fresh, as_json, quiet)
 
 
 def plan(
@@ -160,8 +193,10 @@ def plan(
     revision: Revision = None,
     checkpoints: Checkpoints = None,
     keys: Keys = "hardest",
+    keys_sample: KeysSample = None,
     seed: Seed = 0,
     allow_pickle: AllowPickle = False,
+    vocab: Vocab = None,
     workers: Workers = None,
     shard: Shard = None,
     as_json: AsJson = False,
@@ -169,7 +204,7 @@ def plan(
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
         tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle,
+        revision, checkpoints, allow_pickle, vocab, keys_sample,
     )  # fmt: skip
     _plan(wish, out, workers, as_json)
 
@@ -181,14 +216,14 @@ def merge(
     quiet: Quiet = False,
 ) -> None:
     """Join the slices made with `report --unit K/N` into reports and an index."""
+    from ln_probe.batch.claiming import reopen
     from ln_probe.batch.drive import BusyError, locked, remains
-    from ln_probe.batch.plan import reopen
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
 
     try:
         run, targets = reopen(folder)
-        check_writable(folder)
+        writable(folder)
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     try:
@@ -199,7 +234,7 @@ def merge(
                 display.say(f"{target.label}: {why}")
             schedule = Schedule({t: () for t in todo if t not in missing})
             _work(run, schedule, display, "local", None, workers, 0.0)
-            _end(run, targets, {**schedule.errors, **missing}, as_json)
+            _end(run, targets, {**schedule.errors, **missing}, as_json, said={*schedule.errors, *missing})
     except BusyError as error:
         raise refuse(str(error)) from error
 
@@ -211,8 +246,7 @@ def _names(units: Sequence[Unit]) -> str:
 
 def _go(
     run: Run,
-    targets: Sequence[Target],
-    known: Sequence[Target],
+    claimed: Claimed,
     engine: str,
     address: str | None,
     workers: int | None,
@@ -226,7 +260,10 @@ def _go(
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
 
+    targets = claimed.targets
     with Display(0, 1, quiet=quiet) as display:
+        for target in claimed.removed:
+            display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
         for target in targets:
             if target.error:
                 display.say(f"{target.label}: failed: {target.error}")
@@ -234,7 +271,8 @@ def _go(
         schedule = Schedule(todo, reports=part is None)
         _work(run, schedule, display, engine, address, workers, gpus)
     if part is None:
-        _end(run, known, schedule.errors, as_json)
+        heard = {*schedule.errors, *(t for t in targets if t.error)}
+        _end(run, targets, schedule.errors, as_json, claimed.earlier, heard)
         return
     failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
     done = sum(len(units) for t, units in todo.items() if t not in failed)
@@ -261,11 +299,14 @@ def _work(
 ) -> None:
     """Have all units of the schedule done; exits where nobody can go on."""
     from ln_probe.batch.drive import StoppedError, drive
+    from ln_probe.batch.engines import LocalEngine
 
     if not len(schedule):
         return
     engine = _engine(run, schedule, engine_name, address, workers, gpus)
     display.workers = engine.workers
+    if isinstance(engine, LocalEngine):
+        display.pulses = engine.pulses
     try:
         drive(engine, schedule, display)
     except StoppedError as error:
@@ -297,38 +338,70 @@ def _engine(run: Run, schedule: Schedule, name: str, address: str | None, worker
     return LocalEngine(run, count, max(1, processors() // count))
 
 
-def _end(run: Run, targets: Sequence[Target], errors: Mapping[Target, str], as_json: bool) -> None:
-    """Write the index, say what was done, and exit."""
-    from ln_probe.batch.drive import write_index
+def _end(
+    run: Run,
+    targets: Sequence[Target],
+    errors: Mapping[Target, str],
+    as_json: bool,
+    earlier: Sequence[Target] = (),
+    said: Collection[Target] = (),
+) -> None:
+    """Write the index, say what was done, and exit.
 
-    ended = write_index(run, targets, errors)
-    failures = ended.failed
+    Args:
+        targets: of this command; earlier: of earlier ones, which are listed and decide nothing.
+        errors: why checkpoints failed; said: those whose failure has been said already.
+    """
+    from ln_probe.batch.drive import write_index
+    from ln_probe.batch.store import StorageError
+
+    try:
+        ended = write_index(run, targets, errors, earlier)
+    except StorageError as error:
+        typer.echo(f"ln-probe: {error}", err=True)
+        raise typer.Exit(SOME_FAILED) from error
     index = run.out / "index.html"
     if as_json:
         models = [
             {
-                "model": t.name, "revision": t.revision, "error": failures.get(t),
-                "page": None if t in failures else str(run.out / t.folder / "report.html"),
+                "model": t.name, "revision": t.revision, "error": ended.failed.get(t),
+                "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
                 "failed_probes": list(ended.probes.get(t, ())),
             }
-            for t in targets
+            for t in (*earlier, *targets)
         ]  # fmt: skip
         typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
-    else:
+    failures = {t: ended.failed[t] for t in targets if t in ended.failed}
+    probes = {t: ended.probes[t] for t in targets if t in ended.probes}
+    if not as_json:
         for target, why in failures.items():
-            typer.echo(f"{target.label}: failed: {why}", err=True)
-        for target, whys in ended.probes.items():
+            if target not in said:
+                typer.echo(f"{target.label}: failed: {why}", err=True)
+        for target, whys in probes.items():
             for why in whys:
                 typer.echo(f"{target.label}: {why}", err=True)
-        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models", err=True)
-    raise typer.Exit(SOME_FAILED if failures or ended.probes else DONE)
+        more = f"; {len(earlier)} of earlier commands beside them" if earlier else ""
+        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
+    raise typer.Exit(SOME_FAILED if failures or probes else DONE)
+
+
+def _nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:
+    """No model can be found: say so, write nothing, and exit."""
+    if as_json:
+        models = [{"model": t.name, "revision": t.revision, "error": t.error, "page": None} for t in targets]
+        typer.echo(json.dumps({"index": None, "models": models}, indent=1))
+    for target in () if as_json else targets:
+        typer.echo(f"{target.label}: failed: {target.error}", err=True)
+    raise typer.Exit(SOME_FAILED)
 
 
 def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
     from ln_probe.batch.cost import cost, default_workers, prompt_lengths
     from ln_probe.batch.show import cost_table
 
-    targets, settings = _targets(wish), _settings(wish)
+    settings = _settings(wish)
+    targets = _targets(wish)
+    _check_layers(settings, targets)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             run = _run(wish, settings, out, Path(scratch))
@@ -354,12 +427,16 @@ def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
 def _targets(wish: Wish) -> list[Target]:
     import ln_probe
     from ln_probe.batch.suite import SuiteError, suite
+    from ln_probe.measuring.live import Live
 
     names = wish.models or tuple(ln_probe.bundled_models())
     if not names:
         raise refuse("no model given, and this installation has no bundled checkpoints")
+    if not wish.quiet:
+        typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
     try:
-        return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
+        with Live(quiet=wish.quiet):
+            return suite(names, wish.checkpoints, wish.revision, allow_pickle=wish.allow_pickle)
     except SuiteError as error:
         raise refuse(str(error)) from error
 
@@ -369,6 +446,7 @@ def _settings(wish: Wish) -> Settings:
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.measuring.settings import KEYS, Settings
     from ln_probe.prompting.sources import check_source
+    from ln_probe.prompting.vocabulary import read_vocabulary
 
     known = ", ".join(entries())
     wanted = DEFAULT if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
@@ -387,7 +465,25 @@ def _settings(wish: Wish) -> Settings:
             check_source(str(wish.prompts))
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    return Settings(wanted, _numbers(wish.layers), None, wish.keys, wish.max_tokens, wish.seed)
+    vocab = None if wish.vocab is None else str(wish.vocab.resolve())
+    if vocab is not None:
+        try:
+            read_vocabulary(vocab)
+        except (FileNotFoundError, ValueError) as error:
+            raise refuse(str(error)) from error
+    try:
+        check_precision(wish.dtype, wish.device)
+        wanted_layers = None if wish.layers is None else layers(wish.layers)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    return Settings(wanted, wanted_layers, None, wish.keys, wish.max_tokens, wish.seed, vocab, wish.keys_sample)
+
+
+def _check_layers(settings: Settings, targets: Sequence[Target]) -> None:
+    try:
+        check_layers(settings.layers, targets)
+    except ValueError as error:
+        raise refuse(str(error)) from error
 
 
 def _run(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
@@ -416,25 +512,9 @@ def _slice(text: str | None) -> Slice | None:
         raise refuse(str(error)) from error
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        try:
-            found += range(int(first), int(last or first) + 1)
-        except ValueError:
-            raise refuse(f"--layers takes numbers and ranges such as 0,3-5, got {text!r}") from None
-    if not found:
-        raise refuse(f"--layers {text!r} names no layer")
-    return tuple(sorted(set(found)))
-
-
-def check_writable(out: Path) -> None:
+def writable(out: Path) -> None:
+    """Exit if a folder cannot be written to."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        check_writable(out)
     except OSError as error:
         raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error

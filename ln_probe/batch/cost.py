@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.probes.protocol import Shape
 from ln_probe.analyses.probes.registry import chosen
+from ln_probe.batch.described import described
 from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
 from ln_probe.prompting.shards import DEFAULT, ShardedCorpus, shard_file
@@ -21,7 +23,10 @@ from ln_probe.prompting.sources import SAMPLED
 _WORKER_BYTES = 700 * 2**20
 # Copies of the weights while a model is loaded: the original's, ours, and what is underway between them.
 _COPIES = 3.0
-_MULTIPLICATIONS = 1e10  # a second, of one core on a forward pass
+_MULTIPLICATIONS = 2.5e10  # a second, of one core on a forward pass
+# Seconds of one core until a worker has imported what it needs, and bytes of weights that are loaded and compared with
+# the original's logits in one: 16 s for GPT-2 small.
+_START_SECONDS, _LOADED = 7.0, 6e7
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -47,24 +52,26 @@ class Cost:
 def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     """A rough estimate: what each probe says of itself, and forward passes; `prompts` are lengths in tokens."""
     units = len(list(run.units())) + 1
-    shape = _shape(target)
+    shape = shape_of(target)
     limit = min(run.settings.max_tokens, shape.get("context", math.inf))
     lengths = [min(length, limit) for length in prompts]
     tokens = float(sum(lengths))
     layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
     heads = shape.get("heads", math.nan)
     default = run.corpus.given == DEFAULT
+    of_words = shape.get("vocabulary", math.nan), shape.get("width", math.nan)
     found = [
-        probe.cost(Shape(layers, heads, tuple(lengths[: probe.prompts] if default else lengths)))
+        probe.cost(Shape(layers, heads, tuple(lengths[: probe.prompts] if default else lengths), *of_words))
         for probe in chosen(run.settings.probes)
     ]
     passes = 1.0 + any(p.watches for p in run.probes) + sum(c.passes for c in found)  # the calibration, and the probes'
-    forward = passes * tokens * target.weight_bytes / 4 / _MULTIPLICATIONS
-    weights = target.weight_bytes if target.weight_bytes else math.nan
+    weights = float(_weight_bytes(target) or math.nan)
+    forward = passes * tokens * weights / 4 / _MULTIPLICATIONS
+    starting = _START_SECONDS + weights / _LOADED
     return Cost(
         units,
         tokens,
-        sum(c.seconds for c in found) + forward,
+        sum(c.seconds for c in found) + forward + starting,
         _WORKER_BYTES + _COPIES * weights,
         sum(c.disk_bytes for c in found),
     )
@@ -72,10 +79,10 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
-    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, SAMPLED_TOKENS
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, SAMPLED_TOKENS
 
     if corpus.given == SAMPLED:
-        return [float(SAMPLED_TOKENS)] * SAMPLED_PROMPTS
+        return [float(SAMPLED_TOKENS)] * SAMPLED_SEQUENCES[MEASURED]
     found: list[float] = []
     for shard in range(corpus.shards):
         path = shard_file(folder, shard)
@@ -85,7 +92,7 @@ def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     return found
 
 
-def _shape(target: Target) -> dict[str, float]:
+def shape_of(target: Target) -> dict[str, float]:
     """Layers, heads and context from the configuration beside the weights, as far as it says so."""
     from ln_probe.models import bundled_folder, bundled_models
 
@@ -94,15 +101,29 @@ def _shape(target: Target) -> dict[str, float]:
         "layers": ("n_layers", "num_hidden_layers", "n_layer", "num_layers"),
         "heads": ("n_heads", "num_attention_heads", "n_head", "num_heads"),
         "context": ("n_ctx", "max_position_embeddings", "n_positions"),
+        "vocabulary": ("d_vocab", "vocab_size"),
+        "width": ("d_model", "hidden_size", "n_embd"),
     }
     config: dict[str, Any] = {}
     for file in ("lab.json", "config.json"):
         try:
-            held = json.loads((folder / file).read_text(encoding="utf-8"))
+            held = plain_json.read(folder / file)
         except (OSError, ValueError):
             continue
-        config = held.get("model", held) if file == "lab.json" else held
-    return {what: float(config[n]) for what, all_names in names.items() for n in all_names[::-1] if n in config}
+        held = held.get("model") if isinstance(held, dict) and file == "lab.json" else held
+        config = held if isinstance(held, dict) else {}
+    config = config or described(target).config
+    return {
+        what: float(config[n])
+        for what, all_names in names.items()
+        for n in all_names[::-1]
+        if isinstance(config.get(n), int | float)
+    }
+
+
+def _weight_bytes(target: Target) -> int:
+    """Of the weights on disk, or where they will come from; 0 if nobody tells."""
+    return target.weight_bytes or described(target).weight_bytes
 
 
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
@@ -110,7 +131,7 @@ def default_workers(run: Run, targets: Sequence[Target]) -> int:
     from ln_probe.batch.engines import processors
 
     units = sum(len(list(run.units())) for t in targets if not t.error)
-    largest = max((t.weight_bytes for t in targets), default=0)
+    largest = max((_weight_bytes(t) for t in targets), default=0)
     room = math.inf
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)

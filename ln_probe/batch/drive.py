@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,20 +14,26 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
+from ln_probe.analyses.machinery.files import PARTIAL, write_atomically, write_text
 from ln_probe.batch.engines import Engine
+from ln_probe.batch.finished import awaited, is_done
 from ln_probe.batch.plan import WORK_FOLDER, Run, Unit, slice_of
 from ln_probe.batch.progress import Display
 from ln_probe.batch.schedule import Schedule
-from ln_probe.batch.store import DamagedError, Stored
+from ln_probe.batch.store import DamagedError, Stored, storing
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import NO_STORAGE, awaited, is_done
+from ln_probe.batch.work import NO_STORAGE
 
+INDEX_FILE = "index.html"
 _TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
 
 
 class BusyError(RuntimeError):
     """Another process is writing this folder."""
+
+
+class BlockedError(ValueError):
+    """Something that is no file of ours stands where one will be written."""
 
 
 class StoppedError(RuntimeError):
@@ -161,13 +168,21 @@ class Ended:
     probes: Mapping[Target, tuple[str, ...]]
 
 
-def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str]) -> Ended:
-    """OUT/index.html: every checkpoint of the run, with its report or the reason why there is none."""
+def write_index(
+    run: Run, targets: Sequence[Target], errors: Mapping[Target, str], earlier: Sequence[Target] = ()
+) -> Ended:
+    """OUT/index.html: every checkpoint of the folder, with its report or the reason why there is none.
+
+    `earlier` are those of earlier commands; what is told of them is of those times.
+    """
     from ln_probe.render.index import IndexEntry, index_page
     from ln_probe.reporting.report import load_report
 
     entries, failures, probes = [], dict[Target, str](), dict[Target, tuple[str, ...]]()
-    for target in targets:
+    everything = [*earlier, *targets]
+    labels = Counter(t.label for t in everything if not t.error)
+    for target in everything:
+        label = target.label if labels[target.label] < 2 else f"{target.label} ({target.folder})"
         error = errors.get(target, target.error)
         if not error:
             done, why = is_done(run, target)
@@ -178,11 +193,20 @@ def write_index(run: Run, targets: Sequence[Target], errors: Mapping[Target, str
             if report is None:
                 error = f"not finished{f' ({why})' if why else ''}: run its command again"
             else:
-                entries.append(IndexEntry(target.label, f"{target.folder}/report.html", report))
+                entries.append(IndexEntry(label, f"{target.folder}/report.html", report))
                 if report.failures:
                     probes[target] = tuple(map(str, report.failures))
         if error:
-            failures[target] = error
-            entries.append(IndexEntry(target.label, error=error))
-    write_atomically(run.out / "index.html", index_page(entries).encode())
+            failures[target] = f"in an earlier command ({target.failed}): {error}" if target.failed else error
+            entries.append(IndexEntry(label, error=failures[target]))
+    with storing(run.out):
+        write_text(run.out / INDEX_FILE, index_page(entries))
     return Ended(failures, probes)
+
+
+def check_places(run: Run, targets: Sequence[Target]) -> None:
+    """Raise BlockedError if something stands where a file will be written; said now and not after all the work."""
+    wanted = [run.out / INDEX_FILE, *(run.out / t.folder / "report.html" for t in targets if not t.error)]
+    for path in wanted:
+        if path.is_dir():
+            raise BlockedError(f"{path} is a folder, where a file is to be written: move it, or choose another --out")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.machinery.worker import follow_parent
 from ln_probe.batch.plan import Run, Unit
 from ln_probe.batch.suite import Target
@@ -57,6 +60,14 @@ class LocalEngine:
         self.run, self.workers, self.processors = run, workers, processors
         self._pools: dict[int, ProcessPoolExecutor] = {}
         self._running: dict[Future[Outcome], int] = {}
+        self._signs = tempfile.TemporaryDirectory(prefix="ln-probe-", ignore_cleanup_errors=True)
+
+    def pulses(self) -> list[pulse.Pulse]:
+        """What the busy workers are doing."""
+        return [pulse.read(self._sign(worker)) for worker in sorted(set(self._running.values()))]
+
+    def _sign(self, worker: int) -> Path:
+        return Path(self._signs.name, str(worker))
 
     def available(self) -> set[int]:
         return set(range(self.workers))
@@ -65,7 +76,7 @@ class LocalEngine:
         if worker not in self._pools:
             # A pool of one, so that it is known who does what. Spawned: torch's threads do not survive a fork.
             self._pools[worker] = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors)
+                1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors, self._sign(worker))
             )
         with _few_threads():
             self._running[self._pools[worker].submit(_do, target, unit)] = worker
@@ -93,6 +104,7 @@ class LocalEngine:
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
         self._pools.clear()
+        self._signs.cleanup()
 
 
 class InProcess:
@@ -145,10 +157,12 @@ def _few_threads() -> Iterator[None]:
 _worker: Worker | None = None  # of this process
 
 
-def _begin(run: Run, processors: int) -> None:
+def _begin(run: Run, processors: int, sign: Path) -> None:
     """What a worker process does first."""
     global _worker
     follow_parent()
+    pulse.write_to(sign)
+    pulse.tell("starting")
     from ln_probe.batch.work import Worker
 
     _worker = Worker(run, processors)
@@ -156,4 +170,7 @@ def _begin(run: Run, processors: int) -> None:
 
 def _do(target: Target, unit: Unit) -> Outcome:
     assert _worker is not None
-    return _worker.do(target, unit)
+    try:
+        return _worker.do(target, unit)
+    finally:
+        pulse.tell("")

@@ -18,12 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.probes.protocol import Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, package_of
 from ln_probe.batch.suite import Target
@@ -32,11 +32,16 @@ from ln_probe.prompting.shards import ShardedCorpus
 from ln_probe.reporting.software import __version__
 
 WORK_FOLDER = ".ln_probe"
-FORMAT = 3
+FORMAT = 4
 CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
+
+
+@cache  # keys are made by the thousand, and each version is read from a file
+def _installed() -> tuple[tuple[str, str], ...]:
+    return tuple((name, version(name)) for name in _LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class Run:
 
     def key(self, target: Target) -> str:
         """Hash of everything that decides what is found out about a checkpoint."""
-        versions = {name: version(name) for name in _LIBRARIES}
+        versions = dict(_installed())
         versions |= {p.name: p.package for p in self.probes if p.package != OWN}
         content = {
             "checkpoint": target.identity, "name": target.name, "revision": target.revision, **self.identity,
@@ -148,68 +153,6 @@ class Run:
 
     def path(self, target: Target, unit: Unit) -> Path:
         return self.folder(target) / unit.file
-
-
-class OtherRunError(ValueError):
-    """The folder belongs to another run."""
-
-
-def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> list[Target]:
-    """Write down whose folder this is; the checkpoints it is about now, those of earlier commands included.
-
-    Raises:
-        OtherRunError: the folder holds reports made in another way (says what differs).
-    """
-    path = run.work / "run.json"
-    known: list[Target] = []
-    if path.exists() and not fresh:
-        held = _read(path)
-        wrong = [k for k in run.identity if held["identity"].get(k) != run.identity[k]]
-        if wrong:
-            what = "; ".join(f"{k}: {held['identity'].get(k)!r} there, {run.identity[k]!r} now" for k in wrong)
-            raise OtherRunError(
-                f"{run.out} holds another run ({what}): choose another --out, or --fresh to replace what is there"
-            )
-        mine = {t.folder for t in targets}
-        known = [Target(**t) for t in held["targets"] if t["folder"] not in mine]
-    everything = [*known, *targets]
-    content = {
-        "format": FORMAT, "identity": run.identity, "command": run.command, "allow_pickle": run.allow_pickle,
-        "corpus": asdict(run.corpus), "targets": [asdict(t) for t in everything],
-        "probes": [asdict(p) for p in run.probes],
-    }  # fmt: skip
-    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
-    return everything
-
-
-def reopen(out: Path) -> tuple[Run, list[Target]]:
-    """The run that a folder holds.
-
-    Raises:
-        FileNotFoundError: it holds none.
-        ValueError: its description is damaged or of another version.
-    """
-    path = out / WORK_FOLDER / "run.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{out} holds no run of ln-probe report (no {path})")
-    held = _read(path)
-    run = Run(
-        out, Settings.of_plain(held["identity"]), ShardedCorpus(**held["corpus"]), command=held["command"],
-        allow_pickle=held["allow_pickle"], dtype=held["identity"]["dtype"], device=held["identity"]["device"],
-        probes=tuple(Asked(**p) for p in held["probes"]),
-    )  # fmt: skip
-    return run, [Target(**t) for t in held["targets"]]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = held["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): delete it, or start anew with --fresh") from error
-    if found != FORMAT:
-        raise ValueError(f"{path} has format {found}, this ln_probe writes {FORMAT}: start anew with --fresh")
-    return held
 
 
 def slice_of(run: Run, targets: Sequence[Target], part: int, parts: int) -> dict[Target, set[Unit]]:

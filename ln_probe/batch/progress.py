@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from ln_probe.batch.plan import PROMPTS, REPORT, Unit
+from ln_probe.analyses.machinery.pulse import Pulse
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DIED, DONE, NO_STORAGE, RETURNED, Outcome
+from ln_probe.measuring.live import Live, duration, here, left_of
 
 
 class Display:
-    """Units done, tokens a second, time left and failures: a live line on a terminal, plain lines elsewhere.
+    """Units done and under way, what each worker is doing, tokens a second, time left and failures.
 
-    All durations are taken from a clock that only runs forward.
+    Attributes:
+        workers: how many there are.
+        pulses: asks what they are doing, by worker; this very process, if it is not set.
     """
 
     def __init__(self, total: int, workers: int, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.workers = workers
+        self.workers, self._total = workers, total
+        self.pulses: Callable[[], Iterable[Pulse]] = lambda: ()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Counter[str] = Counter()
+        self._running: dict[tuple[Target, Unit], float] = {}
+        self._left: list[Unit] = []
         self.tokens, self.failed, self.begun = 0, 0, time.monotonic()
-        self._bar = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("units"),
-            TimeElapsedColumn(), TextColumn("{task.fields[rest]}"),
-            console=self.console, disable=quiet or not sys.stderr.isatty(), transient=True,
-        )  # fmt: skip
-        self._task = self._bar.add_task("starting", total=total, rest="")
+        self._live = Live(self.line, quiet=quiet)
 
     def __enter__(self) -> Display:
-        self._bar.start()
+        self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._live.__exit__(kind, error, trace)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self._live.say(text)
 
     def began(self, target: Target, unit: Unit) -> None:
-        shard = f" {unit.shard}" if unit.kind == PROMPTS else ""
-        self._bar.update(self._task, description=f"{target.label}: {unit.kind}{shard}")
+        self._running[target, unit] = time.monotonic()
 
     def ended(self, target: Target, unit: Unit, outcome: Outcome, left: Iterable[Unit]) -> None:
+        self._running.pop((target, unit), None)
         if outcome.state == DONE:
             self._seconds[unit.kind] += outcome.seconds
             self._done[unit.kind] += 1
@@ -63,25 +60,39 @@ class Display:
         elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is said there
             self.failed += 1
             self.say(f"{target.label}: {outcome.state}: {outcome.error}")
-        units = list(left)
-        rest = f"{self.tokens / max(1e-9, time.monotonic() - self.begun):.0f} tokens/s · {_time(self.left(units))} left"
+        self._left = list(left)
+        self._total = sum(self._done.values()) + len(self._left)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        running = [f"{t.label}: {_named(u)}" for t, u in list(self._running)]
+        doing = [f"{p}{left_of(p)}" for p in self.pulses() if p.what] or [text for text in [here()] if text]
+        parts = [" + ".join(running) or "starting", "; ".join(doing)]
+        if self._total:
+            parts.append(f"{sum(self._done.values())} of {self._total} units")
+        if self.tokens:
+            parts.append(f"{self.tokens / max(1e-9, time.monotonic() - self.begun):.0f} tokens/s")
+        rest = self.left(self._left)
+        if rest == rest:
+            parts.append(f"{duration(rest)} left")
         if self.failed:
-            rest += f" · {self.failed} failed"
-        done = sum(self._done.values())
-        self._bar.update(self._task, completed=done, total=done + len(units), rest=rest)
+            parts.append(f"{self.failed} failed")
+        return " · ".join(p for p in parts if p)
 
     def left(self, units: Iterable[Unit]) -> float:
-        """Seconds expected, from what units of each kind took so far; NaN while nothing is known."""
+        """Seconds expected, from what units of each kind took so far; NaN as long as some kind was never done."""
         known = {kind: self._seconds[kind] / self._done[kind] for kind in self._done}
-        if not known:
+        running, now = list(self._running.items()), time.monotonic()
+        waiting = Counter(u.kind for u in units)
+        waiting[CALIBRATION] -= sum(u.kind == CALIBRATION for (_, u), _ in running)  # which counts until it is done
+        kinds = {u.kind for (_, u), _ in running} | {kind for kind, count in waiting.items() if count > 0}
+        if not kinds or kinds - known.keys() - {REPORT}:
             return float("nan")
-        typical = max(known.values())
-        return sum(known.get(unit.kind, typical) for unit in units) / self.workers
+        begun = sum(max(0.0, known.get(u.kind, 0.0) - (now - since)) for (_, u), since in running)
+        return (begun + sum(known.get(k, 0.0) * max(0, n) for k, n in waiting.items())) / max(1, self.workers)
 
 
-def _time(seconds: float) -> str:
-    if seconds != seconds:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+def _named(unit: Unit) -> str:
+    if unit.kind == WEIGHTS:
+        return f"{unit.probe}"
+    return f"{unit.kind} {unit.shard}" if unit.kind == PROMPTS else unit.kind

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ln_probe.batch.plan import CALIBRATION, REPORT, Unit
+from ln_probe.batch.plan import CALIBRATION, REPORT, WEIGHTS, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DAMAGED, DIED, DONE, RETURNED, Outcome
 
@@ -42,7 +42,9 @@ class _Work:
         if self.error or self.finished:
             return None
         if self.calibrate:
-            return None if Unit(CALIBRATION) in self.running else Unit(CALIBRATION)
+            if Unit(CALIBRATION) not in self.running:
+                return Unit(CALIBRATION)
+            return next((u for u in self.waiting if u.kind == WEIGHTS), None)  # which need no calibration
         if self.waiting:
             return self.waiting[0]
         if self.reports and not self.running:
@@ -105,8 +107,8 @@ class Schedule:
                 self._held[worker] = work
                 work.begun = True
                 work.running.add(unit)
-                if work.waiting and unit == work.waiting[0]:
-                    work.waiting.popleft()
+                if unit in work.waiting:
+                    work.waiting.remove(unit)
                 return work.target, unit
         return None
 

@@ -54,8 +54,8 @@ class Result:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write(path: Path, key: str, result: Result) -> None:
-    """Write a result aside and rename it into place.
+def write(path: Path, key: str, result: Result) -> str:
+    """Write a result aside and rename it into place; the SHA-256 over all of its content.
 
     Raises:
         OSError: the disk is full, the folder read-only.
@@ -75,6 +75,7 @@ def write(path: Path, key: str, result: Result) -> None:
             save_file(arrays, aside, metadata={_HEADER: header})
         except Exception as error:  # safetensors wraps errors of the file system in its own class
             raise _as_os_error(error) from error
+    return digest
 
 
 def _as_os_error(error: Exception) -> Exception:
@@ -124,6 +125,7 @@ class Stored:
             raise DamagedError(f"{path} is damaged (its content is not what was written)")
         if maker != key:
             raise DamagedError(f"{path} is the result of something else")
+        self.sha256 = written
         self.info: dict[str, Any] = json.loads(info)
 
     def arrays(self, prefix: str) -> dict[str, np.ndarray]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ln_probe.reporting.report import slug
 
-_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # beside the weights: configuration and tokenizer
+if TYPE_CHECKING:
+    from ln_probe.loading.provenance import ModelSource
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Target:
         identity: hash of what would be loaded (files, or the hub's commit); empty if it could not be found out.
         weight_bytes: size of the weights on disk, 0 if unknown.
         error: why it cannot be loaded, as far as can be seen without loading it.
+        failed: when that was, if an earlier command found it out; empty if it was this one.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Target:
     identity: str = ""
     weight_bytes: int = 0
     error: str = ""
+    failed: str = ""
 
     @property
     def label(self) -> str:
@@ -169,6 +172,7 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
     """Hash of what would be loaded, and the bytes of its weights (0 if they are not here yet)."""
     from ln_probe.loading import hub
     from ln_probe.loading.folder import inspect_folder
+    from ln_probe.loading.inputs import combined, files_of_checkpoint, files_of_lab_run, hashes
     from ln_probe.models import bundled_folder, bundled_models, kind_of
 
     path = Path(os.path.expanduser(name))
@@ -177,29 +181,36 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
         repository = hub.official_name(name, also=tuple(bundled_models()))
         return f"{repository}@{hub.commit(repository, revision=revision)}", 0
     if kind in ("lab", "bundled"):
-        from ln_probe.analyses.lab.run_folder import weights_of
-
-        folder = path if kind == "lab" else bundled_folder(name)
-        weights = weights_of(folder, _lab_step(revision))
-        beside = [folder / "lab.json", folder / "tokenizer.json"]
-        return _hash([weights, *(p for p in beside if p.is_file())]), weights.stat().st_size
+        files = files_of_lab_run(path if kind == "lab" else bundled_folder(name), _lab_step(revision))
+        return combined(hashes(files)), files[0].stat().st_size
     if revision is not None:
         raise ValueError(f"{name} is a local {kind}: it holds one version, not a revision {revision!r}")
     if kind == "gguf":
-        return _hash([path]), path.stat().st_size
+        return combined(hashes([path])), path.stat().st_size
     checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
-    beside = sorted({p for pattern in _CONFIG_FILES for p in path.glob(pattern)} - set(checkpoint.weights))
-    return _hash([*checkpoint.weights, *beside]), sum(p.stat().st_size for p in checkpoint.weights)
+    return combined(hashes(files_of_checkpoint(checkpoint))), sum(p.stat().st_size for p in checkpoint.weights)
+
+
+def check_same(target: Target, source: ModelSource) -> None:
+    """Raise ChangedError if what was loaded is not what the target's identity says.
+
+    Of a model on the hub only the commit is known before it is downloaded; that all its units were done with the same
+    files is seen when they are joined.
+    """
+    from ln_probe.loading.inputs import ChangedError
+
+    if source.kind == "hub":
+        then, now = target.identity.rpartition("@")[2], str(source.commit)
+    else:
+        then, now = target.identity, str(source.inputs_sha256)
+    if then != now:
+        raise ChangedError(
+            f"{target.name} is not any more what it was when this run began (then {then[:16]}…, now {now[:16]}…). Run "
+            "the same command again: it measures what is there now, and mixes nothing of the two"
+        )
 
 
 def _lab_step(revision: str | None) -> int | None:
     from ln_probe.models import lab_step
 
     return None if revision is None else lab_step(revision)
-
-
-def _hash(files: Sequence[Path]) -> str:
-    from ln_probe.loading.provenance import sha256_of_file
-
-    lines = [f"{path.name} {sha256_of_file(path)}\n" for path in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

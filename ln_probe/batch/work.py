@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,19 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.calibration import Calibration
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.key_sample import KeySample
 from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
-from ln_probe.analyses.probes.registry import chosen, entries, find
+from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
+from ln_probe.batch.finished import mark_done
 from ln_probe.batch.pieces import packed, unpacked
 from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
-from ln_probe.batch.suite import Target
+from ln_probe.batch.suite import Target, check_same
+from ln_probe.hooks.frozen_scale import Sigmas
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.assembly import assemble, provenance
@@ -37,6 +40,7 @@ from ln_probe.prompting.shards import DEFAULT
 from ln_probe.prompting.token_shards import TokenShards
 from ln_probe.reporting.exhibits import Exhibits
 
+_SIGMAS = ("first", "rest")  # what is kept of them
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
 
@@ -64,6 +68,10 @@ class _MissingError(Exception):
     def __init__(self, units: list[Unit], why: str) -> None:
         super().__init__(why)
         self.units = units
+
+
+class MixedError(ValueError):
+    """Results of one checkpoint were made of different inputs."""
 
 
 class Worker:
@@ -115,6 +123,7 @@ class Worker:
                     return 0
             with evaluating(self._load(target).model):
                 result, tokens = doing[unit.kind](target, unit)
+            result = replace(result, info={**result.info, "inputs": self._inputs(unit)})
             with store.storing(self.run.out):
                 store.write(path, key, result)
         return tokens
@@ -132,33 +141,49 @@ class Worker:
                 target.name, device=self.run.device, dtype=self.run.dtype, revision=target.revision,
                 allow_pickle=self.run.allow_pickle,
             )  # fmt: skip
+            check_same(target, source_of(model))
             self._passes = Passes(cast(HookedModel, model), self.run.settings)
             self._tokens = TokenShards(self.run, target, model=self._passes.model)
             self._target = target
         return self._passes
+
+    def _inputs(self, unit: Unit) -> dict[str, str]:
+        """Hashes of what a unit was done with: the model's files, the prompts."""
+        assert self._passes is not None
+        assert self._tokens is not None
+        made = {"model": str(source_of(cast(nn.Module, self._passes.model)).inputs_sha256)}
+        if unit.kind == CALIBRATION:
+            made["prompts"] = _all_of(self._tokens[shard].sha256 for shard in range(self.run.corpus.shards))
+        elif unit.kind == PROMPTS:
+            made["prompts"] = self._tokens[unit.shard].sha256
+        return made
 
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         shards = range(self.run.corpus.shards)
         found = passes.calibrate(pair for shard in shards for pair in tokens[shard].numbered())
-        prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows))
+        names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
+        prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows), names.__getitem__)
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
         exhibits, index = self._record(passes, tokens, len(given)).plain()
         info = {
             "exhibits": index,
-            "constants": dict(found.constants),
+            "calibrated_on": dict(found.calibrated_on),
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*tokens[0].notes, *cut, *found.notes],
+            "sample": None if found.sample is None else found.sample.to_dict(),
             "prompts": prompts,
             "tokens": tokens.key,
             "model": asdict(source_of(cast(nn.Module, passes.model))),
             "d_model": int(passes.model.cfg.d_model),
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
+        arrays |= empirical_queries.arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
+        arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
     def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
@@ -189,14 +214,25 @@ class Worker:
         return packed({probe.name: passes.weigh(probe)}), 0
 
 
+def _all_of(hashes: Iterable[str]) -> str:
+    return hashlib.sha256("".join(f"{h}\n" for h in hashes).encode()).hexdigest()
+
+
 def calibration(stored: Stored) -> Calibration:
     """What a calibration unit found."""
+    drawn = stored.arrays("sigmas/")
+    names = dict.fromkeys(name.rpartition("/")[0] for name in drawn)
+    sigmas = {name: Sigmas(**{part: drawn[f"{name}/{part}"] for part in _SIGMAS}) for name in names}
     return Calibration(
         norms=stored.table("norms"),
-        constants=stored.info["constants"],
+        constants={name: s.constant for name, s in sigmas.items()},
+        sigmas=sigmas,
+        calibrated_on=stored.info["calibrated_on"],
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
         notes=tuple(stored.info["notes"]),
+        empirical=empirical_queries.of_arrays(stored.arrays("empirical/")),
+        sample=None if stored.info["sample"] is None else KeySample(**stored.info["sample"]),
     )
 
 
@@ -246,10 +282,11 @@ class Joining:
         made = calibration(base)
         tokens = TokenShards(run, target, key=base.info["tokens"])
         try:
-            token = _strings(tokens, run.corpus.shards)
+            token, prompts = _strings(tokens, run.corpus.shards)
         except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
             run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
             raise _MissingError([Unit(CALIBRATION)], str(error)) from error
+        self._check_inputs(by_unit, prompts)
         pieces: dict[str, list[Piece | Failure]] = {}
         for unit, stored in by_unit.items():
             for name, piece in unpacked(stored).items() if unit.kind != CALIBRATION else ():
@@ -274,6 +311,24 @@ class Joining:
             if not missing:
                 shutil.rmtree(run.folder(target), ignore_errors=True)
 
+    def _check_inputs(self, by_unit: Mapping[Unit, Stored], prompts: Sequence[str]) -> None:
+        """Raise MixedError if results were not all made of one model's files and of the prompts that there are."""
+        base = by_unit[Unit(CALIBRATION)]
+        for unit, stored in by_unit.items():
+            expected = {"model": base.info["inputs"]["model"]}
+            if unit.kind == CALIBRATION:
+                expected["prompts"] = _all_of(prompts)
+            elif unit.kind == PROMPTS:
+                expected["prompts"] = prompts[unit.shard]
+            found = stored.info["inputs"]
+            wrong = next((what for what in expected if found[what] != expected[what]), None)
+            if wrong is not None:
+                raise MixedError(
+                    f"{stored.path} was made of another {'model' if wrong == 'model' else 'set of prompts'} than "
+                    f"{base.path.name} ({wrong} {found[wrong][:16]}…, not {expected[wrong][:16]}…): delete the folder "
+                    f"{base.path.parent} and run the same command (or its slices) again"
+                )
+
     def _installed(self) -> tuple[tuple[Probe, ...], list[Failure]]:
         """The probes of the run, and those that are not here."""
         here, missing = [], []
@@ -293,54 +348,12 @@ def _tuples(plain: Any) -> Any:
     return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
 
 
-def _strings(tokens: TokenShards, shards: int) -> Callable[[int, int], str]:
-    ids, names = [], dict[int, str]()
+def _strings(tokens: TokenShards, shards: int) -> tuple[Callable[[int, int], str], list[str]]:
+    """The string at (prompt, position), and the hash of each shard."""
+    ids, names, hashes = [], dict[int, str](), []
     for shard in range(shards):
         held = tokens[shard]
+        hashes.append(held.sha256)
         ids += [row.numpy().astype(np.int32) for row in held.rows]
         names |= held.names
-    return lambda prompt, position: names[int(ids[prompt][position])]
-
-
-def mark_done(run: Run, target: Target, missing: Sequence[Failure] = ()) -> None:
-    """Write down whose report a folder holds, and what its files are; `missing` probes are still to be joined."""
-    content = {
-        "key": run.key(target), "files": _hashes(run.out / target.folder), "missing": [f.probe for f in missing],
-    }  # fmt: skip
-    write_atomically(done_file(run, target), json.dumps(content, indent=1).encode())
-
-
-def done_file(run: Run, target: Target) -> Path:
-    return run.work / "done" / f"{target.folder}.json"
-
-
-def is_done(run: Run, target: Target) -> tuple[bool, str]:
-    """Whether a checkpoint's report is there and whole, and what was wrong if it is there and is not."""
-    try:
-        held = json.loads(done_file(run, target).read_text(encoding="utf-8"))
-        key, files = held["key"], held["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False, ""
-    if key != run.key(target):
-        return False, ""
-    folder = run.out / target.folder
-    now = _hashes(folder)
-    wrong = [name for name, digest in files.items() if now.get(name) != digest]
-    return not wrong, f"{folder / wrong[0]} is damaged or missing" if wrong else ""
-
-
-def awaited(run: Run, target: Target) -> bool:
-    """Whether a report that is done lacks results of a probe that can be joined now."""
-    try:
-        missing = json.loads(done_file(run, target).read_text(encoding="utf-8"))["missing"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    known = entries()
-    return any(name in known for name in missing)
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    from ln_probe.loading.provenance import sha256_of_file
-
-    files = sorted(p for p in folder.glob("*") if p.is_file() and not p.name.startswith("."))
-    return {path.name: sha256_of_file(path) for path in files}
+    return lambda prompt, position: names[int(ids[prompt][position])], hashes

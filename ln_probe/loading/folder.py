@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ln_probe.analyses.machinery import plain_json
+from ln_probe.loading.bounds import check_numbers
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -24,6 +26,8 @@ _TOKENIZERS = (
     ("spiece.model",),
     ("sentencepiece.bpe.model",),
 )
+
+_LONGEST_NAME = 255  # of a file, on any file system there is
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -68,8 +72,8 @@ def inspect_folder(folder: Path, *, allow_pickle: bool) -> Checkpoint:
     """
     config = _read_config(folder)
     weights, pickled = _weight_files(folder, allow_pickle=allow_pickle)
-    for file in weights:
-        _check_weight_file(file, pickled=pickled)
+    tensors = sum(_check_weight_file(file, pickled=pickled) for file in weights)
+    check_numbers(config, str(folder / "config.json"), None if pickled else tensors)
     return Checkpoint(folder, config, weights, pickled, has_tokenizer(folder))
 
 
@@ -92,9 +96,10 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
             "Give the folder that save_pretrained wrote: config.json and model.safetensors side by side."
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}. Copy the file again.") from error
+        config = plain_json.read(path)
+    except (OSError, plain_json.JsonError) as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path} is not valid JSON: {said}. Copy the file again.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, expected an object with a model_type.")
     quantization = config.get("quantization_config")
@@ -144,17 +149,17 @@ def _weight_files(folder: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...]
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = plain_json.read(index)["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index} is not an index of weight files (expected an object with a weight_map from tensor "
             f"names to file names): {error!r}. Copy the file again."
         ) from error
     for name in names:
         # A path here would make the loader read whatever it names.
-        if not isinstance(name, str) or name != Path(name).name or "\\" in name:
-            raise ValueError(f"{index} names {name!r}, which is not a file in its own folder: refused.")
+        if not isinstance(name, str) or name != Path(name).name or "\\" in name or len(name) > _LONGEST_NAME:
+            raise ValueError(f"{index} names {str(name)[:80]!r}, which is not a file in its own folder: refused.")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
@@ -166,7 +171,8 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _check_weight_file(file: Path, *, pickled: bool) -> None:
+def _check_weight_file(file: Path, *, pickled: bool) -> int:
+    """Raise ValueError for a file that cannot be read; the number of its tensors (0: not known)."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(_LFS_POINTER))
@@ -175,12 +181,12 @@ def _check_weight_file(file: Path, *, pickled: bool) -> None:
     if start == _LFS_POINTER:
         raise ValueError(f"{file} is a Git LFS pointer of {size} bytes, not the weights: run `git lfs pull`.")
     if pickled:
-        return
+        return 0
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as tensors:
+            return len(list(tensors.keys()))
     except SafetensorError as error:
         raise ValueError(
             f"{file} ({size} bytes) is truncated or corrupt: {error}. Copy or download the file again."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.checkpoint_names import step_named
+from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.loading.downloads import check, gated, is_a_page, portal, status_of, stopped, telling
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own
@@ -93,22 +96,72 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
         ValueError: no such repository or revision, no access to it, or weights only as a pickle.
         ConnectionError: the hub cannot be reached and there is no local copy, or the download stopped.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
+
+    revision = hub_revision(repository, revision)
+    tell(f"{repository}: asking {constants.ENDPOINT}")
+    try:
+        info = _info(repository, revision)
+    except _UnreachableError as error:
+        return _cached(repository, revision, error.reason)
+    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
+    files = _wanted(repository, list(sizes), allow_pickle=allow_pickle)
+    home = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    try:
+        with telling(repository, home, {name: sizes[name] for name in files}):
+            folder = Path(
+                snapshot_download(repository, revision=revision, allow_patterns=files, etag_timeout=HUB_TIMEOUT_S)
+            )
+    except Exception as error:
+        raise stopped(repository, error, constants.ENDPOINT) from error
+    check(repository, folder)
+    return HubSnapshot(repository, folder, revision, info.sha, ())
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the hub says of a model before its weights are fetched.
+
+    Attributes:
+        config: its config.json.
+        weight_bytes: of the weights that would be fetched; 0 if the hub does not say.
+    """
+
+    config: dict[str, Any]
+    weight_bytes: int
+
+
+def describe(repository: str, *, revision: str | None, allow_pickle: bool = True) -> Description:
+    """A model's config.json, and how large its weights are; nothing else is fetched.
+
+    Raises:
+        ValueError, ConnectionError: as `fetch`.
+    """
+    from huggingface_hub import constants, hf_hub_download
 
     revision = hub_revision(repository, revision)
     try:
         info = _info(repository, revision)
     except _UnreachableError as error:
-        return _cached(repository, revision, error.reason)
-    files = _wanted(repository, [file.rfilename for file in info.siblings or ()], allow_pickle=allow_pickle)
+        folder = _cached(repository, revision, error.reason).folder
+        weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+        return Description(_config(folder / "config.json"), sum(p.stat().st_size for p in weights))
+    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
+    files = _wanted(repository, list(sizes), allow_pickle=allow_pickle)
     try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=files)
+        path = hf_hub_download(repository, "config.json", revision=revision, etag_timeout=HUB_TIMEOUT_S)
     except Exception as error:
-        raise ConnectionError(
-            f"the download of {repository} stopped ({type(error).__name__}: {error}). Try again: what is "
-            "already here is not downloaded again."
-        ) from error
-    return HubSnapshot(repository, Path(folder), revision, info.sha, ())
+        raise stopped(repository, error, constants.ENDPOINT) from error
+    return Description(_config(Path(path)), sum(sizes[f] for f in files if f.endswith((".safetensors", ".bin"))))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def commit(repository: str, *, revision: str | None) -> str | None:
@@ -158,21 +211,22 @@ def _info(repository: str, revision: str | None) -> Any:
         _UnreachableError: no network.
         ValueError, ConnectionError: as `fetch`.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        return HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S, files_metadata=True)
     except GatedRepoError as error:
-        raise ValueError(
-            f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, "
-            "log in (hf auth login, or set HF_TOKEN), and try again."
-        ) from error
+        raise ValueError(gated(repository)) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repository} has no revision {revision!r}.{_revision_hint(repository)}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(_unknown(repository)) from error
     except Exception as error:
+        if is_a_page(error):
+            raise _UnreachableError(ConnectionError(portal(repository, constants.ENDPOINT))) from error
+        if status_of(error) in (401, 403):
+            raise ValueError(gated(repository)) from error
         if not _is_network_failure(error):
             raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
         raise _UnreachableError(error) from error
@@ -198,13 +252,15 @@ def _wanted(repository: str, files: list[str], *, allow_pickle: bool) -> list[st
 
 
 def _cached(repository: str, revision: str | None, error: Exception) -> HubSnapshot:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants, try_to_load_from_cache
 
     at = "" if revision is None else f" at revision {revision!r}"
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, FileNotFoundError):
+    # Not by snapshot_download, for which a copy is whole only with the files that are never fetched here.
+    config = try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=constants.HF_HUB_CACHE)
+    folder = Path(config).parent if isinstance(config, str) else None
+    if folder is None or not any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
+        if "with a web page instead of data" in str(error):
+            raise error from None
         reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
         raise ConnectionError(
             f"{repository}{at} is not on this machine, and the model hub ({constants.ENDPOINT}) cannot "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ln_probe.loading.bounds import check_tokenizer
 from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint
+from ln_probe.loading.gguf_header import check_header
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +18,17 @@ if TYPE_CHECKING:
 # Loaded and compared with Hugging Face in the tests, in every world that takes them.
 TESTED_ARCHITECTURES = (
     "BertForMaskedLM",
+    "BloomForCausalLM",
     "GPT2LMHeadModel",
+    "GPTJForCausalLM",
     "GPTNeoForCausalLM",
     "GPTNeoXForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MptForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Qwen2ForCausalLM",
@@ -73,7 +80,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
     model_class, notes = _model_class(checkpoint)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _complete_token_ids(config)
+        complete_token_ids(config)
         config.transformers_weights = None  # would name another weight file than the one that was checked
         options: dict[str, Any] = {
             "config": config,
@@ -96,7 +103,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
         ) from error
     notes += _check_loading_info(folder, checkpoint, model_class.__name__, info)
     notes += _complete_biases(model)
-    model = model.to(device).eval()
+    model = _in_memory(model).to(device).eval()
     _check_finite(model, folder)
     tokenizer, more = _folder_tokenizer(checkpoint)
     return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more))
@@ -116,10 +123,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        raise ValueError(f"{file} is not a GGUF file (it begins with {magic!r}, expected b'GGUF'). Copy it again.")
+    check_header(file)
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -144,7 +148,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         del model.config.quantization_config
     architecture = type(model).__name__
     model.config.architectures = [architecture]
-    _complete_token_ids(model.config)
+    complete_token_ids(model.config)
     model = model.to(device).eval()
     _check_finite(model, file)
     notes = ["weights unpacked from GGUF: as exact as the file's own quantization"]
@@ -212,9 +216,11 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 
 def _unsupported(folder: Path, what: str) -> ValueError:
     others = [name for name in supported_architectures() if name not in TESTED_ARCHITECTURES]
+    near = get_close_matches(what.split("'")[1] if "'" in what else what, others, n=4)
+    like = f" (the nearest of them: {', '.join(near)})" if near else ""
     return ValueError(
         f"{folder}: {what} is not supported. Tested: {', '.join(TESTED_ARCHITECTURES)}. "
-        f"TransformerLens holds {len(others)} more: {', '.join(others)}."
+        f"TransformerLens holds {len(others)} more{like}: ln_probe.loading.pretrained.supported_architectures()."
     )
 
 
@@ -285,6 +291,13 @@ def _complete_biases(model: nn.Module) -> tuple[str, ...]:
     return ("the model has no attention biases: zeros were put in their place",)
 
 
+def _in_memory(model: nn.Module) -> nn.Module:
+    """The model with weights of its own: safetensors gives views of the file, which change when it is written to."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
+
 def _check_finite(model: nn.Module, where: Path) -> None:
     for name, parameter in model.named_parameters():
         finite = parameter.isfinite()
@@ -307,6 +320,8 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     if not checkpoint.has_tokenizer:
         return None, (_no_tokenizer("the folder holds no tokenizer files"),)
     try:
+        if (checkpoint.folder / "tokenizer.json").is_file():
+            check_tokenizer(checkpoint.folder / "tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
@@ -324,8 +339,11 @@ def _no_tokenizer(why: str) -> str:
     return f"no tokenizer: {why}; prompts must be token ids"
 
 
-def _complete_token_ids(config: Any) -> None:
-    # TransformerLens and some of transformers' own models read these without a default.
+def complete_token_ids(config: Any) -> None:
+    """Give a config the ids of special tokens that it lacks, as None.
+
+    TransformerLens and some of transformers' own models read them without a default.
+    """
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)

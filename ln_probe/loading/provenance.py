@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,8 @@ class ModelSource:
         weights_sha256: SHA-256 of the weight file; of several files, the SHA-256 of the lines that
             ``sha256sum`` prints for them in order of name; of a model not loaded by us, of its state
             dict (`sha256_of_state`).
+        inputs_sha256: SHA-256 of the lines ``name hash`` of every file that was read (weights, configuration,
+            tokenizer), which were the same before reading and after; None for a model not loaded by us.
         architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
         world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
         dtype: the format of the weights in memory, ``float32`` and so on.
@@ -52,6 +55,7 @@ class ModelSource:
     processing: tuple[str, ...] = ()
     logits_max_difference: float | None = None
     notes: tuple[str, ...] = ()
+    inputs_sha256: str | None = None
 
 
 # Beside the models, not on them: nn.Module's own attribute lookup, state dicts and copies stay untouched.
@@ -101,11 +105,15 @@ def transformer_lens_version() -> str:
 
 def sha256_of_files(files: Sequence[Path]) -> str:
     """SHA-256 of one file's content; of several, that of their ``sha256sum`` lines in order of name."""
-    digests = {file.name: sha256_of_file(file) for file in files}
+    return sha256_of_hashes({file.name: sha256_of_file(file) for file in files})
+
+
+def sha256_of_hashes(digests: Mapping[str, str]) -> str:
+    """The same from the files' names and hashes."""
     if len(digests) == 1:
         return next(iter(digests.values()))
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 
 def sha256_of_file(file: Path) -> str:

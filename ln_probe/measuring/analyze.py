@@ -7,18 +7,23 @@ import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
+from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
-from ln_probe.hooks.model import check_model, evaluating
+from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.model import check_model, evaluating, n_layers
+from ln_probe.loading.in_memory import bridged, is_hugging_face
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring.assembly import assemble, provenance
+from ln_probe.measuring.live import Live
 from ln_probe.measuring.passes import Passes
-from ln_probe.measuring.settings import Settings
+from ln_probe.measuring.settings import Settings, from_the_end
 from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompting.vocabulary import name_tokens
 from ln_probe.reporting.report import Report
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
@@ -30,7 +35,7 @@ class ProbeFailedWarning(UserWarning):
 
 def analyze(
     model: object,
-    prompts: Sequence[str] | str | Path | Tensor | None = None,
+    prompts: Any = None,
     *,
     probes: Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
@@ -38,46 +43,76 @@ def analyze(
     keys: str = "hardest",
     max_tokens: int = 512,
     seed: int = 0,
+    vocab: str | Path | None = None,
+    keys_sample: int | None = None,
     progress: bool = True,
+    tokenizer: Any = None,
+    prepend_bos: bool | None = None,
 ) -> Report:
     """What LayerNorm does in `model`: norms term by term, keys that attention can select, how uniformly it attends.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model (see `load_model`).
-        prompts: texts, token ids [batch pos], a file, "sampled", or None for the bundled prompts.
-        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", those of other
-            packages) or `Probe` objects.
-        layers, heads: indices to look at; None means all.
+        model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
+            in memory, which is wrapped for the measurement and stays as it is.
+        prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or
+            what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file; `ln_probe.sampled(n)` for
+            sequences of the model's own; None for the bundled prompts.
+        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers"
+            and "attribution", those of other packages) or `Probe` objects.
+        layers, heads: indices to look at; None means all. A negative layer counts from the end.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
         seed: of sampled prompts and sampled keys.
-        progress: show a progress bar.
+        vocab: file of token strings for a model without a tokenizer (JSON, or a token a line); names among them such
+            as `<EOS>` are the end tokens that sampled sequences stop at.
+        progress: show what is going on: a live line on a terminal or in a notebook, elsewhere a line every half minute.
+        keys_sample: how many keys of each head are measured (of the longest prompt; of shorter ones fewer in
+            proportion), each among all others; fractions and quantiles then have intervals. 0: all keys. None: all,
+            unless they would take more than about an hour of one core; the report says so.
+        tokenizer: of a Hugging Face model in memory; the others bring their own.
+        prepend_bos: whether prompts that are texts begin with the tokenizer's first token; None: as the model was
+            trained.
+
+    Of two calls on the same model in two threads, the second waits.
 
     A probe that fails is named in `Report.failures`, in its notes and in a ProbeFailedWarning; the others' results
     stand.
 
     Raises:
-        TypeError: not a TransformerLens model.
+        TypeError: not a TransformerLens or Hugging Face model; prompts that hold no text and no token ids.
         ValueError: an unknown probe, a layer or head that does not exist, unusable prompts, NaN activations (names
-            the site).
+            the site); a Hugging Face model that TransformerLens has no bridge for, or whose bridge is not the model.
         ProbeError: a probe that cannot be used (names it and its package), or all of them failed.
     """
+    given = model
+    if is_hugging_face(model):
+        model = bridged(model, tokenizer)
+    elif tokenizer is not None:
+        raise ValueError(
+            f"tokenizer= is for a Hugging Face model in memory: a {type(model).__name__} brings its own "
+            "(model.tokenizer)"
+        )
     hooked = check_model(model)
     found = _probes(probes)
     settings = Settings(
         probes=tuple(p if isinstance(p, str) else p.name for p in probes),
-        layers=None if layers is None else tuple(layers),
+        layers=None if layers is None else from_the_end(layers, n_layers(hooked)),
         heads=None if heads is None else tuple(heads),
         keys=keys,
         max_tokens=max_tokens,
         seed=seed,
+        vocab=None if vocab is None else str(vocab),
+        keys_sample=keys_sample,
     )
     settings.check(hooked)
     clock = _Clock()
-    was_training = cast(nn.Module, model).training
-    with evaluating(hooked):
-        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
-        passes = Passes(hooked, settings, probes=found, progress=progress)
+    was_training = cast(nn.Module, given).training
+    with Live(quiet=not progress), exclusive(hooked), evaluating(hooked):
+        pulse.tell("preparing prompts")
+        if vocab is not None:
+            name_tokens(hooked, vocab)
+        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed, prepend_bos=prepend_bos)
+        passes = Passes(hooked, settings, probes=found)
         clock.lap("preparation")
         numbered = list(enumerate(ready.tokens))
         calibration = passes.calibrate(numbered)
@@ -88,6 +123,7 @@ def analyze(
         clock.lap("second pass")
         pieces |= {p.name: [passes.weigh(p)] for p in found if p.needs.nothing}
         clock.lap("weights")
+        pulse.tell("pictures of attention")
         exhibits = passes.record(ready.tokens, ready.strings, count=len(ready.tokens))
         clock.lap("exhibits")
     source = source_of(cast(nn.Module, model))

@@ -7,31 +7,39 @@ prompts, in any order, and the pieces joined afterwards.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ln_probe.analyses import norm_statistics
 from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius
+from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius, plain_queries
+from ln_probe.analyses.empirical_queries import Queries
+from ln_probe.analyses.key_sample import DEFAULT as DEFAULT_SAMPLE
+from ln_probe.analyses.key_sample import SAMPLE_ABOVE, KeySample
+from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
-from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
+from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen, package_of
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
+from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
+from ln_probe.hooks.frozen_scale import calibration_sigmas
 from ln_probe.hooks.model import HookedModel, n_layers
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.sites import Site, layers_in_words, survey
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring import recording
 from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.prompts import namer
+from ln_probe.prompting.prompts import namer, summary
+from ln_probe.prompting.sources import BUNDLED, SAMPLED
+from ln_probe.prompting.vocabulary import name_tokens
 from ln_probe.reporting.exhibits import Exhibits
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
@@ -55,38 +63,50 @@ class Passes:
         settings: Settings,
         *,
         probes: Sequence[Probe] | None = None,
-        progress: bool = False,
     ) -> None:
         settings.check(model)
-        self.model, self.settings, self.progress = model, settings, progress
+        if settings.vocab is not None:
+            name_tokens(model, settings.vocab)
+        self.model, self.settings = model, settings
         self.probes = chosen(settings.probes if probes is None else probes)
-        self.sites = find_sites(model)
+        self.found = survey(model)
+        self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
-        self.attends = any("attention" in s.reads.split("+") for s in self.sites)
+        self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
-    def _bar(self, text: str, prompts: Iterable[tuple[int, Tensor]]) -> Any:
-        return tqdm(prompts, desc=text, unit="prompt", disable=not self.progress, leave=False)
+    def _told(self, stage: str, prompts: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """The prompts, and to whoever watches, which of them is under way."""
+        total = float(len(prompts)) if isinstance(prompts, Sized) else math.nan
+        for done, pair in enumerate(prompts):
+            tell(stage, done, total, "prompts")
+            yield pair
 
     def _heads_of(self, seen: AttentionInput) -> Heads:
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
-        """The first pass, over all prompts (number and token ids) in their order."""
+        """The first pass, over all prompts (number and token ids) in their order.
+
+        The constants are not theirs: they come from prompts of their own (`calibration_tokens`), on which nothing is
+        measured.
+        """
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
         statistics = [
             SiteStatistics(s)
-            for s in self.sites
+            for s in (*self.sites, *(s for s in self.found.unknown if not s.bare))
             if wanted is None or s.layer in wanted or set(s.attention_layers) & set(self.layers)
         ]
         by_name = {s.site.name: s for s in statistics}
         unsupported: dict[int, str] = {}
         bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
+        occurred: dict[int, Queries] = defaultdict(Queries)
         length = 0
+        lengths: list[float] = []
 
         def on_norm(site: Site, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
@@ -102,27 +122,52 @@ class Passes:
             except UnsupportedAttentionError as error:
                 unsupported[seen.layer] = str(error)
                 return
+            occurred[seen.layer].add(plain_queries(heads, seen.y).numpy())
             radius = observed_radius(heads, seen.site, seen.y)
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for _, row in self._bar("norms", prompts):
+        for _, row in self._told("first pass", prompts):
             length = len(row)
+            lengths.append(float(length))
             stream(
-                self.model, row, self.sites, on_norm=on_norm, layers=self.layers,
+                self.model, row, self.found.read, on_norm=on_norm, layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )  # fmt: skip
+        rows = calibration_tokens(self.model)
+        sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
         return_free_memory()
+        sample = self._sample(lengths)
+        notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
+        source = SAMPLED if tokenizer_of(self.model) is None else BUNDLED
         return Calibration(
             norms=norm_statistics.table(statistics),
-            constants={s.site.name: s.constant for s in statistics},
+            constants={name: found.constant for name, found in sigmas.items()},
+            sigmas=sigmas,
+            calibrated_on=summary(f"{source}, calibration part", rows),
             radii={
                 layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
                 for layer, found in observed.items()
             },
             unsupported=unsupported,
-            notes=self._notes(statistics, unsupported, bidirectional),
+            notes=notes if sample is None else (*notes, sample.note),
+            empirical={layer: found.ellipsoid() for layer, found in occurred.items()},
+            sample=sample,
         )
+
+    def _sample(self, lengths: Sequence[float]) -> KeySample | None:
+        """Which keys are measured: all, if that takes no longer than it may, or if the user wants all."""
+        wanted = self.settings.keys_sample
+        probe = next((p for p in self.probes if p.samples_keys), None)
+        if wanted == 0 or probe is None or not self.wants_heads or not lengths:
+            return None
+        heads = int(getattr(self.model.cfg, "n_heads", 0)) if self.heads is None else len(self.heads)
+        seconds = probe.cost(Shape(len(self.layers), heads, tuple(lengths))).seconds
+        longest = int(max(lengths))
+        count = DEFAULT_SAMPLE if wanted is None else wanted
+        if count >= longest or (wanted is None and seconds <= SAMPLE_ABOVE):
+            return None
+        return KeySample(count, longest, self.settings.seed, seconds)
 
     def measure(
         self, prompts: Sequence[tuple[int, Int[Tensor, " _"]]], calibration: Calibration, *, default: bool = False
@@ -136,24 +181,22 @@ class Passes:
             return {}
         view = self._view(calibration)
         watching = [_Watching(p, view, p.prompts if default else None) for p in asked]
-        bar = self._bar("probes", prompts)
-        for number, row in bar:
-            self._watch(number, row, [w for w in watching if w.takes(number)], calibration, bar)
+        for number, row in self._told("second pass", prompts):
+            self._watch(number, row, [w for w in watching if w.takes(number)], calibration)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
     def _watch(
-        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration, bar: Any
+        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration
     ) -> None:
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
 
         def on_norm(site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-            for w in norms:
+            for w in norms if not site.stands_in else ():
                 w.see(lambda o: o.norm(number, site, x, y))
 
         def on_attention(seen: AttentionInput) -> None:
-            bar.set_postfix(layer=seen.layer)
             heads = None if seen.layer in calibration.unsupported else self._heads_of(seen)
             attended = Attended(seen, heads, calibration, self.heads)
             for w in attention:
@@ -161,15 +204,17 @@ class Passes:
 
         if norms or attention:
             stream(
-                self.model, row, self.sites, on_norm=on_norm if norms else None, layers=self.layers,
+                self.model, row, self.found.read, on_norm=on_norm if norms else None, layers=self.layers,
                 on_attention=on_attention if attention else None,
             )  # fmt: skip
         for w in watching:
             if w.probe.needs.output:
+                tell(w.probe.name)
                 w.see(lambda o: o.prompt(number, row))
 
     def weigh(self, probe: Probe) -> Piece | Failure:
         """What a probe that needs no prompts finds out."""
+        tell(probe.name)
         return _Watching(probe, self._view(None)).piece()
 
     def record(self, prompts: Sequence[Int[Tensor, " _"]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
@@ -181,7 +226,7 @@ class Passes:
         if not any(p.needs.attention for p in self.probes):
             return Exhibits()
         return recording.record(
-            self.model, self.sites, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
+            self.model, self.found.read, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
             heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
         )  # fmt: skip
@@ -201,15 +246,29 @@ class Passes:
         )  # fmt: skip
 
     def _notes(
-        self, statistics: list[SiteStatistics], unsupported: Mapping[int, str], bidirectional: bool
+        self,
+        statistics: list[SiteStatistics],
+        unsupported: Mapping[int, str],
+        bidirectional: bool,
+        unbounded: Sequence[int],
     ) -> tuple[str, ...]:
         notes = []
-        if not self.sites:
-            notes.append("the model has no normalization: there is no site to decompose, and no norm before attention")
+        if not self.sites and not self.found.unknown:
+            notes.append(
+                "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
+                "its keys and queries are measured as they are"
+            )
         elif not self.attends:
             idle = " and ".join(p.name for p in self.probes if p.needs.attention)
             said = f": {idle} {'was' if idle.count(' and ') == 0 else 'were'} not measured" if idle else ""
             notes.append(f"no norm of this model is read by attention{said}")
+        notes += self.found.notes
+        if unbounded:
+            notes.append(
+                f"nothing bounds the queries of {layers_in_words(unbounded)} (no scaling before them): margins and "
+                "attainable attention there are over the empirical set, the ellipsoid of mean and covariance of the "
+                "queries that occurred, holding 95 % of them (`queries` in the heads table)"
+            )
         notes += [f"head space was not measured. {text}" for text in unsupported.values()]
         if bidirectional:
             notes.append(

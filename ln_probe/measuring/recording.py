@@ -170,7 +170,7 @@ class _Recorder:
         pattern = every[heads]
         self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
         self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, bin_edges(pattern.shape[-1])))
-        self.received[prompt, seen.layer] = to_bytes(_received(pattern))
+        self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))
         if self.plan[prompt]:
             chosen = self._least_uniform(seen.layer, heads, pattern)
             self.full.setdefault(prompt, {}).update({(seen.layer, head): to_bytes(every[head]) for head in chosen})
@@ -232,10 +232,15 @@ class _Recorder:
         )  # fmt: skip
 
 
-def _received(pattern: Float[np.ndarray, "head query key"]) -> Float[np.ndarray, "head key"]:
+def _received(pattern: Float[np.ndarray, "head query key"], window: int | None) -> Float[np.ndarray, "head key"]:
     """Mean weight each key gets from the queries after position 0 that see it (all of them, without a causal mask)."""
     queries = pattern.shape[1]
-    seen = np.minimum(queries - np.arange(queries), queries - 1) if not np.triu(pattern, 1).any() else queries - 1
+    if np.triu(pattern, 1).any():
+        seen: int | np.ndarray = queries - 1
+    else:
+        place = np.arange(queries)
+        last = queries if window is None else np.minimum(queries, place + window)
+        seen = last - np.maximum(place, 1)
     means: np.ndarray = pattern[:, 1:].sum(1) / np.maximum(seen, 1)
     return means
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,9 +13,15 @@ from ln_probe.hooks.model import HookedModel, n_layers
 KEYS = ("hardest", "all")
 
 
+def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
+    """Indices of layers, negative ones counted from the end; what is out of range stays as it was given."""
+    return tuple(i + count if -count <= i < 0 else i for i in map(operator.index, layers))
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, and the seed of samples."""
+    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
+    token strings, and how many keys of a head are measured (0: all; None: all unless that would take too long)."""
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
@@ -22,12 +29,19 @@ class Settings:
     keys: str = "hardest"
     max_tokens: int = 512
     seed: int = 0
+    vocab: str | None = None
+    keys_sample: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.probes, str) or not self.probes:
             raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(entries())}")
         if self.keys not in KEYS:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
+
+        if self.keys_sample is not None and (isinstance(self.keys_sample, bool) or self.keys_sample < 0):
+            raise ValueError(
+                f"keys_sample must be a number of keys per head (0: all of them), got {self.keys_sample!r}"
+            )
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -37,7 +51,7 @@ class Settings:
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Settings:
         """The settings that `plain` was made from; further entries are ignored."""
-        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls)}
+        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**values)
 

@@ -6,16 +6,23 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries, is_dataset
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
 # tokens through the bundled models take about 10 seconds, 4 of 512 through GPT-2 small's shape 10 minutes.
 PER_SHARD = 4
+INDEX_FILE = "shards.txt"
 DEFAULT = "default"  # the bundled prompts, or sampled ones for a model without a tokenizer
+
+
+class AlteredError(ValueError):
+    """The shards on disk are not what was read when the run began."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,12 @@ class ShardedCorpus:
     Attributes:
         given: "default", "sampled", or the file or data set.
         source: what reports call it.
-        count: number of prompts (of sampled ones: at most this).
+        count: number of prompts (of sampled ones: at least this; the last shard takes what there is more).
         sha256: hash of all of them, however they are divided; empty for prompts that come from the model.
         per_shard: prompts in a shard.
         file_sha256: of the file they were read from, to notice that it has changed; empty for a data set.
+        folder: of the shards, among those of the run.
+        index_sha256: of the shards' index (a line with hash and number of prompts for each); empty without shards.
     """
 
     given: str
@@ -37,7 +46,8 @@ class ShardedCorpus:
     sha256: str
     per_shard: int
     file_sha256: str = ""
-    folder: str = ""  # of the shards, among those of the run
+    folder: str = ""
+    index_sha256: str = ""
 
     @property
     def shards(self) -> int:
@@ -57,27 +67,31 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
         FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    from ln_probe.hooks.default_tokens import SAMPLED_PROMPTS, bundled_texts
+    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_texts
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
+    sampled = SAMPLED_SEQUENCES[MEASURED]
     if given == SAMPLED:
-        return ShardedCorpus(SAMPLED, SAMPLED, SAMPLED_PROMPTS, "", per_shard)
+        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", per_shard)
     if given is None:
         texts = bundled_texts()[:limit]
-        made = _write(texts, folder, per_shard)
-        return ShardedCorpus(DEFAULT, BUNDLED, max(len(texts), SAMPLED_PROMPTS), made[1], per_shard, folder=name)
+        _, digest, index = _write(texts, folder, per_shard)
+        count = max(len(texts), sampled)
+        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, per_shard, folder=name, index_sha256=index)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
     held = _held(folder, file_sha256)
     if held is not None:
         return held
-    count, digest = _write(found, folder, per_shard)
+    count, digest, index = _write(found, folder, per_shard)
     if not count:
         raise ValueError(f"no prompts ({given} is empty): give at least one")
+    if not is_dataset(given) and _sha256(Path(given)) != file_sha256:
+        raise ValueError(f"{given} changed while it was being read: wait until nobody writes it, and try again")
     source = given if is_dataset(given) else Path(given).name
-    corpus = ShardedCorpus(given, source, count, digest, per_shard, file_sha256, name)
-    write_atomically(folder / "corpus.json", json.dumps(vars(corpus)).encode())
+    corpus = ShardedCorpus(given, source, count, digest, per_shard, file_sha256, name, index)
+    write_atomically(folder / "corpus.json", plain_json.sealed(vars(corpus)))
     return corpus
 
 
@@ -89,33 +103,74 @@ def _sha256(path: Path) -> str:
 
 def _held(folder: Path, file_sha256: str) -> ShardedCorpus | None:
     """What an earlier command read, if it is whole and its file has not changed."""
+    file = folder / "corpus.json"
     try:
-        corpus = ShardedCorpus(**json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
-        same = corpus.file_sha256 == file_sha256 and _digest(folder, corpus.shards) == corpus.sha256
+        corpus = ShardedCorpus(**plain_json.opened(plain_json.read(file), str(file)))
+        if corpus.file_sha256 != file_sha256:
+            return None
+        for shard in range(corpus.shards):
+            read_shard(folder, corpus, shard)
     except (OSError, ValueError, TypeError):
         return None
-    return corpus if same else None
+    return corpus
 
 
-def _digest(folder: Path, shards: int) -> str:
-    digest = hashlib.sha256()
-    for shard in range(shards):
-        digest.update(shard_file(folder, shard).read_bytes())
-    return digest.hexdigest()
+def read_shard(folder: Path, corpus: ShardedCorpus, shard: int) -> list[Entry]:
+    """The prompts of one shard, as they were when the run began; none of one that has no texts.
+
+    Raises:
+        AlteredError: the shard or the index is damaged, missing or another corpus's.
+    """
+    expected = _index(folder / INDEX_FILE, corpus)
+    if shard >= len(expected):  # the models without a tokenizer have sampled prompts there
+        return []
+    digest, count = expected[shard]
+    file = shard_file(folder, shard)
+    content = _bytes(file, corpus)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise _altered(file, corpus, "its content is not what was written")
+    found = [json.loads(line) for line in content.splitlines()]
+    assert len(found) == count, "hashed and counted together"
+    return [entry["text"] if "text" in entry else entry["tokens"] for entry in found]
 
 
-def _write(found: Iterable[Entry], folder: Path, per_shard: int) -> tuple[int, str]:
+@lru_cache(maxsize=4)  # read once, not once for every shard
+def _index(file: Path, corpus: ShardedCorpus) -> list[tuple[str, int]]:
+    content = _bytes(file, corpus)
+    if hashlib.sha256(content).hexdigest() != corpus.index_sha256:
+        raise _altered(file, corpus, "its content is not what was written")
+    return [(digest, int(count)) for digest, count in (line.split() for line in content.decode().splitlines())]
+
+
+def _bytes(file: Path, corpus: ShardedCorpus) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _altered(file, corpus, error.strerror or str(error)) from error
+
+
+def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
+    return AlteredError(
+        f"{file} is not what was read from {corpus.source} when the run began ({why}): run the same command again, "
+        "which reads the prompts anew"
+    )
+
+
+def _write(found: Iterable[Entry], folder: Path, per_shard: int) -> tuple[int, str, str]:
+    """Shards and their index; the number of prompts, the hash of all of them, and that of the index."""
     digest, total = hashlib.sha256(), 0
+    index: list[str] = []
     iterator = iter(found)
-    shard = 0
     while part := list(islice(iterator, per_shard)):
         lines = [json.dumps({"text": e} if isinstance(e, str) else {"tokens": e}) for e in part]
         content = "".join(f"{line}\n" for line in lines).encode()
-        write_atomically(shard_file(folder, shard), content)
+        write_atomically(shard_file(folder, len(index)), content)
         digest.update(content)
         total += len(part)
-        shard += 1
-    return total, digest.hexdigest()
+        index.append(f"{hashlib.sha256(content).hexdigest()} {len(part)}\n")
+    written = "".join(index).encode()
+    write_atomically(folder / INDEX_FILE, written)
+    return total, digest.hexdigest(), hashlib.sha256(written).hexdigest()
 
 
 def shard_file(folder: Path, shard: int) -> Path:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
+
+from ln_probe.analyses.machinery import plain_json
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
 
@@ -16,6 +18,8 @@ Entry = str | list[int]  # a text, or the token ids of one prompt
 BUNDLED, SAMPLED = "bundled", "sampled"
 HUB_PREFIX = "hf:"
 _OPTIONS = ("config", "split", "field")
+# The largest vocabularies have some millions of entries; larger ids are other numbers, and arrays of 2³¹ would follow.
+LARGEST_ID = 2**31 - 1
 _SAVED = ("state.json", "dataset_dict.json")  # what Dataset.save_to_disk leaves
 
 
@@ -101,10 +105,7 @@ def _json_lines(path: Path) -> Iterator[Entry]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+        entry = plain_json.parse(line, f"{path}, line {number}")
         if isinstance(entry, dict) and isinstance(entry.get("text"), str):
             yield entry["text"]
         elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
@@ -116,30 +117,57 @@ def _json_lines(path: Path) -> Iterator[Entry]:
 def _ids(values: object, where: str) -> list[int]:
     try:
         ids = np.asarray(values)
-    except ValueError as error:  # ragged
+    except (ValueError, OverflowError) as error:  # ragged, or nothing that numpy has a type for
         raise ValueError(f"{where}: token ids must be a list of whole numbers ({error})") from error
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuO"):
         raise ValueError(
             f"{where}: token ids must be whole numbers, one list a prompt, got {ids.dtype} {list(ids.shape)}"
         )
-    return [int(i) for i in ids]
+    return _plausible(ids.tolist(), where)
+
+
+def _plausible(ids: list[Any], where: str) -> list[int]:
+    for i in ids:
+        if not isinstance(i, int):
+            raise ValueError(f"{where}: token ids must be whole numbers, one list a prompt, got {_short(i)} among them")
+        if not 0 <= i <= LARGEST_ID:
+            raise ValueError(f"{where}: {_short(i)} is no token id (0 … {LARGEST_ID})")
+    return ids
+
+
+def _short(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)[:40]
 
 
 def _array(path: Path) -> Iterator[Entry]:
     try:
         ids = np.atleast_2d(np.load(path, allow_pickle=False))
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, SyntaxError, RecursionError) as error:
         raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path}: token ids must be whole numbers [batch pos], got {ids.dtype} {list(ids.shape)}")
-    for row in ids:
-        yield [int(i) for i in row]
+    for number, row in enumerate(ids):
+        yield _plausible(row.tolist(), f"{path}, row {number}")
 
 
 def _dataset(wanted: DatasetName) -> Iterator[Entry]:
+    where = f"data set {wanted.name}"
+    for number, row in enumerate(_rows(wanted, where)):
+        if wanted.field not in row:
+            raise ValueError(f"{where}: no field {wanted.field!r}; it has {', '.join(map(str, row))}: add ?field=…")
+        value = row[wanted.field]
+        if not isinstance(value, str):
+            yield _ids(value, f"{where}, row {number}")
+        elif value.strip():  # data sets of lines (WikiText) are full of empty ones
+            yield value
+
+
+def _rows(wanted: DatasetName, where: str) -> Iterator[dict[str, Any]]:
+    """The rows of a data set; what its library raises, now or while it reads on, in words that name the data set."""
     import datasets
 
-    where = f"data set {wanted.name}"
     folder = Path(wanted.name)
     try:
         if any((folder / name).is_file() for name in _SAVED):
@@ -150,24 +178,24 @@ def _dataset(wanted: DatasetName) -> Iterator[Entry]:
             options = {"streaming": True} | ({"name": wanted.config} if wanted.config else {})
             splits = datasets.load_dataset(wanted.name, **options)
             found = splits[_split(list(splits), wanted)]
+        yield from found
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise ConnectionError(
             f"{where} is not on this machine and cannot be fetched ({error}): give a file or a local folder"
         ) from error
-    except (FileNotFoundError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from error
-    for number, row in enumerate(found):
-        if wanted.field not in row:
-            raise ValueError(f"{where}: no field {wanted.field!r}; it has {', '.join(map(str, row))}: add ?field=…")
-        value = row[wanted.field]
-        if not isinstance(value, str):
-            yield _ids(value, f"{where}, row {number}")
-        elif value.strip():  # data sets of lines (WikiText) are full of empty ones
-            yield value
+    except _SplitError:
+        raise
+    except Exception as error:  # whatever its files provoke: a script that is not run, a damaged table, a wrong schema
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{where} cannot be read: {said or type(error).__name__}") from error
+
+
+class _SplitError(ValueError):
+    """The split that is asked for is not there."""
 
 
 def _split(names: list[str], wanted: DatasetName) -> str:
     chosen = wanted.split or ("train" if "train" in names or len(names) != 1 else names[0])
     if chosen not in names:
-        raise ValueError(f"data set {wanted.name} has no split {chosen!r}; it has {', '.join(names)}: add ?split=…")
+        raise _SplitError(f"data set {wanted.name} has no split {chosen!r}; it has {', '.join(names)}: add ?split=…")
     return chosen

@@ -18,9 +18,10 @@ from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
-from ln_probe.prompting.prompts import Prompts, make_prompts
-from ln_probe.prompting.shards import DEFAULT, shard_file
+from ln_probe.prompting.prompts import Prompts, make_prompts, of_entries
+from ln_probe.prompting.shards import DEFAULT, read_shard
 from ln_probe.prompting.sources import SAMPLED
+from ln_probe.prompting.token_forms import Sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class TokenShard:
     names: Mapping[int, str]
     source: str
     notes: tuple[str, ...]
+    sha256: str  # of the file that holds them
 
     def numbered(self) -> list[tuple[int, Int[Tensor, " _"]]]:
         return list(enumerate(self.rows, start=self.first))
@@ -76,6 +78,7 @@ class TokenShards:
             {int(i): s for i, s in stored.info["names"].items()},
             stored.info["source"],
             tuple(stored.info["notes"]),
+            stored.sha256,
         )
 
     def _make(self, path: Path, key: str, shard: int, model: HookedModel) -> TokenShard:
@@ -84,18 +87,19 @@ class TokenShards:
         rows: tuple[Tensor, ...] = ()
         given: tuple[int, ...] = ()
         source, notes, names = self.run.corpus.source, tuple[str, ...](), {}
-        file = shard_file(self.run.corpus_folder, shard)
         made = None
         if self._samples:
             if self._sampled is None:
-                how = None if self.run.corpus.given == DEFAULT else SAMPLED
+                how = None if self.run.corpus.given == DEFAULT else Sampled()
                 self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
             made = self._sampled
             source, notes = made.source, made.notes
-            rows, given = made.tokens[first : first + size], made.given[first : first + size]
-        elif file.is_file():
+            # More were drawn where sequences are short: the last shard takes the rest.
+            end = None if shard == self.run.corpus.shards - 1 else first + size
+            rows, given = made.tokens[first:end], made.given[first:end]
+        elif texts := read_shard(self.run.corpus_folder, self.run.corpus, shard):
             try:
-                made = make_prompts(model, file, max_tokens=settings.max_tokens)
+                made = of_entries(model, texts, source, max_tokens=settings.max_tokens)
             except ValueError as error:
                 raise ValueError(f"among prompts {first} to {first + size - 1}, counted from there: {error}") from error
             rows, given = made.tokens, made.given
@@ -110,8 +114,8 @@ class TokenShards:
             info={"names": {str(i): s for i, s in names.items()}, "source": source, "notes": list(notes)},
         )
         with store.storing(self.run.out):
-            store.write(path, key, result)
-        return TokenShard(first, rows, given, names, source, notes)
+            sha256 = store.write(path, key, result)
+        return TokenShard(first, rows, given, names, source, notes, sha256)
 
     def _tokenizer_key(self, model: HookedModel) -> str:
         """Hash of everything that turns the texts into ids: models that share a tokenizer share the ids."""

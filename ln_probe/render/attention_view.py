@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.wording import shortened, visible
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention
@@ -62,7 +62,7 @@ class AttentionView:
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page; the path written."""
         path = Path(path)
-        write_atomically(path, self.document().encode())
+        write_text(path, self.document())
         return path
 
 

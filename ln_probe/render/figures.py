@@ -28,7 +28,7 @@ LABELS = {
 SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
-VECTOR_CELLS = 2500  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
+VECTOR_CELLS = 700  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
 
 
 def norms_over_depth(report: Contents) -> Figure:

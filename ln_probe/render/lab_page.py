@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.schema import Table
 from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy
@@ -49,7 +49,7 @@ def write_lab_page(folder: Path) -> Path:
             script=Markup(script),
         )
     )
-    write_atomically(folder / PAGE_FILE, page.encode())
+    write_text(folder / PAGE_FILE, page)
     return folder / PAGE_FILE
 
 

@@ -4,7 +4,8 @@ const PAGE = 100; // rows added at a time
 function csvCell(value, text) {
   if (value === null || value === undefined) return "";
   let written = String(value);
-  if (text && /^[=+\-@\t\r]/.test(written)) written = "'" + written; // a spreadsheet would take it for a formula
+  // A spreadsheet takes these for a formula, full-width forms and those behind white space too.
+  if (text && /^[\t\r\n]|^[\s\u0000-\u0020\u200b-\u200f\u2060\ufeff]*[=+\-@|%]/.test(written.normalize("NFKC"))) written = "'" + written;
   return /[",\n\r]/.test(written) ? `"${written.replaceAll('"', '""')}"` : written;
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jinja2
@@ -64,7 +64,9 @@ def report_page(report: Contents) -> str:
             absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in shown],
             attention=frame,
             tables=tables,
-            provenance=flat(report.provenance),
+            provenance=flat(_without_begin(report.provenance)),
+            prompts=report.provenance.get("prompts", {}),
+            begin=report.provenance.get("prompts", {}).get("begin", ()),
             policy=policy(*scripts),
             script=Markup(script),
         )
@@ -123,13 +125,25 @@ _BEHIND: dict[str, tuple[tuple[Declared, Callable[[Contents], pd.DataFrame]], ..
 }
 
 
+# A row for every prompt and norm: what intervals come from, in the parquet file and too long to read.
+_NOT_SHOWN = ("causal_prompts",)
+
+
+def _without_begin(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what stands in a section of its own."""
+    prompts = {k: v for k, v in provenance.get("prompts", {}).items() if k not in ("begin", "commonest")}
+    return {k: prompts if k == "prompts" else v for k, v in provenance.items()}
+
+
 def _tables(report: Contents) -> Iterator[Table]:
     for name, frame in report.tables.items():
+        if name in _NOT_SHOWN:
+            continue
         arranged = _ARRANGED[name](frame) if name in _ARRANGED else frame
         computed = [(declared, make(report)) for declared, make in _BEHIND.get(name, ())]
         for declared, shown in [(report.declared[name], arranged), *computed]:
-            if len(shown):
-                yield table(declared, shown)
+            if len(shown):  # without the columns that say nothing of this model
+                yield table(declared, shown.loc[:, shown.notna().any()])
 
 
 def _facts(report: Contents) -> Iterator[tuple[str, str]]:

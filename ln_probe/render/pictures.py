@@ -16,6 +16,7 @@ from ln_probe.analyses.probes.registry import package_of
 from ln_probe.analyses.wording import shortened, visible
 from ln_probe.render import figures, norm_geometry
 from ln_probe.render.effects import causal_effects
+from ln_probe.render.heads import MEASURES, heads_map, measures_of
 from ln_probe.render.svg import svg
 from ln_probe.reporting.contents import Contents
 
@@ -114,6 +115,7 @@ GROUPS = (
         "A term switched off in the running model.",
         (Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),),
     ),
+    ("heads-pictures", "Head by head", "What the tables say of each head, layer × head; choose the measure.", ()),
 )
 
 CELL = GROUPS[1][3]  # of a notebook's cell: the first of these that there is
@@ -140,6 +142,8 @@ def groups(report: Contents) -> Iterator[Group]:
         shown = [Shown(p.id, p.title, (drawn(report, p),)) for p in plans if has(report, p)]
         if name == "norms-pictures":
             shown += _geometry(report)
+        if name == "heads-pictures":
+            shown += _by_head(report)
         if shown:
             yield Group(name, title, about, tuple(shown))
 
@@ -157,6 +161,16 @@ def others(report: Contents) -> tuple[list[Group], list[str]]:
             title = probe.summary[:1].upper() + probe.summary[1:]
             found.append(Group(f"{probe.name}-pictures", title, f"From {package_of(probe)}.", tuple(shown)))
     return found, failed
+
+
+def _by_head(report: Contents) -> list[Shown]:
+    known = measures_of(report)
+    drawings = []
+    for measure in known:
+        caption = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
+        drawn = Markup(svg(heads_map(report, measure), f"by-head-{measure}", caption))
+        drawings.append(Drawing(MEASURES[measure].title, drawn, caption, first=measure == known[0]))
+    return [Shown("by-head", "Every head", tuple(drawings), wide=True)] if drawings else []
 
 
 def _geometry(report: Contents) -> list[Shown]:

@@ -65,6 +65,36 @@ class Contents:
         return self.tables["causal"]
 
     @property
+    def causal_prompts(self) -> pd.DataFrame:
+        """A row per (prompt, sites, variant): what the intervals of `causal` come from."""
+        return self.tables["causal_prompts"]
+
+    @property
+    def head_effects(self) -> pd.DataFrame:
+        """The table `head_effects`."""
+        return self.tables["head_effects"]
+
+    @property
+    def sinks(self) -> pd.DataFrame:
+        """The table `sinks`."""
+        return self.tables["sinks"]
+
+    @property
+    def sink_heads(self) -> pd.DataFrame:
+        """The table `sink_heads`."""
+        return self.tables["sink_heads"]
+
+    @property
+    def token_sizes(self) -> pd.DataFrame:
+        """The table `token_sizes`."""
+        return self.tables["token_sizes"]
+
+    @property
+    def outlier_dimensions(self) -> pd.DataFrame:
+        """The table `outlier_dimensions`."""
+        return self.tables["outlier_dimensions"]
+
+    @property
     def unembedding(self) -> pd.DataFrame:
         """A row per token that is hard to predict."""
         return self.tables["unembedding"]

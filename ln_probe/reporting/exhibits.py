@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import write_atomically
 
 EXHIBITS_FILE = "exhibits.npz"
 CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads
 # What reading a cut or altered .npz raises.
-_DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, MemoryError, zipfile.BadZipFile, zlib.error)
 VERDICTS = ("selectable", "unselectable", "duplicate", "undecided", "not measured")
 
 
@@ -214,6 +215,7 @@ class Exhibits:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
-            return Exhibits.of_plain(arrays, json.loads(arrays.pop("index").tobytes()))
+            index = plain_json.parse(arrays.pop("index").tobytes().decode(), f"{path}, index")
+            return Exhibits.of_plain(arrays, index)
         except _DAMAGE as error:
             raise ValueError(f"{path} is damaged ({error}): make the report again") from error

@@ -6,6 +6,8 @@ from ln_probe.analyses.probes.protocol import Failure, Finding
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
 from ln_probe.reporting.contents import Contents
 
+NO_NORMS = "the model has no normalization"  # how the note begins that says so
+
 
 def findings(report: Contents) -> list[Finding]:
     """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
@@ -17,6 +19,6 @@ def findings(report: Contents) -> list[Finding]:
             if probe not in report.probes:
                 raise
             found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
-    if not found and not len(report.layernorms):
-        return [Finding("The model has no normalization: there is nothing to take apart.")]
-    return sorted(found, key=lambda f: f.rank)
+    if any(n.startswith(NO_NORMS) for n in report.notes) or (not found and not len(report.layernorms)):
+        found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+    return sorted(found, key=lambda f: (f.rank, -f.size))

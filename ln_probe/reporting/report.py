@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,19 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe.analyses import tables as declared_here
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import replacing, write_atomically, write_text
 from ln_probe.analyses.probes.protocol import Failure, Probe, ProbeError
 from ln_probe.analyses.probes.registry import find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.reporting.contents import Contents
 from ln_probe.reporting.exhibits import EXHIBITS_FILE, Exhibits
+from ln_probe.reporting.whole_files import check_exhibits, check_file, hashes_of, read_table, unlisted
 
 if TYPE_CHECKING:
     from ln_probe.render.attention_view import AttentionView
 
 REPORT_FILE = "report.json"
-FORMAT = 3
-READ = (2, 3)  # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions
+FORMAT = 4
+# Tables of reports that do not say which they have.
+_OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
+# 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
+READ = (2, 3, 4)
 
 
 class Report(Contents):
@@ -68,12 +72,29 @@ class Report(Contents):
 
         return AttentionView(self.exhibits, layer, prompt)
 
+    def by_head(self, sort: str | None = None) -> pd.DataFrame:
+        """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.
+
+        Args:
+            sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
+
+        Returns:
+            A row per (layer, head); `ln_probe.analyses.head_tables.BY_HEAD` says what the columns mean. The picture of
+            it is `ln_probe.render.heads.heads_map`.
+
+        Raises:
+            ValueError: no such column.
+        """
+        from ln_probe.reporting.by_head import by_head
+
+        return by_head(self, sort)
+
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page that opens offline; the path written."""
         from ln_probe.render.page import report_page
 
         path = Path(path)
-        write_atomically(path, report_page(self).encode())
+        write_text(path, report_page(self))
         return path
 
     def save(self, folder: str | Path) -> Path:
@@ -86,22 +107,26 @@ class Report(Contents):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        earlier = _files_of(folder / REPORT_FILE)
         (folder / REPORT_FILE).unlink(missing_ok=True)
         for name, table in self.tables.items():
-            aside = folder / f".{name}.parquet.partial"
-            table.to_parquet(aside, index=False)
-            os.replace(aside, folder / f"{name}.parquet")
+            with replacing(folder / f"{name}.parquet") as aside, aside.open("wb") as file:  # pyarrow wants UTF-8 paths
+                table.to_parquet(file, index=False)
         self.exhibits.save(folder / EXHIBITS_FILE)
         self.to_html(folder / "report.html")
+        files = [*(f"{name}.parquet" for name in self.tables), EXHIBITS_FILE]
+        for name in earlier - set(files):
+            (folder / name).unlink(missing_ok=True)
         content = {
             "format": FORMAT,
+            "files": hashes_of(folder, files),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
             "tables": {name: self.declared[name].plain() for name in self.tables},
             "probes": {p.name: package_of(p) for p in self.probes},
             "failures": [asdict(f) for f in self.failures],
         }
-        write_atomically(folder / REPORT_FILE, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        write_atomically(folder / REPORT_FILE, plain_json.sealed(content))
         return folder
 
 
@@ -112,32 +137,46 @@ def load_report(folder: str | Path) -> Report:
 
     Raises:
         FileNotFoundError: no such folder, no report.json (unfinished, or not a report), or a table is missing.
-        ValueError: a file is truncated, of another format, or a table is not what the report says it is.
+        ValueError: a file is damaged, of another format, or a table is not what the report says it is.
     """
     folder = Path(folder)
     path = folder / REPORT_FILE
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = plain_json.read(path)
+        if content["format"] == FORMAT or "files" in content:
+            content = plain_json.opened(content, str(path))
+        files = {str(k): str(v) for k, v in content.get("files", {}).items()}
         version, notes = content["format"], tuple(content["notes"])
         provenance = dict(content["provenance"])
         failures = tuple(Failure(**f) for f in content.get("failures", ()))
         described = {n: Table.of_plain(t) for n, t in content.get("tables", {}).items()}
         makers = dict(content.get("probes", {}))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): make the report again") from error
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f"no {error} in it" if isinstance(error, KeyError) else str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path} is damaged ({said}): make the report again") from error
     if version not in READ:
-        raise ValueError(f"{path} has format {version}, this ln_probe reads {READ[-1]}: make the report again")
+        known = ", ".join(map(str, READ))
+        raise ValueError(f"{path} has format {version!r}, this ln_probe reads {known}: make the report again")
     own = {t.name: t for t in declared_here.BUILT_IN}
-    names = dict.fromkeys((*own, *described, *sorted(p.stem for p in folder.glob("[!.]*.parquet"))))
+    beside = () if files else sorted(p.stem for p in folder.glob("[!.]*.parquet"))
+    names = dict.fromkeys((*own, *described, *beside))
     tables, declared = dict[str, pd.DataFrame](), dict[str, Table]()
+    expected = set(described) or _OF_0_1_0
     for name in names:
-        tables[name], declared[name] = _read(folder / f"{name}.parquet", described.get(name), own.get(name))
+        file = folder / f"{name}.parquet"
+        there = file.name in files if files else name in expected or name not in own or file.exists()
+        if not there and name in own:
+            tables[name], declared[name] = own[name].empty(), own[name]  # a table that came later
+            continue
+        check_file(file, files.get(file.name))
+        tables[name], declared[name] = _read(file, described.get(name), own.get(name))
     kept = folder / EXHIBITS_FILE
-    if not kept.exists():
-        raise FileNotFoundError(f"{kept} is missing: make the report again")
+    check_file(kept, files.get(EXHIBITS_FILE))
+    check_exhibits(kept)
     probes, missing = _installed(makers)
+    missing += [f"{name} is not part of this report and was left out" for name in unlisted(folder, files) if files]
     return Report(
         tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
     )
@@ -145,14 +184,14 @@ def load_report(folder: str | Path) -> Report:
 
 def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
     """A table and what it is: as the report describes it, and with the columns that this ln_probe knows of."""
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing: make the report again")
     try:
-        frame = pd.read_parquet(file)
+        frame = read_table(file)
         table = described or known or Table.of_frame(file.stem, frame)
         if described is None and known is not None:  # an earlier version may lack columns, a later one have more
             table = _narrowed(known, frame)
         frame = table.check(frame)
+        if known is not None:
+            _check_key(known, frame)
     except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
         raise ValueError(f"{file} is damaged ({error}): make the report again") from error
     if known is None:
@@ -165,11 +204,23 @@ def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.
 
 def _narrowed(known: Table, frame: pd.DataFrame) -> Table:
     """The table with the columns that the frame has; those of its row key must be there."""
-    if lost := [k for k in known.key if k not in frame]:
-        raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
+    _check_key(known, frame)
     found = Table.of_frame(known.name, frame)
     columns: list[Column] = [known.column(c.name) or c for c in found.columns]
     return replace(known, columns=tuple(columns))
+
+
+def _check_key(known: Table, frame: pd.DataFrame) -> None:
+    if lost := [k for k in known.key if k not in frame]:
+        raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
+
+
+def _files_of(path: Path) -> set[str]:
+    """The files that a report in the same place names; empty if there is none, or it cannot be told."""
+    try:
+        return {Path(str(name)).name for name in plain_json.read(path)["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]:

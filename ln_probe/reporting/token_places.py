@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.tables import TOKENS
+from ln_probe.analyses.wording import encodable
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
 
 # A sink: a key that gets more than this share of the attention of the average query that sees it. Threshold and
@@ -58,7 +59,7 @@ def _keys(shown: PromptAttention) -> pd.DataFrame:
     unknown = VERDICTS.index("not measured")
     return pd.DataFrame(
         {
-            "token": np.tile(np.array(shown.tokens, object), layers * heads),
+            "token": np.tile(np.array([encodable(t) for t in shown.tokens], object), layers * heads),
             "place": np.array(PLACES, object)[place.ravel()],
             "stuck": np.isin(shown.verdict, stuck).ravel(),
             "stuck_frozen": np.isin(shown.verdict_frozen, stuck).ravel(),

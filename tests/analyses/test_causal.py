@@ -13,17 +13,18 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import stats
 
 import ln_probe
-from ln_probe.analyses.edited_runs import EditedRuns
+from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
-from ln_probe.analyses.tables import CAUSAL
+from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.hooks import without
-from ln_probe.hooks.frozen_scale import mean_sigmas
-from ln_probe.hooks.interventions import NoOpWarning
+from ln_probe.hooks.edits import installed
+from ln_probe.hooks.frozen_scale import Resampled, calibration_sigmas, mean_sigmas
+from ln_probe.hooks.interventions import GROUPS, NoOpWarning, make_edit
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT
@@ -56,17 +57,20 @@ def measured(
     return effects, causal_table.table(frames), [*effects.notes(), *causal_table.notes_on(frames)]
 
 
-def forward_passes(model: Any, effects: EditedRuns) -> int:
-    """How often a prompt goes through the model: calls of its final norm, which no edit passes over."""
+def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
+    """Rows of every batch that goes through the model: those of its final norm, which no edit passes over."""
     (final,) = [s for s in find_sites(model) if s.reads == "unembed"]
-    calls: list[int] = []
-    handle = final.module.register_forward_hook(lambda *_: calls.append(1))
+    rows: list[int] = []
+    handle = final.module.register_forward_hook(lambda _m, _args, output: rows.append(len(output)))
     effects.measure(0, PROMPTS[0])
     handle.remove()
-    return len(calls)
+    return rows
 
 
-FEW = "causal: intervals come from 3 prompts, and a bootstrap of so few is too narrow"
+FEW = (
+    "causal: 3 prompts predict something, and intervals take 32: there are none, and changes of the loss are of these "
+    "prompts alone"
+)
 
 
 def watched(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, float, int]:
@@ -115,40 +119,48 @@ def models(request: pytest.FixtureRequest, make_bridge: Callable[..., Any]) -> d
     return found | {"hooked": request.getfixturevalue("make_hooked")(dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "opt", "qwen3"])
-def test_the_tail_keeps_the_norm_of_position_0(arch: str, make_bridge: Callable[..., Any]) -> None:
-    """Against the same edit written as a plain hook on the module's output."""
-    model = make_bridge(arch, torch.float64)
+def test_groups_have_all_three_ways_and_single_norms_the_first(make_bridge: Callable[..., Any]) -> None:
+    """Against `without` with the same constants and the same draws."""
+    model = make_bridge("gpt2", torch.float64)
     sites = find_sites(model)
-    effects, table, _ = measured(model)
-    rows = table.set_index(["sites", "variant"])
-    base = causal_table.table([effects.measure(0, PROMPTS[0])]).set_index(["sites", "variant"])
-    for site in sites:
-        constant, gain, bias = effects.constants[site.name], site.gain, site.bias
+    sigmas = calibration_sigmas(model, sites, PROMPTS)
+    effects = EditedRuns(model, sites, {n: s.constant for n, s in sigmas.items()}, sigmas=sigmas)
+    rows = causal_table.table([effects.measure(0, PROMPTS[0])]).set_index(["sites", "variant"])
+    uniform = {n: s.constant.uniform for n, s in sigmas.items()}
+    with torch.no_grad():
+        with without(model, "both", sites="attention", scale=uniform):
+            one = float(model(PROMPTS[0][None], return_type="loss"))
+        edits = [make_edit(s, "no_scaling", Resampled(sigmas[s.name], f"0/{s.name}/0")) for s in sites]
+        with installed(model, edits):
+            drawn = float(model(PROMPTS[0][None], return_type="loss"))
+    base = rows["loss"] - rows["delta_loss"]
+    assert rows.loc[("attention", "neither"), "delta_loss_uniform"] == pytest.approx(one - base.iloc[0], abs=1e-10)
+    assert rows.loc[("all", "no_scaling"), "delta_loss_resampled"] == pytest.approx(drawn - base.iloc[0], abs=1e-10)
+    others = rows[["delta_loss_uniform", "delta_loss_resampled"]]
+    scaling = rows.index.get_level_values("variant").isin(["no_scaling", "neither"])
+    group = rows.index.get_level_values("sites").isin(GROUPS)
+    assert others[group & scaling].notna().all(axis=None)
+    assert others[~(group & scaling)].isna().all(axis=None)
 
-        def hook(_m: Any, args: Any, y: torch.Tensor, s: Any = site, c: float = constant, g: Any = gain, b: Any = bias):  # type: ignore[no-untyped-def]
-            x = args[0] - args[0].mean(-1, keepdim=True) if s.kind == "layernorm" else args[0]
-            out = x / c * g + (0 if b is None else b)
-            index = (slice(None), slice(None), 0) if x.ndim == 4 else (slice(None), 0) if x.ndim == 3 else (0,)
-            out[index] = y[index]
-            return out
 
-        handle = site.module.register_forward_hook(hook)
-        with torch.no_grad():
-            logits = model(PROMPTS[0][None])[0]
-        handle.remove()
-        expected = float(F.cross_entropy(logits[:-1], PROMPTS[0][1:]))
-        intact = float(base.loc[(site.name, "intact"), "loss"])  # type: ignore[arg-type]
-        assert base.loc[(site.name, "no_scaling"), "delta_loss_tail"] == pytest.approx(expected - intact, abs=1e-10)
-    assert rows.xs("neither", level="variant")["delta_loss_tail"].isna().all()
-    assert rows.xs("no_scaling", level="variant")["delta_loss_tail"].notna().all()
+def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    sites = find_sites(model)
+    effects = EditedRuns(model, sites, mean_sigmas(model, sites, PROMPTS))
+    early, late = (effects.measure(n, PROMPTS[2]) for n in (SINGLE_NORM_PROMPTS - 1, SINGLE_NORM_PROMPTS))
+    assert set(early["sites"]) - set(late["sites"]) == {s.name for s in sites}
+    counts = causal_table.table([early, late]).set_index(["sites", "variant"])["prompts"]
+    assert counts.loc[("all", "neither")] == 2
+    assert counts.loc[("ln_final", "neither")] == 1
+    assert "causal: single norms were taken from the first 1 of 2 prompts" in causal_table.notes_on([early, late])
 
 
 def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("llama")
     effects, table, _ = measured(model)
-    # scaling at five sites and three groups (the fourth is the final norm), with position 0 and without
-    assert forward_passes(model, effects) == 1 + 2 * (5 + 3)
+    # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
+    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together.
+    assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2]
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
     assert (kept["delta_loss"] == 0).all()
@@ -157,38 +169,40 @@ def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..
     assert (rows.xs("no_scaling", level="variant")["no_op"] == "").all()
     one, two = rows.xs("no_scaling", level="variant"), rows.xs("neither", level="variant")
     pd.testing.assert_frame_equal(one[NUMBERS], two[NUMBERS])
-    assert float(one.loc["ln_final", "divisor"]) == effects.constants["ln_final"]  # type: ignore[arg-type]
+    assert float(one.loc["ln_final", "divisor"]) == effects.constants["ln_final"].rest  # type: ignore[arg-type]
     assert math.isnan(one.loc["all", "divisor"])  # type: ignore[arg-type]
     assert kept["divisor"].isna().all()
 
 
-def test_the_interval_is_a_percentile_bootstrap_over_prompts() -> None:
-    """Against scipy's, with prompts of different lengths (a ratio of sums)."""
-    generator = np.random.default_rng(1)
-    predicted = generator.integers(20, 60, 25).astype(float)
-    change = predicted * generator.normal(0.3, 0.1, 25)
-    resamples = causal_table._resamples(25, seed=0)
-    low, high = causal_table._interval(pd.Series(change), pd.Series(predicted), resamples)
-    theirs = stats.bootstrap(
-        (change, predicted), lambda c, p, axis: c.sum(axis) / p.sum(axis), paired=True, method="percentile",
-        n_resamples=20000, rng=np.random.default_rng(2),
-    ).confidence_interval  # fmt: skip
-    width = theirs.high - theirs.low
-    assert abs(low - theirs.low) < 0.05 * width
-    assert abs(high - theirs.high) < 0.05 * width
-    assert causal_table._interval(pd.Series(2 * predicted), pd.Series(predicted), resamples) == pytest.approx((2, 2))
-
-
-def test_intervals_hold_the_estimate_and_repeat(make_bridge: Callable[..., Any]) -> None:
+def test_too_few_prompts_give_no_interval(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     effects, table, notes = measured(model)
-    changed = table[table["variant"] != "intact"]
-    assert (changed["delta_loss_low"] <= changed["delta_loss"]).all()
-    assert (changed["delta_loss"] <= changed["delta_loss_high"]).all()
+    assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
     frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
     pd.testing.assert_frame_equal(causal_table.table(frames[::-1]), table)  # prompts in any order
-    assert not np.array_equal(causal_table._resamples(25, seed=0), causal_table._resamples(25, seed=1))
     assert notes == [FEW]
+
+
+def test_the_table_comes_from_what_is_kept_of_each_prompt(make_bridge: Callable[..., Any]) -> None:
+    """Of 33 prompts of several lengths: means, intervals and signs, from `causal_prompts` alone."""
+    model = make_bridge("gpt2")
+    sites = [s for s in find_sites(model) if s.name in ("blocks.0.ln1", "ln_final")]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 50, (4 + i % 5,), generator=generator) for i in range(33)]
+    effects = EditedRuns(model, sites, mean_sigmas(model, sites, prompts))
+    frames = [effects.measure(i, row) for i, row in enumerate(prompts)]
+    table = causal_table.table(frames).set_index(["sites", "variant"])
+    kept = causal_table.by_prompt(frames)
+    CAUSAL_PROMPTS.check(kept)
+    for (where, variant), rows in kept.groupby(["sites", "variant"]):
+        row = table.loc[(where, variant)]
+        change, tokens = (rows["delta_loss"] * rows["predicted"]).to_numpy(), rows["predicted"].to_numpy(float)
+        assert row["delta_loss"] == pytest.approx(change.sum() / tokens.sum())
+        assert row["prompts_worse"] == (change > 0).sum()
+        assert row["prompts"] == len(rows) == (33 if where in GROUPS else SINGLE_NORM_PROMPTS)
+        ends = prompt_intervals.interval(change, tokens)
+        np.testing.assert_allclose([row["delta_loss_low"], row["delta_loss_high"]], ends, rtol=1e-6)
+        assert math.isnan(ends[0]) == (where not in GROUPS)
 
 
 @pytest.mark.parametrize("prompts", [[PROMPTS[0]], [PROMPTS[0], torch.tensor([4])]])
@@ -196,7 +210,7 @@ def test_one_prompt_gives_no_interval(prompts: list[torch.Tensor], make_bridge: 
     _, table, notes = measured(make_bridge("gpt2"), prompts)
     assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
     assert table["delta_loss"].notna().all()
-    assert notes == ["causal: fewer than two prompts predict anything, so there are no intervals"]
+    assert "causal: 1 prompt predicts something, and intervals take 32: there are none" in notes[0]
 
 
 def test_a_single_token_has_no_loss(make_bridge: Callable[..., Any]) -> None:
@@ -302,7 +316,8 @@ def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
     report.save(tmp_path / "r")
     pd.testing.assert_frame_equal(ln_probe.load_report(tmp_path / "r").causal, report.causal)
     assert any(
-        "Taken away at every attention norm, the loss changes: without scaling by" in said for said in report.findings()
+        "Without projection at every norm the loss changes by" in said and "on these 2 prompts" in said
+        for said in report.findings()
     )
     part = ln_probe.analyze(model, tokens, probes=("causal",), layers=[1], progress=False)
     assert list(dict.fromkeys(part.causal["sites"])) == ["attention", "mlp", "all", "blocks.1.ln1", "blocks.1.ln2"]
@@ -329,8 +344,10 @@ def test_mgm_against_an_edit_of_the_hugging_face_model(mgm: Path) -> None:
         for layer, block in enumerate(original.transformer.h):
             block.ln_1._forward_pre_hooks.clear()
             sigma = (sums[layer][0].double().var(-1, correction=0) + block.ln_1.eps).sqrt()
-            assert float(sigma[:, 1:].mean()) == pytest.approx(report.provenance["constants"][f"blocks.{layer}.ln1"])
-            c = float(sigma[:, 1:].mean())
+            known = report.provenance["constants"][f"blocks.{layer}.ln1"]  # of other prompts: sampled ones
+            assert known["rest"] == pytest.approx(float(sigma[:, 1:].mean()), rel=0.5)
+            c = torch.full((96, 1), known["rest"])
+            c[0] = known["first"]
             block.ln_1.forward = lambda x, m=block.ln_1, c=c: (x - x.mean(-1, keepdim=True)) / c * m.weight + m.bias
         edited = float(original(tokens, labels=tokens).loss)
     assert rows.loc[("attention", "intact"), "loss"] == pytest.approx(intact, rel=1e-5)

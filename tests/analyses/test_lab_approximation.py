@@ -18,6 +18,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     SLOPE_RANGE,
     design,
     evaluate,
+    extended_error,
     fit,
     lag_weights,
     linear_optimum,
@@ -29,6 +30,7 @@ from ln_probe.analyses.lab.approximation.relative_transformer import (
     NORM_ORDERS,
     RelativeConfig,
     RelativeTransformer,
+    lag_features,
 )
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
@@ -116,6 +118,18 @@ def exact_error(target: str, kernel: str, slopes: tuple[float, ...]) -> mpmath.m
         return mpmath.fdot(wanted, wanted) - mpmath.fdot(list(mpmath.lu_solve(gram, right)), list(right))
 
 
+def test_extended_precision_where_float64_no_longer_solves_it() -> None:
+    """Two slopes 1e-9 apart: dependent to float64, and the best coefficients are huge; small ones leave more."""
+    slopes = (0.5, 0.5 + 1e-9, 0.02)
+    found = fit("4a", "linear", slopes)
+    held, _ = extended_error("4a", "linear", slopes, found.coefficients)
+    solved, largest = extended_error("4a", "linear", slopes)
+    assert held == pytest.approx(found.mse, rel=1e-6)
+    assert solved < held
+    assert solved == pytest.approx(float(exact_error("4a", "linear", slopes)), rel=1e-7)
+    assert largest > 1e6 > max(map(abs, found.coefficients[2:]))
+
+
 @pytest.mark.parametrize(("target", "kernel", "heads"), [
     ("4a", "linear", 1), ("4a", "linear", 2), ("4a", "linear", 4), ("4b", "log", 1), ("2b", "log", 1),
     ("2b", "linear", 1),
@@ -149,8 +163,16 @@ def test_no_slopes_beat_the_optimum(data: st.DataObject, target: str, kernel: st
     assert fit(target, kernel, slopes).mse >= linear_optimum(target, kernel, heads).mse * (1 - 1e-6) - 1e-25
 
 
+def test_t5s_positions_are_linear_then_logarithmic_then_constant() -> None:
+    phi = lag_features("t5", 400)
+    assert phi[:17].tolist() == [-float(z) for z in range(17)]
+    steps = phi[16:128].diff() * torch.arange(16.5, 127.5)  # -16 log(z) / log 8 has the slope -16 / (z log 8)
+    torch.testing.assert_close(steps, torch.full_like(steps, -16 / np.log(8)), rtol=1e-3, atol=0)
+    assert phi[128:].tolist() == pytest.approx([-32.0] * 272)  # T5 has 32 buckets
+
+
 def test_attention_columns_are_attention() -> None:
-    for kernel in ("log", "linear"):
+    for kernel in ("log", "linear", "t5"):
         columns = design(kernel, [0.3, 2.0])
         np.testing.assert_allclose(columns.sum(0), 1)
         torch.manual_seed(0)
@@ -207,7 +229,7 @@ def test_table_optima() -> None:
     (lambda: linear_optimum("4a", "table", 1), "kernel 'table' has no slopes to search over: known are log, linear"),
     (lambda: linear_optimum("4a", "log", 0), "heads must be at least 1, got 0"),
     (lambda: RelativeConfig(1000, 0, 1, "log"), "heads must be at least 1, got 0"),
-    (lambda: RelativeConfig(1000, 1, 1, "cubic"), "unknown kernel 'cubic': known are log, linear, table"),
+    (lambda: RelativeConfig(1000, 1, 1, "cubic"), "unknown kernel 'cubic': known are log, linear, t5, table"),
     (lambda: RelativeConfig(1000, 1, 1, "log", norm="batch"), "unknown norm 'batch'"),
 ])  # fmt: skip
 def test_bad_input(call: object, said: str) -> None:
@@ -231,7 +253,7 @@ def test_the_grid_has_what_must_be_shown() -> None:
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [approximation.Cell("4a", kernel, 1) for kernel in ("log", "linear")]
-    cells += [approximation.Cell("4b", kernel, 1) for kernel in ("log", "linear")]
+    cells += [approximation.Cell("4b", kernel, 1, approximation.FFN_FREE) for kernel in ("log", "linear")]
     cells += [approximation.Cell("4a", "log", 1, norm="layernorm", norm_order="post")]
     monkeypatch.setattr(approximation, "grid", lambda quick: tuple(cells))
     monkeypatch.setattr(
@@ -240,10 +262,11 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     request = Request(out=tmp_path / "approximation", seeds=(0, 1), quick=True, progress=False)
     results = run("approximation", request, command="ln-probe lab run approximation", ln_probe_version="0")
     table = results.summary.set_index(["target", "kernel", "norm", "measure"])
-    assert table.loc[("4a", "linear", "none", "mse"), "optimum"] == pytest.approx(1.8683739662)
+    assert table.loc[("4a", "linear", "none", "mse"), "optimum"] == pytest.approx(1.8683739662, rel=5e-6)
     relative = table.loc[("4a", "linear", "none", "relative_mse"), "optimum"]
-    assert relative == pytest.approx(1.8683739662 / variance("4a"))
-    assert table.loc[("4a", "log", "none", "mse"), "published"] == 1e-5
+    assert relative == pytest.approx(1.8683739662 / variance("4a"), rel=5e-6)
+    assert table.loc[("4b", "linear", "none", "mse"), "published"] == 1e-7
+    assert np.isnan(table.loc[("4a", "log", "none", "mse"), "published"]), "published without an FFN"
     assert np.isnan(table.loc[("4a", "log", "layernorm", "mse"), "optimum"])
     assert any("layernorm in post-norm order" in sentence for sentence in results.conclusions)
     errors = results.tables["errors"]

@@ -253,17 +253,22 @@ def test_bad_input(call: object, said: str) -> None:
         call()
 
 
-def test_ordering_sentences() -> None:
-    rows = [("L5", m, "none", "none", "accuracy_64", mean) for m, mean in (("lstm", 0.9), ("qrnn", 0.95), ("gru", 1))]
+@pytest.mark.parametrize(("lstm", "qrnn", "constant", "said"), [
+    (0.995, 0.997, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; inverted: lstm against qrnn."]),
+    (1.0, 1.0, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; equal here: lstm against qrnn."]),
+    (1.0, 0.9, 0.6, ["L5, accuracy_64: 1 of 1 published orderings hold."]),
+    (1.0, 0.8, 0.6, ["L5, qrnn: 80.0 % at length 64, published 90.2 %: this budget does not reach it, so nothing is "
+                     "said of it beyond."]),
+    (1.0, 0.9, 0.95, ["L5, accuracy_64: 0 of 0 published orderings hold; no better than a constant answer (95.0 %): "
+                      "qrnn."]),
+])  # fmt: skip
+def test_ordering_sentences(lstm: float, qrnn: float, constant: float, said: list[str]) -> None:
+    means = {"lstm": lstm, "qrnn": qrnn, "gru": 1.0}
+    rows = [("L5", model, "none", "none", "accuracy_64", mean) for model, mean in means.items()]
     summary = pd.DataFrame(rows, columns=[*counting.KEYS, "measure", "mean"])
     summary = summary.merge(counting.published_table(), how="left", on=[*counting.KEYS, "measure"])
-    assert list(counting._ordering(summary)) == [
-        "L5, accuracy_64: 0 of 1 published orderings hold; inverted: lstm against qrnn."
-    ]
-    summary["mean"] = 1.0
-    assert list(counting._ordering(summary)) == [
-        "L5, accuracy_64: 0 of 1 published orderings hold; equal here: lstm against qrnn."
-    ]
+    summary = summary.assign(constant_yes=constant, constant_no=1 - constant)
+    assert list(counting._ordering(summary)) == said
 
 
 def test_the_grid_has_what_must_be_shown() -> None:

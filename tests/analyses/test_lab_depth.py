@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from ln_probe.analyses.lab.depth.block_languages import (
 )
 from ln_probe.analyses.lab.depth.crasp import parse
 from ln_probe.analyses.lab.depth.crasp_programs import block_symbol, last_block
+from ln_probe.analyses.lab.depth.depth_findings import findings, hit_rates, sweep, term_effects
 from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.training import TrainConfig
 
 
@@ -100,15 +103,49 @@ def test_hit_rates() -> None:
         for lengths, value in zip(depth.BINS, values, strict=True)
     ]
     table = pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
-    hits = depth.hit_rates(table).set_index("k")
+    hits = hit_rates(table).set_index("k")
     assert hits[["predicted", "hits", "seeds"]].to_numpy().tolist() == [[True, 1, 2], [False, 0, 1]]
     # Clopper-Pearson of 1 out of 2 by hand: 1 - (1 - p)^2 = 0.025 at the lower end, p^2 = ... by symmetry above
     assert hits.loc[3, "low"] == pytest.approx(1 - np.sqrt(0.975), abs=1e-9)
     assert hits.loc[3, "high"] == pytest.approx(np.sqrt(0.975), abs=1e-9)
     failed = pd.DataFrame([(1, 3, "layernorm", "post", "none", 2)], columns=[*depth.KEYS, "seed"])
-    assert depth.hit_rates(table, failed).set_index("k").loc[3, ["hits", "seeds"]].tolist() == [1, 3]
-    (sentence,) = depth._conclusions(hits.reset_index())
-    assert "1 of 2 runs with k = depth + 2, 0 of 1 runs with k = depth + 3" in sentence
+    assert hit_rates(table, failed).set_index("k").loc[3, ["hits", "seeds"]].tolist() == [1, 3]
+    sentence = next(iter(findings(table).conclusions))
+    assert "1 of 2 runs with k = depth + 2 [1%, 99%], 0 of 1 runs with k = depth + 3 [0%, 98%]" in sentence
+
+
+def planted(shift: float, seeds: int = 3) -> pd.DataFrame:
+    """Runs at both sides of the boundary at three depths, in which scaling costs `shift` beyond it."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for d, beyond, norm, seed in itertools.product((1, 2, 3), (2, 3), NORM_KINDS, range(seeds)):
+        for lengths in depth.BINS:
+            value = 1.0 if beyond == 2 else 0.6 + 0.05 * rng.uniform() - shift * (norm in SCALES)
+            rows.append((d, d + beyond, norm, "post", "none", seed, depth.measure(lengths), value))
+    return pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
+
+
+def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
+    for shift in (0.3, 0.0):
+        terms = term_effects(planted(shift)).set_index(["term", "side", "depth", "outcome"])
+        row = terms.loc["scaling", "beyond", "all", "reach"]
+        assert row["mean"] == pytest.approx(-shift, abs=0.02)
+        assert row["units"] == 3 * 3 * 2
+        assert row["ci_low"] <= -shift <= row["ci_high"]
+        assert (row["p_holm"] < 0.05) == (shift > 0)
+        assert terms.loc["projection", "beyond", "all", "reach"]["p_holm"] > 0.05
+        assert terms.loc["scaling", "within", "all", "reach"]["mean"] == 0
+        assert terms["p"].notna().sum() == 2 * 2 * 2, "only rows over all depths are tested"
+
+
+def test_thresholds() -> None:
+    swept = sweep(planted(0.3)).set_index(["norm", "side", "threshold"])
+    assert swept.loc["layernorm", "within", 0.99]["hits"] == swept.loc["none", "beyond", 0.5]["hits"] == 9
+    assert swept.loc["layernorm", "beyond", 0.5]["hits"] == 0
+    assert swept.loc["layernorm", "beyond", 0.5]["high"] == pytest.approx(1 - 0.025 ** (1 / 9))  # 34 %, not 0
+    said = [c for c in findings(planted(0.3)).conclusions if "tells them apart" in c]
+    assert len(said) == 1
+    assert "the worst of 36 runs within the theory's reach has 100.0% in its worst bin, the best of 36" in said[0]
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def test_means_and_intervals_by_hand() -> None:
     values = pd.DataFrame({"norm": ["a"] * 3 + ["b"], "seed": [0, 1, 2, 0], "value": [1.0, 2.0, 3.0, 7.0]})
     published = pd.DataFrame({"norm": ["b"], "published": [6.5]})
     table = summarize(values, ["norm"], published).set_index("norm")
-    assert list(table.columns) == ["mean", "ci_low", "ci_high", "sd", "seeds", "published"]
+    assert list(table.columns) == ["mean", "ci_low", "ci_high", "median", "sd", "seeds", "published"]
     half = 4.302652729911275 * 1.0 / np.sqrt(3)  # Student's t with 2 degrees of freedom, 97.5 %
     assert table.loc["a", ["mean", "ci_low", "ci_high"]].tolist() == pytest.approx([2.0, 2 - half, 2 + half])
     assert np.isnan(table.loc["a", "published"])

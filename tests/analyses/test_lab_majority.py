@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,19 @@ from torch import nn
 
 from ln_probe.analyses.lab.majority.bags.rows import _exp
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data, partitions
-from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings
-from ln_probe.analyses.lab.majority.majority_task import EPOCH, MajorityTask, majority_model, query_angles, sequences
+from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings, start_angles
+from ln_probe.analyses.lab.majority.majority_task import (
+    EPOCH,
+    PARTS,
+    MajorityTask,
+    PartShrunk,
+    majority_model,
+    query_angles,
+    sequences,
+)
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.runs import Run, diverged, train_all
+from ln_probe.analyses.lab.runs import Run, curves, diverged, train_all
 from ln_probe.analyses.lab.training import TrainConfig, load_run, train
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
@@ -31,8 +40,10 @@ def task() -> MajorityTask:
     return MajorityTask(0, SMALL)
 
 
-def model(norm: str, radius: float | None = None, seed: int = 0) -> LabTransformer:
+def model(norm: str, radius: float | str | None = None, seed: int = 0) -> LabTransformer:
     torch.manual_seed(seed)
+    if isinstance(radius, str):
+        return PartShrunk(majority_model(norm, None, SMALL), radius).build()
     made = LabTransformer(majority_model(norm, radius, SMALL))
     with calibrate(made), torch.no_grad():
         made.blocks[0].ln1(made.embed.W_E)
@@ -40,9 +51,11 @@ def model(norm: str, radius: float | None = None, seed: int = 0) -> LabTransform
 
 
 @pytest.mark.parametrize("norm", NORM_KINDS)
-@pytest.mark.parametrize("radius", [None, 8**-0.5])
-def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityTask) -> None:
+@pytest.mark.parametrize("radius", [None, 8**-0.5, *PARTS])
+def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: MajorityTask) -> None:
     """Loss and gradients of the compiled float32 rows against the model itself on the sequences, in float64."""
+    if radius in PARTS and norm not in ("layernorm", "scaling_only"):
+        return  # a part is shrunk where a norm scales: the others' divisor is measured
     plain = MajorityTask(0, SMALL, reduced=False)
     ours = model(norm, radius)
     for chosen in (task.batch(0, 150, 0), task.batch(3, 1, 0)):  # more rows than lanes, and fewer
@@ -55,6 +68,24 @@ def test_the_reduction_is_exact(norm: str, radius: float | None, task: MajorityT
         largest = max(float(g.abs().max()) for g in wanted)
         for (name, _), got, right in zip(ours.named_parameters(), gradients, wanted, strict=True):
             assert float((got - right).abs().max()) < 2e-6 * largest, name
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_part_is_small_and_the_other_is_not(part: str) -> None:
+    """The attention of a shrunk part is that of the norm at radius 1/√d, the rest that at √d; from the same weights."""
+    tokens = torch.randint(6, (3, 12), generator=torch.Generator().manual_seed(1))
+    models = {
+        "large": model("scaling_only"),
+        "small": model("scaling_only", 8**-0.5),
+        "part": model("scaling_only", part),
+    }
+    seen = {name: one.run_with_cache(tokens)[1] for name, one in models.items()}
+    for hook in ("hook_q", "hook_k", "hook_v"):
+        small = (hook == "hook_v") == (part == "values")
+        wanted = seen["small" if small else "large"][f"blocks.0.attn.{hook}"]
+        torch.testing.assert_close(seen["part"][f"blocks.0.attn.{hook}"], wanted)
+    with pytest.raises(ValueError, match="unknown part 'all': known are queries and keys, values"):
+        PartShrunk(majority_model("scaling_only"), "all")
 
 
 def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:
@@ -259,12 +290,14 @@ def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) ->
 
 
 def test_findings_of_known_losses(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, {
+    runs = written(tmp_path, {
         ("layernorm", "sqrt(d)"): (0.4, 0.6),
         ("scaling_only", "sqrt(d)"): (0.5, 0.7),
         ("layernorm", "1/sqrt(d)"): (1.3, 1.5),
         ("scaling_only", "1/sqrt(d)"): (1.4, 1.6),
-    }))  # fmt: skip
+        ("scaling_only", "1/sqrt(d) for values"): (0.6, 0.8),
+    })  # fmt: skip
+    found = findings(curves(runs), start_angles(runs))
     loss = found.tables["contrasts"]
     loss = loss[loss["measure"] == "train_loss"].set_index("contrast")["mean"]
     assert loss["the published gap"] == pytest.approx(1.0)
@@ -272,6 +305,12 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
     assert loss["size 1/sqrt(d), without projection"] == pytest.approx(0.9)
     assert "most of the published gap is due to size, not projection" in found.conclusions[0]
     assert "costs something of its own (0.10 [0.10, 0.10] nats; seeds: 2)" in found.conclusions[0]
+    assert loss["size 1/sqrt(d) of values alone"] == pytest.approx(0.1)
+    assert any("size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s
+               for s in found.conclusions)  # fmt: skip
+    tested = found.tables["contrasts"].set_index(["contrast", "measure"])["p"]
+    assert tested["the published gap", "train_loss"] < 1e-10  # two equal differences, but for rounding
+    assert np.isnan(tested["the published gap", "test_accuracy"])
     row = found.summary.set_index(["norm", "radius", "step", "measure"]).loc["layernorm", "sqrt(d)", 1000, "train_loss"]
     assert (row["mean"], row["published"], row["seeds"]) == (pytest.approx(0.5), 0.75, 2)
     reached = found.summary[found.summary["measure"] == "steps_to_0.75"].set_index(["norm", "radius", "step"])
@@ -290,12 +329,12 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
 
 
 def test_findings_without_the_whole_design(tmp_path: Path) -> None:
-    found = findings(written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)}))
+    runs = written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)})
+    found = findings(curves(runs), start_angles(runs))
     assert len(found.tables["contrasts"]) == 0
     assert isinstance(found.summary, pd.DataFrame)
     with pytest.raises(ValueError, match="no run has been evaluated yet"):
-        findings([Run({"norm": "none", "radius": "sqrt(d)"}, MajorityTask(0, SMALL), LabConfig(1, 8, 1, 6, 12),
-                      TrainConfig(steps=1, batch=1), tmp_path / "nothing")])  # fmt: skip
+        findings(curves([replace(runs[0], folder=tmp_path / "nothing")]), start_angles(runs))
 
 
 def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:

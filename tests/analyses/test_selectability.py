@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.optimize import linprog
@@ -15,6 +16,7 @@ import ln_probe
 from ln_probe.analyses import key_tables
 from ln_probe.analyses.attention_spread import received
 from ln_probe.analyses.calibration import observed_radius
+from ln_probe.analyses.probes import selectability
 from ln_probe.analyses.tables import HEADS, KEYS
 from ln_probe.analyses.variant_outputs import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import read_heads
@@ -171,7 +173,7 @@ def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., An
     assert report.keys.equals(again.keys)
 
 
-def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
+def test_behind_a_norm_without_scaling_the_queries_that_occurred_are_the_set() -> None:
     from ln_probe.analyses.lab.norms import calibrate
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
@@ -182,7 +184,9 @@ def test_a_norm_without_scaling_has_no_bound_on_queries() -> None:
     report = ln_probe.analyze(model, TOKENS[None], progress=False)
     head = report.heads.query("space == 'head'")
     assert head["query_radius"].isna().all()
-    assert head["margin_median"].isna().all(), "no bound on queries, no nats"
+    assert set(head["queries"]) == {"empirical"}
+    assert head[["margin_median", "attainable_median"]].notna().all().all()
+    assert head["attainable_reachable_median"].isna().all(), "nothing bounds what the head could make"
     assert report.heads.query("space == 'normalized'")["margin_median"].notna().all()
     assert head["keys"].eq(24).all()
     assert (head.query("variant == 'no_scaling'")["no_op"] == "projection_only: it does not scale").all()
@@ -203,3 +207,22 @@ def test_keys_of_a_folded_model_ignore_the_mean(dtype: torch.dtype, make_bridge:
         assert set(rows.get_group("normalized")) == {""}
         said = rows.get_group("head").str.contains("what reads it ignores the mean")
         assert said.all() if expected else not said.any()
+
+
+def test_attainable_attention_stands_beside_an_even_share_and_not_beside_what_was_received() -> None:
+    """D4: weights from the last position were set beside the largest over all queries (1.5 % "can", 1.7 % "got")."""
+    rows = [
+        {"layer": 0, "head": 0, "space": "head", "variant": v, "no_op": "", "attainable_median": m, "attainable_p05": p,
+         "pattern_max_median": 0.8}
+        for v, m, p in (("intact", 0.3, 0.01), ("no_scaling", 0.2, 0.005))
+    ]  # fmt: skip
+    (finding,) = selectability._attainable(pd.DataFrame(rows), 1 / 128)
+    assert finding.text == (
+        "From queries of the size that occur, a typical key can get 30 % of the attention of the last position (20 % "
+        "without scaling), one of the hardest twentieth 1 % (0.5 %) (an even share of a prompt of average length: 0.78 "
+        "%)."
+    )
+    assert finding.size == pytest.approx(0.1)
+    for column in (HEADS.column("pattern_max_median"), KEYS.column("pattern_max")):
+        assert column is not None
+        assert "the last position, which sees more keys" in column.meaning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,6 +17,8 @@ import torch
 import ln_probe
 from ln_probe.analyses.tables import CAUSAL
 from ln_probe.reporting.report import Report
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from
 
 # In the browser `fired()` records a call; whatever calls it has escaped.
 HOSTILE = [
@@ -128,8 +131,10 @@ def causal() -> pd.DataFrame:
     rows = [
         {
             "sites": sites, "variant": variant, "loss": 4.0 + d, "delta_loss": d, "delta_loss_low": d - 0.02,
-            "delta_loss_high": d + 0.03, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.01, "prompts": 4,
-            "divisor": 1.5 if sites.startswith("blocks") else float("nan"), "matched": True, "no_op": "",
+            "delta_loss_high": d + 0.03, "delta_loss_uniform": d, "delta_loss_resampled": d, "prompts_worse": 30,
+            "p_adjusted": 0.001, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.01, "prompts": 33,
+            "divisor": 1.5 if sites.startswith("blocks") else float("nan"),
+            "divisor_first": 1.5 if sites.startswith("blocks") else float("nan"), "matched": True, "no_op": "",
         }
         for sites in ("attention", "all", "blocks.0.ln1")
         for variant, d in changes.items()

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import ln_probe
+from ln_probe.analyses.tables import BUILT_IN
 from ln_probe.batch.drive import BusyError, Slice, locked
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, Unit
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
 from ln_probe.batch.schedule import ATTEMPTS, Schedule
 from ln_probe.batch.store import DamagedError, Result, Stored, write
 from ln_probe.batch.suite import SuiteError, Target, suite
@@ -26,7 +27,7 @@ from ln_probe.batch.work import DAMAGED, DIED, DONE, FAILED, Outcome
 from ln_probe.cli import app
 
 runner = CliRunner()
-TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+TABLES = tuple(table.name for table in BUILT_IN)
 
 
 def command(*args: object) -> tuple[int, str, str]:
@@ -359,6 +360,20 @@ def test_every_unit_once_in_order_and_few_loads(models: int, shards: int, worker
     if workers == 1:
         assert len(loads) == models
     assert len(loads) <= models + workers * (workers - 1) + workers
+
+
+def test_weights_are_measured_while_others_wait_for_the_calibration() -> None:
+    (target,) = targets(1)
+    schedule = Schedule({target: [*units(1), Unit(WEIGHTS, probe="unembedding")]})
+    assert schedule.next(0) == (target, Unit(CALIBRATION))
+    assert schedule.next(1) == (target, Unit(WEIGHTS, probe="unembedding"))
+    assert schedule.next(2) is None
+    schedule.ended(target, Unit(WEIGHTS, probe="unembedding"), Outcome(DONE))
+    assert schedule.next(1) is None
+    schedule.ended(target, Unit(CALIBRATION), Outcome(DONE))
+    assert schedule.next(1) == (target, Unit(PROMPTS, 0))
+    schedule.ended(target, Unit(PROMPTS, 0), Outcome(DONE))
+    assert schedule.next(0) == (target, Unit(REPORT))
 
 
 def test_a_unit_that_kills_its_workers_fails_its_model_alone() -> None:

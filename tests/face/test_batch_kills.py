@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ln_probe.analyses.tables import BUILT_IN
+
 TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]
-TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+TABLES = tuple(table.name for table in BUILT_IN)
 
 
 class Batch:

@@ -196,6 +196,32 @@ def test_tables_sort_filter_and_download(report: Report, visit: Any, page_of: An
     opened.quiet()
 
 
+def test_c09_cells_of_a_download_are_no_formulas(report: Report, visit: Any, page_of: Any) -> None:
+    """What a spreadsheet would compute stands behind an apostrophe, whatever is before it and however wide it is."""
+    opened = visit(page_of(report))
+    acting = [
+        "=1+1",
+        " =1",
+        "\n=1",
+        "\u3000=1",
+        "\u00a0+1",
+        "\u200b=1",
+        "\ufeff-1",
+        "＝1",
+        "＋1",
+        "－1",
+        "＠SUM",
+        "\t1",
+    ]
+    plain = ["the", " the", "a=1", "1-2", "", "·", "…"]
+    written = opened.page.evaluate("texts => texts.map(t => csvCell(t, true))", [*acting, *plain])
+    cells = [w[1:-1] if w.startswith('"') else w for w in written]
+    assert [c for c in cells[: len(acting)] if not c.startswith("'")] == []
+    assert cells[len(acting) :] == plain
+    assert opened.page.evaluate("csvCell(-2.5, false)") == "-2.5"
+    opened.quiet()
+
+
 def test_unknown_values_sort_last_either_way(report: Report, visit: Any, page_of: Any) -> None:
     opened = visit(page_of(report))
     section = opened.page.locator("#table-heads")

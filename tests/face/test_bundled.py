@@ -10,6 +10,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.hooks.default_tokens import bundled_texts, passages
 from ln_probe.models import bundled_folder
 
 NAMES = ln_probe.bundled_models()
@@ -39,11 +40,14 @@ def test_they_differ_in_the_norm_before_attention_alone() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_have_learned_to_read(name: str) -> None:
-    """On the bundled prompts, which are not from the training text: far better than chance and than its unigrams."""
+    """On bundled prose, which is not from the training text: far better than chance and than its unigrams."""
     from ln_probe.prompting.prompts import make_prompts
 
     model = ln_probe.load_model(name)
-    prompts = make_prompts(model)  # type: ignore[arg-type]
+    # the passages nearest to three old books, as they were bundled with 0.1.0
+    texts = [p.text for p in passages() if p.text.startswith(("The old keeper", "And the king", "FIRST GUARD"))]
+    prompts = make_prompts(model, texts)  # type: ignore[arg-type]
+    assert len(prompts.tokens) == 3
     with torch.no_grad():
         losses = [float(model(row[None], return_type="loss")) for row in prompts.tokens]
     assert sum(losses) / len(losses) < 4.6 < math.log(1024) - 2
@@ -51,7 +55,8 @@ def test_they_have_learned_to_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_analyzed(name: str) -> None:
-    report = ln_probe.analyze(ln_probe.load_model(name), max_tokens=40, layers=[1], heads=[0, 1], progress=False)
+    model = ln_probe.load_model(name)
+    report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)
     kind = name.removeprefix("lm-")
     assert report.layernorms.set_index("site").loc["blocks.1.ln1", "kind"] == kind
     assert report.layernorms["reconstruction_error"].max() < 1e-5

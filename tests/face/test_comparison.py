@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import ln_probe
+from ln_probe.analyses.tables import CAUSAL_PROMPTS
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.reporting.overview import step_of, told_apart
 from ln_probe.reporting.report import Report
@@ -103,3 +105,24 @@ def test_bad_input(report: Report) -> None:
             ln_probe.compare([report, report], names)
     empty = Report()
     assert np.isnan(ln_probe.compare([empty]).summary.loc[0, "margin"])
+
+
+def test_differences_are_paired_by_prompt(report: Report) -> None:
+    """Of 40 prompts that differ much from one another, and of two models that differ little."""
+    generator = np.random.default_rng(0)
+    hard = generator.lognormal(0, 1, 40)
+    values = {"prompt": np.arange(40), "sites": "all", "variant": "no_scaling", "predicted": 10, "loss": 4.0}
+    kept = {
+        name: pd.DataFrame(
+            values | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
+            | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0)
+        )
+        for name, more in (("a", 0.0), ("b", 0.1))
+    }  # fmt: skip
+    one, two = (named(report.with_tables(causal_prompts=CAUSAL_PROMPTS.check(kept[n])), n) for n in "ab")
+    (row,) = ln_probe.compare([one, two]).paired.to_dict("records")
+    assert row["difference"] == pytest.approx(np.mean(kept["b"]["delta_loss"] - kept["a"]["delta_loss"]))
+    assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
+    assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("b", "a", 40, 40)
+    other = replace(two, provenance={**two.provenance, "prompts": {"sha256": "another"}})
+    assert not len(ln_probe.compare([one, other]).paired)

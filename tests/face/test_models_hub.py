@@ -107,12 +107,16 @@ def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     """A hub that holds what is put into this dictionary: "repository@revision" to a folder."""
     held: dict[str, Path] = {}
 
-    def model_info(_: object, repository: str, *, revision: str | None = None, timeout: float) -> Any:
+    def model_info(
+        _: object, repository: str, *, revision: str | None = None, timeout: float, files_metadata: bool
+    ) -> Any:
         folder = held[f"{repository}@{revision or 'main'}"]
         files = [SimpleNamespace(rfilename=file.name) for file in folder.iterdir()]
         return SimpleNamespace(sha=COMMIT, siblings=[*files, SimpleNamespace(rfilename="onnx/model.onnx")])
 
-    def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        repository: str, *, revision: str | None, allow_patterns: list[str], etag_timeout: float
+    ) -> str:
         revision = revision or "main"
         folder = held[f"{repository}@{revision}"]
         assert "onnx/model.onnx" not in allow_patterns

@@ -84,7 +84,7 @@ def test_interventions_are_drawn_when_there_are_some(
     without = parsed(report_page(report.with_tables(causal=causal.head(0))))
     assert "Not run: what happens to the loss when a term is switched off" in without.text
     page = parsed(report_page(report.with_tables(causal=causal)))
-    assert "Not run" not in page.text
+    assert "Not run: what happens to the loss" not in page.text
     assert "change of loss, nats per token" in page.text
     assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
     unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)

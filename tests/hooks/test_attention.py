@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, attention_pattern, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.sites import Site, find_sites
@@ -71,21 +72,58 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callabl
         torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
 
 
-ALIBI, CAP = r"a bias that grows with distance \(ALiBi\)", "a soft cap of {}"
+def test_soft_caps_are_refused_by_name(make_hooked: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
+    for model, cap in ((make_hooked(attn_scores_soft_cap=2.0), 2), (make_bridge("gemma2"), 50)):
+        with pytest.raises(
+            UnsupportedAttentionError, match=f"layer 0: its scores have a soft cap of {cap}, which head-space measures"
+        ):
+            layers_of(model)
 
 
-@pytest.mark.parametrize(("options", "form"), [
-    ({"positional_embedding_type": "alibi"}, ALIBI), ({"attn_scores_soft_cap": 2.0}, CAP.format(2)),
-])  # fmt: skip
-def test_other_scores_are_refused_by_name(options: dict[str, Any], form: str, make_hooked: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=f"layer 0: its scores have {form}, which head-space measures"):
-        layers_of(make_hooked(**options))
+def test_alibi_in_both_directions_is_refused_by_name(make_lab: Callable[..., Any]) -> None:
+    """Without a causal mask the bias depends on the query as well: it is no bias per key."""
+    with pytest.raises(UnsupportedAttentionError, match=r"fall with distance on both sides \(ALiBi without"):
+        layers_of(make_lab(positions="alibi", causal=False))
 
 
-@pytest.mark.parametrize(("arch", "form"), [("bloom", ALIBI), ("gemma2", CAP.format(50))])
-def test_other_scores_of_bridges_are_refused_by_name(arch: str, form: str, make_bridge: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=f"layer 0: its scores have {form}, which head-space measures"):
-        layers_of(make_bridge(arch))
+def test_b03_alibi_is_a_bias_per_key(make_lab: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
+    """The model's own scores but for what all keys of a query share: −slope·distance is slope·position to a softmax."""
+    for model in (make_lab(positions="alibi", n_heads=4), make_lab(positions="alibi", d_head=8, n_heads=3)):
+        for seen, heads in layers_of(model):
+            assert heads.slopes is not None
+            torch.testing.assert_close(heads.slopes, alibi_slopes(heads.n_heads).double())
+            paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
+            torch.testing.assert_close(paid, seen.pattern.double(), rtol=1e-3, atol=1e-6)
+    for seen, heads in layers_of(make_bridge("bloom", torch.float64)):
+        paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
+        torch.testing.assert_close(paid, seen.pattern, rtol=1e-5, atol=1e-7)  # its ALiBi and softmax are in float32
+
+
+def test_a_window_that_no_layer_declares_is_refused(make_bridge: Callable[..., Any]) -> None:
+    """What is hidden is told by the layer and borne out by its pattern, never guessed from zeros."""
+    model = make_bridge("gpt2")
+
+    def hide(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
+        seen = pattern.triu(-7)
+        return seen / seen.sum(-1, keepdim=True)
+
+    model.blocks[0].attn.hook_pattern.add_hook(hide)
+    with pytest.raises(UnsupportedAttentionError, match=r"layer 0: the attention pattern of \w+ differs by 0\.\d+"):
+        layers_of(model)
+
+
+@pytest.mark.parametrize(("arch", "windows"), [("neo", [None, 8]), ("mistral", [8, 8]), ("gemma3", [8, None])])
+def test_b01_windows_are_those_of_the_layers(
+    arch: str, windows: list[int | None], make_bridge: Callable[..., Any]
+) -> None:
+    options = {"window_size": 8} if arch == "neo" else {}
+    model = make_bridge(arch, torch.float64, **options)
+    for (seen, heads), window in zip(layers_of(model), windows, strict=True):
+        assert heads.window == seen.window == window
+        paid = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
+        torch.testing.assert_close(paid, seen.pattern.double(), rtol=1e-4, atol=1e-6)
+    short = layers_of(model, TOKENS[:8])  # that fits into every window
+    assert [heads.window for _, heads in short] == [None, None]
 
 
 def test_scores_of_an_unknown_form_are_refused_with_the_difference(make_bridge: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.hooks import without
 from ln_probe.hooks.default_tokens import default_tokens
-from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import evaluating
 from ln_probe.hooks.sites import Site, find_sites
@@ -33,7 +33,7 @@ Norm = Callable[[Tensor, nn.Module], Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
 
 
-def by_hand(what: str, scale: float) -> Norm:
+def by_hand(what: str, scale: float | Tensor) -> Norm:
     """A LayerNorm module's output without a term, written out once more."""
 
     def norm(x: Tensor, module: nn.Module) -> Tensor:
@@ -98,11 +98,11 @@ def test_gpt2_is_the_block_recomputed_in_plain_torch(
     assert list(done.sites) == names
     assert difference(found, expected) < tolerance
     assert done.matched == (what == "projection")  # a number is not the sites' own size
-    assert dict(done.divisors) == ({} if what == "projection" else dict.fromkeys(names, 1.0))
+    assert dict(done.divisors) == ({} if what == "projection" else dict.fromkeys(names, Constant(1.0, 1.0)))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), BOTH_PRECISIONS)
-def test_a_frozen_scale_is_the_mean_sigma_without_position_0(
+def test_a_frozen_scale_is_two_mean_sigmas(
     dtype: torch.dtype, tolerance: float, make_twins: Callable[..., Any]
 ) -> None:
     hf, model, _ = make_twins("gpt2", dtype)
@@ -114,11 +114,15 @@ def test_a_frozen_scale_is_the_mean_sigma_without_position_0(
 
     with torch.no_grad():
         gpt2_by_hand(hf, TOKENS, {"blocks.1.ln1": keep})
-        c = float((seen[0].double().var(-1, correction=0) + 1e-5).sqrt()[:, 1:].mean())
+        sigma = (seen[0].double().var(-1, correction=0) + 1e-5).sqrt()
+        c = torch.full((10, 1), float(sigma[:, 1:].mean()), dtype=dtype)
+        c[0] = float(sigma[:, 0].mean())
         with without(model, "scaling", sites=["blocks.1.ln1"], tokens=TOKENS) as done:
             found = model(TOKENS)
         expected = gpt2_by_hand(hf, TOKENS, {"blocks.1.ln1": by_hand("scaling", c)})
-    assert done.divisors["blocks.1.ln1"] == pytest.approx(c, rel=1e-6 if dtype == torch.float32 else 1e-12)
+    used = done.divisors["blocks.1.ln1"]
+    exact = 1e-6 if dtype == torch.float32 else 1e-12
+    assert (used.first, used.rest) == pytest.approx((float(c[0]), float(c[1])), rel=exact)
     assert done.matched
     assert difference(found, expected) < tolerance
 
@@ -262,10 +266,10 @@ def test_default_calibration_is_the_one_of_analyze(make_bridge: Callable[..., An
         constants = ln_probe.analyze(model, progress=False, probes=("decomposition",)).provenance["constants"]
         with without(model, "scaling", sites="all") as done:
             pass
-        assert dict(done.divisors) == pytest.approx(constants, rel=1e-12)
+        assert {name: c.plain for name, c in done.divisors.items()} == constants
         with without(model, "both", sites="attention", scale=constants) as again:
             assert again.matched
-            assert again.divisors["blocks.0.ln1"] == constants["blocks.0.ln1"]
+            assert again.divisors["blocks.0.ln1"].plain == constants["blocks.0.ln1"]
 
 
 @pytest.mark.parametrize("length", [7, 4, 2])  # 4 and 2 are numbers of its heads as well
@@ -281,14 +285,15 @@ def test_position_0_of_every_head_is_left_out(length: int, make_bridge: Callable
     for name in names:
         assert seen[name].shape[1:] == ((4 if "q_norm" in name else 2), length, 8)
         sigma = (seen[name].square().mean(-1) + 1e-6).sqrt()
-        assert found[name] == pytest.approx(float(sigma[:, :, 1:].mean()), rel=1e-6)
+        assert found[name].rest == pytest.approx(float(sigma[:, :, 1:].mean()), rel=1e-6)
+        assert found[name].first == pytest.approx(float(sigma[:, :, 0].mean()), rel=1e-6)
 
 
 def test_a_single_position_is_better_than_none(make_lab: Callable[..., Any]) -> None:
     model = make_lab()
     sites = find_sites(model)
     with evaluating(model):
-        assert mean_sigmas(model, sites, [torch.tensor([3])])["ln_final"] > 0
+        assert mean_sigmas(model, sites, [torch.tensor([3])])["ln_final"].rest > 0
     assert all(len(row) == 32 for row in default_tokens(model))  # its context
 
 

@@ -34,17 +34,17 @@ def hook_counts(model: Any) -> dict[str, tuple[int, int]]:
     return {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
 
 
-@pytest.mark.parametrize("only_keys", [False, True])
-def test_the_model_is_left_as_it_was(only_keys: bool, worlds: list[tuple[str, Any]]) -> None:
+@pytest.mark.parametrize("only", [None, "keys"])
+def test_the_model_is_left_as_it_was(only: str | None, worlds: list[tuple[str, Any]]) -> None:
     for name, model in worlds:
         with torch.no_grad():
             intact = model(TOKENS)
             before = hook_counts(model)
             modes = {n: m.training for n, m in model.named_modules()}
-            with without(model, "scaling", scale=3.0, only_keys=only_keys):
+            with without(model, "scaling", scale=3.0, only=only):
                 assert difference(model(TOKENS), intact) > 1e-4, name
             assert torch.equal(model(TOKENS), intact)
-            with pytest.raises(KeyError, match="mine"), without(model, "both", scale=3.0, only_keys=only_keys):
+            with pytest.raises(KeyError, match="mine"), without(model, "both", scale=3.0, only=only):
                 raise KeyError("mine")
             assert torch.equal(model(TOKENS), intact)
             assert hook_counts(model) == before
@@ -75,13 +75,13 @@ def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Ca
         intact = model(TOKENS)
         with without(model, "scaling", scale=2.0):
             outer = model(TOKENS)
-            for only_keys in (False, True):
+            for only in (None, "queries", "keys", "values"):
                 with (
                     pytest.raises(
                         InterventionError,
                         match=r"blocks\.1\.ln1 is already under an intervention \(without 'scaling'\): leave that",
                     ),
-                    without(model, "projection", sites=["blocks.1.ln1"], only_keys=only_keys),
+                    without(model, "projection", sites=["blocks.1.ln1"], only=only),
                 ):
                     pass
             assert torch.equal(model(TOKENS), outer)
@@ -128,15 +128,15 @@ def test_generation_is_greedy_on_the_edited_model(worlds: list[tuple[str, Any]])
         assert not torch.equal(made[False], made[True])
 
 
-@pytest.mark.parametrize("only_keys", [False, True])
-def test_an_edit_that_a_bridge_would_lose_is_refused(only_keys: bool, make_bridge: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("only", [None, "keys"])
+def test_an_edit_that_a_bridge_would_lose_is_refused(only: str | None, make_bridge: Callable[..., Any]) -> None:
     """With split inputs a bridge's attention normalizes by itself: an edit of `ln1` would change nothing, silently."""
     model = make_bridge("gpt2")
     model.cfg.use_split_qkv_input = True
-    said = "no key projection read" if only_keys else "moves no logit"
+    said = "no projection of keys read" if only else "moves no logit"
     with (
         pytest.raises(LostEditError, match=rf"blocks\.0\.ln1: .*{said}(.|\n)*\(and at 1 more sites\)"),
-        without(model, "scaling", scale=2.0, only_keys=only_keys),
+        without(model, "scaling", scale=2.0, only=only),
     ):
         pytest.fail("an edit without effect was believed")
     assert not any(hook_counts(model)[n][0] for n in ("blocks.0.ln1", "blocks.1.ln1") if n in hook_counts(model))
@@ -201,19 +201,19 @@ ONE = torch.arange(1, 9)[None]
     ("scaling", {"sites": "atention"}, "no norm called 'atention'; the nearest names are 'attention'"),
     ("scaling", {"sites": []}, "an empty list of sites leaves nothing to edit: give names, or one of attention, mlp"),
     ("scaling", {"sites": ["ln_final", "ln_final"]}, "'ln_final' is given twice"),
-    ("scaling", {"scale": "mean"}, "scale must be 'frozen', a positive number or a mapping, got 'mean'"),
-    ("scaling", {"scale": True}, "scale must be 'frozen', a positive number or a mapping, got True"),
+    ("scaling", {"scale": "mean"}, "'resampled', a positive number or a mapping, got 'mean'"),
+    ("scaling", {"scale": True}, "'resampled', a positive number or a mapping, got True"),
     ("scaling", {"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
     ("scaling", {"scale": math.nan}, "scale must be a positive finite number, got nan"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"scale has no entry for blocks\.1\.ln1"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, r"blocks\.1\.ln1: its divisor must be a posi"),
-    ("scaling", {"scale": 1.0, "tokens": ONE}, "tokens are for scale='frozen'"),
+    ("scaling", {"scale": 1.0, "tokens": ONE}, "tokens are for scale='frozen', 'uniform', 'resampled'"),
     ("scaling", {"tokens": ONE.float()}, r"tokens must be whole numbers \[batch pos\], got float32 \[1, 8\]"),
     ("scaling", {"tokens": ONE[:, :1]}, r"tokens \[1, 1\] hold no position besides 0"),
     ("scaling", {"tokens": ONE + 45}, r"token id 50 is outside the vocabulary of 50 \(0 … 49\)"),
     ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "33 tokens are more than the context of 32"),
-    ("scaling", {"sites": "all", "only_keys": True},
-     r"only_keys=True needs norms that attention reads, and blocks\.0\.ln2 is read by: mlp"),
+    ("scaling", {"sites": "all", "only": "keys"},
+     r"only='keys' needs norms that attention reads, and blocks\.0\.ln2 is read by: mlp"),
 ])  # fmt: skip
 def test_bad_arguments(what: str, options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")

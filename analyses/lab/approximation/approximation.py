@@ -10,9 +10,9 @@ them that scales puts the output on a sphere, which a sum of many inputs does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.approximation_targets import (
+    DIGITS,
     LENGTH,
+    SLOPE_RANGE,
     evaluate,
-    lag_weights,
+    extended_error,
     linear_optimum,
     table_optimum,
     variance,
 )
-from ln_probe.analyses.lab.approximation.relative_transformer import KERNELS, RelativeConfig
+from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
@@ -42,16 +45,20 @@ if TYPE_CHECKING:
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
+FFN_FREE = 0
+SIGNIFICANT = 0.05  # of Holm's p over all norms: below it an effect is spoken of
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
+SOLVED = 16  # heads up to which the kept optima are solved in extended precision too; 64 take ten times as long
+OPTIMA = folder("approximation") / "optima.csv"  # kept: making it takes minutes
 KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
 
 # Squared errors as reported; bounds ("< 1e-5") as their bound. 2a and 2b were reported over m and H, not which.
 PUBLISHED = pd.DataFrame(
     [("4a", "log", 1, 1e-5), ("4a", "linear", 64, 0.19), ("4b", "linear", 1, 1e-7), ("4b", "log", 64, 5.3e-4)],
     columns=["target", "kernel", "heads", "published"],
-).assign(norm="none", norm_order="pre")
+).assign(norm="none", norm_order="pre", width=0)  # 4a and 4b were published without an FFN
 PUBLISHED_BOUNDS = (("4a", "log", 1), ("4b", "linear", 1))  # the others are figures
 PUBLISHED_RANGES = {
     "1b": "H = 32, m = 256 adequate",
@@ -78,12 +85,18 @@ class Cell:
         return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
 
     def optimum(self) -> float:
-        """The least squared error found for this parametrization; NaN where no least-squares problem gives it."""
+        """The least squared error known to be attainable with this parametrization; NaN where nobody computed it.
+
+        With a slope per head it is read from the kept table of `optimum_table`: the error of numbers that a model can
+        hold. It bounds the optimum from above, for the slopes were searched from several starts (one head and four) or
+        laid out evenly (more), and proves no limit of what can be expressed. An FFN, whose output may be 0, does not
+        raise it.
+        """
         if self.norm_order == "post" and self.norm != "none":
             return np.nan
         if self.kernel == "table":
             return table_optimum(self.target, self.heads, self.width)
-        return np.nan if lag_weights(self.target) is None else linear_optimum(self.target, self.kernel, self.heads).mse
+        return kept_optima().get((self.target, self.kernel, self.heads), np.nan)
 
 
 class ApproximationTask:
@@ -127,6 +140,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
         for h in heads
         for lr in rates
     ]
+    long_memory += [replace(cell, width=FFN_FREE) for cell in long_memory]
     normed = [
         Cell(target, kernel, h, norm=norm, norm_order=order)
         for target, kernel, h in (("4a", "log", 1), ("2b", "table", 4), ("1b", "table", 4), ("4a", "linear", 16))
@@ -139,7 +153,8 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     affine = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
     dot_product = [Cell("1b", "table", h, dot_product=True) for h in (1, 4)]
     slopes = [Cell(t, kernel, 64) for t in ("1b", "2b") for kernel in ("log", "linear")]
-    return (*long_memory, *sparse, *normed, *affine, *dot_product, *slopes)
+    t5 = [Cell(target, "t5", h, FFN_FREE) for target in ("4a", "4b") for h in HEADS]
+    return (*long_memory, *t5, *sparse, *normed, *affine, *dot_product, *slopes)
 
 
 def training(quick: bool, seed: int, lr: float) -> TrainConfig:
@@ -178,37 +193,66 @@ def run(request: Request) -> Results:
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].isin(["mse", "relative_mse"])]
-    summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], PUBLISHED.assign(measure="mse"))
+    return findings(table, request.quick, tuple(diverged(runs).values()))
+
+
+def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from the errors of every run: KEYS, `seed`, `step`, `measure`, `value`.
+
+    Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
+    """
+    values = table.drop(columns="step", errors="ignore")
+    summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
     factors = norm_factors(table)
     optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
     summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
     return Results(
         summary,
-        tables={"errors": table, "norm_factors": factors, "optima": optimum_table()},
+        tables={
+            "errors": table,
+            "norm_factors": factors,
+            "optima": pd.read_csv(OPTIMA),
+        },
         figures={} if table.empty else dict(_figures(summary, table)),
         conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
         settings={
-            "training": vars(training(request.quick, 0, RATES[0])),
-            "seeds": len(request.seeds),
-            "model": asdict(grid(request.quick)[0].spec()),
+            "training": vars(training(quick, 0, RATES[0])),
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "model": asdict(grid(quick)[0].spec()),
             "published_ranges": PUBLISHED_RANGES,
             "published_bounds": PUBLISHED_BOUNDS,
             "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
         },
-        diverged=tuple(diverged(runs).values()),
+        diverged=lost,
     )
 
 
-def optimum_table() -> pd.DataFrame:
-    """Least-squares optima of the linear targets: `target, kernel, heads, mse, largest_coefficient`."""
+def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.DataFrame:
+    """Errors that the linear targets can be approximated to, by least squares over the heads' coefficients (minutes).
+
+    `python -m ln_probe.analyses.lab.approximation.optima` writes the kept table with it.
+
+    Columns: `target, kernel, heads`; `mse`, `largest_coefficient`: of float64's coefficients of least norm, their error
+    summed in extended precision; `mse_extended`, `largest_extended`: of coefficients solved for with `digits` digits,
+    for the same slopes. Where the two part, the columns are dependent to within float64's rounding.
+    """
+    shown = cells or [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in HEADS]
     rows = []
-    for target in ("2b", "4a", "4b"):
-        for kernel in KERNELS[:2]:
-            for heads in HEADS:
-                found = linear_optimum(target, kernel, heads)
-                rows.append((target, kernel, heads, found.mse, max(map(abs, found.coefficients))))
-    return pd.DataFrame(rows, columns=["target", "kernel", "heads", "mse", "largest_coefficient"])
+    for target, kernel, heads in shown:
+        found = linear_optimum(target, kernel, heads)
+        held = extended_error(target, kernel, found.slopes, found.coefficients)
+        solved = extended_error(target, kernel, found.slopes) if heads <= SOLVED else (np.nan, np.nan)
+        rows.append((target, kernel, heads, *held, *solved, DIGITS))
+    columns = ["mse", "largest_coefficient", "mse_extended", "largest_extended", "digits"]
+    return pd.DataFrame(rows, columns=["target", "kernel", "heads", *columns])
+
+
+@cache
+def kept_optima() -> dict[tuple[str, str, int], float]:
+    """The errors of the kept table of `optimum_table`, by target, kernel and heads."""
+    table = pd.read_csv(OPTIMA)
+    return {(r["target"], r["kernel"], r["heads"]): r["mse"] for r in table.to_dict("records")}
 
 
 def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
@@ -217,10 +261,17 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
     for row in plain[plain["target"].isin(["4a", "4b"])].to_dict("records"):
         bound = "below " if (row["target"], row["kernel"], row["heads"]) in PUBLISHED_BOUNDS else ""
         said = f", published {bound}{row['published']:.2g}" if row["published"] > 0 else ""
+        interval = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:.1e}, {row['ci_high']:.1e}]"
+        ffn = "no FFN" if row["width"] == FFN_FREE else f"FFN of {row['width']}"
         yield (
-            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, lr {row['lr']:g}: trained "
-            f"{row['mean']:.2g}, least squares {row['optimum']:.2g}{said}."
+            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, {ffn}, lr {row['lr']:g}: trained "
+            f"{row['mean']:.2g}{interval} (geometric mean of {row['seeds']} seeds), attainable "
+            f"{_attainable(row['optimum'])}{said}."
         )
+
+
+def _attainable(error: float) -> str:
+    return "not computed" if np.isnan(error) else f"{error:.2g}" if error > 0 else f"below {np.finfo(float).tiny:.0e}"
 
 
 def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
@@ -230,13 +281,13 @@ def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
         table: KEYS, `measure`, `seed`, `value`.
 
     Returns:
-        KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`.
+        KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`, `p`, `p_holm` (over all rows).
     """
     errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
     found = effects(errors, KEYS, ["norm", "norm_order"])
     columns = {"mean": "factor", "ci_low": "low", "ci_high": "high"}
     return found.assign(**{c: np.exp(found[c]) for c in columns}).rename(columns=columns)[
-        [*KEYS, *columns.values(), "seeds"]
+        [*KEYS, *columns.values(), "seeds", "p", "p_holm"]
     ]
 
 
@@ -246,7 +297,7 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
-            f"(seeds: {row['seeds']})."
+            f"(seeds: {row['seeds']}){'' if row['p_holm'] < SIGNIFICANT else ': no difference these seeds can tell'}."
         )
 
 
@@ -254,7 +305,8 @@ def _figures(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str,
     errors = summary[summary["measure"] == "mse"]
     plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
     if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
-        yield "heads", _against_heads(memory)
+        free = memory[memory["width"] == FFN_FREE]  # as published, as soon as there are any
+        yield "heads", _against_heads(free if len(free) else memory)
     if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
         yield "table", _heads_by_width(table)
     seeds = values[values["measure"] == "mse"]

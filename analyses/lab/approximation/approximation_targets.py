@@ -20,7 +20,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import mpmath
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -35,7 +37,8 @@ SPARSE_ONE = 99  # that 2a looks at
 UNITS = 64
 TARGETS = ("1b", "2a", "2b", "4a", "4b")
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
-SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0)}
+SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
+DIGITS = 400  # of the extended precision; with 64 heads the normal equations' least pivots are below 1e-150
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
 
@@ -155,6 +158,61 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
             best = found if best is None or found.mse < best.mse else best
     assert best is not None
     return best
+
+
+def extended_error(
+    target: str,
+    kernel: str,
+    slopes: Sequence[float],
+    coefficients: Sequence[float] | None = None,
+    digits: int = DIGITS,
+) -> tuple[float, float]:
+    """The squared error of some coefficients, or of the best, and the largest of them, with `digits` digits.
+
+    Columns of many heads are so nearly dependent that float64 solves another problem than the one asked: the best
+    coefficients are then too large for it, and it finds smaller ones that leave more.
+
+    Args:
+        coefficients: of the heads and, last, of the residual; None: the best, by normal equations.
+
+    Raises:
+        ValueError: a target that is not linear, or heads that cannot be told apart even with so many digits.
+    """
+    with mpmath.workdps(digits):
+        columns = [_extended_attention(kernel, slope) for slope in slopes]
+        columns.append([mpmath.mpf(lag == 0) for lag in range(LENGTH)])
+        wanted = _extended_weights(target)
+        solved = [mpmath.mpf(x) for x in coefficients or ()]
+        if coefficients is None:
+            gram = mpmath.matrix([[mpmath.fdot(a, b) for b in columns] for a in columns])
+            right = mpmath.matrix([mpmath.fdot(a, wanted) for a in columns])
+            try:
+                solved = list(mpmath.cholesky_solve(gram, right))
+            except ValueError as error:
+                raise ValueError(f"{len(slopes)} heads cannot be told apart with {digits} digits: give more") from error
+        rows = zip(wanted, zip(*columns, strict=True), strict=True)
+        left = mpmath.fsum((weight - mpmath.fdot(solved, row)) ** 2 for weight, row in rows)
+        return float(left), float(max(map(abs, solved)))
+
+
+def _extended_attention(kernel: str, slope: float) -> list[Any]:
+    p = mpmath.mpf(slope)
+    if kernel == "log":
+        raw = [mpmath.mpf(0), *(mpmath.mpf(z) ** -p for z in range(1, LENGTH))]
+    elif kernel == "linear":
+        raw = [mpmath.exp(-p * z) for z in range(LENGTH)]
+    else:
+        raw = [mpmath.exp(p * mpmath.mpf(x)) for x in lag_features(kernel, LENGTH).tolist()]
+    total = mpmath.fsum(raw)
+    return [x / total for x in raw]
+
+
+def _extended_weights(target: str) -> list[Any]:
+    if target == "4a":
+        return [mpmath.mpf(0), *(1 / mpmath.sqrt(z) for z in range(1, LENGTH))]
+    if target == "4b":
+        return [mpmath.exp(-5 * z) for z in range(LENGTH)]
+    return [mpmath.mpf(x) for x in _linear(target).tolist()]
 
 
 def _linear(target: str) -> Float[np.ndarray, " lag"]:

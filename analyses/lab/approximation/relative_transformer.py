@@ -4,8 +4,10 @@ Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transforme
 
     X <- X + Attn(X),  X <- X + FFN(X),  Attn_h(X)_t = W_O W_V softmax_s(<W_Q x_t, W_K x_s> + p_h phi(t - s)) x_s
 
-with phi(z) = -log z (z >= 1) or -z (z >= 0), minus infinity elsewhere, and p_h > 0 trained. A third choice here is a
-learned bias per head and lag ("table"). Published without a norm; here one can stand before or after each sublayer.
+with phi(z) = -log z (z >= 1) or -z (z >= 0), minus infinity elsewhere, and p_h > 0 trained. T5's encoding (their Table
+1) is linear below a lag B, logarithmic from there to D, and constant beyond: here minus its bucket, without rounding it
+to a whole number, with T5's B = 16 and D = 128 (Raffel et al. 2020, section 2.1). A fourth choice here is a learned
+bias per head and lag ("table"). Published without a norm; here one can stand before or after each sublayer.
 
 Only the output at the last position is wanted and a token has two values, so attention needs the weight of the +1s and
 of the -1s alone: exactly the same numbers as the whole matrix, 1000 times cheaper.
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 
-KERNELS = ("log", "linear", "table")
+KERNELS = ("log", "linear", "t5", "table")
+T5_LINEAR, T5_LARGEST = 16, 128  # B and D: of T5's 32 buckets 16 hold a lag each, 16 reach to lag 128
 NORM_ORDERS = ("pre", "post")
 D_MODEL, D_HEAD = 32, 8  # a head carries one number (a token has two values), so neither limits what can be expressed
 
@@ -34,7 +37,7 @@ class RelativeConfig:
 
     Attributes:
         length: positions of the input. heads, width: attention heads, hidden units of the FFN (0: no FFN).
-        kernel: "log", "linear" or "table". dot_product: False means W_Q = W_K = 0.
+        kernel: "log", "linear", "t5" or "table". dot_product: False means W_Q = W_K = 0.
         norm, norm_order: kind of both norms ("none": as published, no norm), before or after their sublayers.
 
     Raises (on construction):
@@ -67,8 +70,11 @@ class RelativeConfig:
 
 
 def lag_features(kernel: str, length: int) -> Float[Tensor, " lag"]:
-    """phi(z) for lags z = 0 … length - 1 of a kernel with a slope ("log" or "linear")."""
+    """phi(z) for lags z = 0 … length - 1 of a kernel with a slope ("log", "linear" or "t5")."""
     lag = torch.arange(length, dtype=torch.float64)
+    if kernel == "t5":
+        share = (lag.clamp(T5_LINEAR, T5_LARGEST) / T5_LINEAR).log() / math.log(T5_LARGEST / T5_LINEAR)
+        return -torch.minimum(lag, torch.full_like(lag, T5_LINEAR)) - T5_LINEAR * share
     return -lag if kernel == "linear" else -lag.log().masked_fill(lag == 0, torch.inf)
 
 

@@ -33,11 +33,13 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
     TRAIN_LENGTH,
     CountingTask,
     PrefixTask,
+    constant_answers,
     farthest,
 )
 from ln_probe.analyses.lab.counting.majority_gate import gate_table
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import holm
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig
@@ -45,7 +47,7 @@ from ln_probe.analyses.lab.transformer import LabConfig
 
 KEYS = ("task", "model", "norm", "norm_site")
 
-# Accuracy in per cent at lengths 64, 128, 256, 512, 1024 (Merrill et al., tables of section 5).
+# Accuracy in per cent at lengths 64, 128, 256, 512, 1024 (Merrill et al. 2020, section 5, table of the two languages).
 PUBLISHED = {
     ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1),
     ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6),
@@ -56,6 +58,10 @@ PUBLISHED = {
     ("anbnaS", "qrnn+"): (82.0, 82.7, 78.8, 80.2, 77.8),
     ("anbnaS", "qrnn x2"): (100, 98.1, 91.6, 89.6, 84.9),
 }
+PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
+TRAINED = 0.01  # a model this far below its published accuracy where it was trained is not compared beyond
+CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
+SIGNIFICANT = 0.05  # of Holm's p over all effects: below it an effect is spoken of
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # (cell, layers) of each recurrent model by the name it has in the tables.
 RECURRENT = {
@@ -202,30 +208,71 @@ def make_runs(request: Request) -> list[Run]:
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it), show the gate, and say what each norm term does to counting."""
-    from ln_probe.analyses.lab.counting.counting_figures import draw
-
     runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
-    summary = summarize(table.drop(columns="step"), [*KEYS, "measure"], published_table())
-    changed = effects(table, [*KEYS, "measure"], ["norm", "norm_site"])
+    return findings(table, request.quick, tuple(diverged(runs).values()))
+
+
+def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
+    from ln_probe.analyses.lab.counting.counting_figures import draw
+
+    values = table.drop(columns="step", errors="ignore")
+    shares = values["measure"].str.startswith("accuracy_").astype(bool)
+    published = published_table()
+    summary = pd.concat(
+        [
+            summarize(values[shares], [*KEYS, "measure"], published, kind="share"),
+            summarize(values[~shares], [*KEYS, "measure"], published),
+        ],
+        ignore_index=True,
+    ).sort_values([*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable")
+    tagged = sorted(set(values["task"]) - set(LETTERS))
+    constant = pd.concat([constant_answers(task) for task in tagged] or [constant_answers("L5")[:0]])
+    summary = summary.merge(constant, on=["task", "measure"], how="left")
+    changed, fresh = _tested(values), _tested(values[_fresh(values)])
     gate = gate_table()
     return Results(
         summary,
-        tables={"values": table, "effects": changed, "gate": gate},
+        tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
         figures=dict(draw(summary, table, changed, gate)),
         conclusions=(*_ordering(summary), *_effects(changed), *_exact(summary), *_gate_conclusions(gate)),
         settings={
             "train_length": TRAIN_LENGTH,
             "accepted": ACCEPTED,
             "published_exact": PUBLISHED_EXACT,
+            "published_budget": PUBLISHED_BUDGET,
             "max_trained_n": MAX_TRAINED_N,
-            "seeds": len(request.seeds),
-            "training": {f"{c.task}, {c.model}": vars(training(c, request.quick, 0)) for c in grid(request.quick)},
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "chosen_seeds": f"cells with more than {CHOSEN_SEEDS} seeds got them after the first {CHOSEN_SEEDS} had "
+            "been seen: effects_fresh is over the later ones alone",
+            "training": {f"{c.task}, {c.model}": vars(training(c, quick, 0)) for c in grid(quick)},
         },
-        diverged=tuple(diverged(runs).values()),
+        diverged=lost,
     )
+
+
+def _tested(values: pd.DataFrame) -> pd.DataFrame:
+    """`effects`, tested where sentences speak of them (farthest length, largest exact n), Holm over these."""
+    shares = values["measure"].str.startswith("accuracy_").astype(bool)
+    keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
+    parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
+    found = pd.concat(parts, ignore_index=True)
+    found.loc[~found.index.isin(farthest(found).index), "p"] = float("nan")
+    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+
+
+def _first_places(values: pd.DataFrame, key: str) -> dict[str, int]:
+    """The order in which a column's values come in the grid."""
+    return {str(value): place for place, value in enumerate(dict.fromkeys(values[key]))}
+
+
+def _fresh(values: pd.DataFrame) -> pd.Series:
+    """Rows of cells that got further seeds, of those further seeds."""
+    more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
+    return more & (values["seed"] >= CHOSEN_SEEDS)
 
 
 def published_table() -> pd.DataFrame:
@@ -239,17 +286,33 @@ def published_table() -> pd.DataFrame:
 
 
 def _ordering(summary: pd.DataFrame) -> Iterator[str]:
-    """Where the order of the published models holds at each length and where it is inverted."""
+    """Where the order of the published models holds at each length and where it is inverted.
+
+    Models that are not trained to their published accuracy at the training length are named and left out: an order
+    beyond it would compare budgets. So are pairs of which one is no better than a constant answer.
+    """
     shown = summary.dropna(subset="published")
+    at_training = shown[shown["measure"] == f"accuracy_{TRAIN_LENGTH}"]
+    short = at_training[at_training["mean"] < at_training["published"] - TRAINED]
+    for row in short.to_dict("records"):
+        yield (
+            f"{row['task']}, {row['model']}: {100 * row['mean']:.1f} % at length {TRAIN_LENGTH}, published "
+            f"{100 * row['published']:.1f} %: this budget does not reach it, so nothing is said of it beyond."
+        )
+    left_out = set(zip(short["task"], short["model"], strict=True))
     for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
-        rows = part.to_dict("records")
+        rows = [r for r in part.to_dict("records") if (task, r["model"]) not in left_out]
+        constant = max(part["constant_yes"].iloc[0], part["constant_no"].iloc[0])
+        idle = [r["model"] for r in rows if r["mean"] <= constant]
         pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :] if a["published"] != b["published"]]
+        pairs = [(a, b) for a, b in pairs if not {a["model"], b["model"]} & set(idle)]
         ways = [(a["mean"] - b["mean"]) * (a["published"] - b["published"]) for a, b in pairs]
-        if pairs:
-            said = f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold"
-            for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
-                names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
-                said += f"; {word}: {', '.join(names)}" if names else ""
+        said = f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold"
+        for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
+            names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
+            said += f"; {word}: {', '.join(names)}" if names else ""
+        said += f"; no better than a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
+        if pairs or idle:
             yield f"{task}, {measure}: {said}."
 
 
@@ -259,9 +322,10 @@ def _effects(changed: pd.DataFrame) -> Iterator[str]:
         unit = "" if row["measure"] == "exact_to" else " points"
         mean, low, high = (row[c] * (100 if unit else 1) for c in ("mean", "ci_low", "ci_high"))
         interval = "" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]"
+        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
         yield (
             f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
-            f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']})."
+            f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']}){told}."
         )
 
 

@@ -64,6 +64,20 @@ class PrefixTask:
         pass
 
 
+def constant_answers(language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> pd.DataFrame:
+    """What somebody gets right who answers the same everywhere, on the words that networks are measured on.
+
+    Returns:
+        `task, measure, constant_yes, constant_no`, a row per length; shares of labels.
+    """
+    task = PrefixTask(language, lengths)
+    rows = []
+    for n, words in task._evaluation.items():
+        yes = float(words.labels.float().mean())
+        rows.append((language, f"accuracy_{n}", yes, 1 - yes))
+    return pd.DataFrame(rows, columns=["task", "measure", "constant_yes", "constant_no"])
+
+
 class CountingTask:
     """Predict the next token of a^n b^n or a^n b^n c^n, n uniform; how far is the network exact?"""
 

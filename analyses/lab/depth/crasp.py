@@ -18,6 +18,7 @@ Yang & Chiang 2024, "Counting Like Transformers", section 4).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
-from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+from lark import Lark, Token, Transformer, Tree, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
 from lark.exceptions import VisitError
 
 Kind = Literal["Boolean", "count"]
@@ -98,7 +99,13 @@ _IN_WORDS = {
 }
 
 
+# Levels of one definition: the walks over it recurse, three calls a level, and Python's stack has room for about 1000.
+DEEPEST = 150
+_BRACKET = re.compile(r'//[^\n]*|Q_"[^"\n]*"|[\[(]|[\])]')
 LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
+
+
+SHOWN = 200  # characters of a line in an error
 
 
 class CRaspError(ValueError):
@@ -108,8 +115,12 @@ class CRaspError(ValueError):
         self.line, self.column, self.expected = line, column, expected
         lines = source.splitlines() or [""]
         shown = lines[min(line, len(lines)) - 1]
+        start = max(0, column - SHOWN // 2)
+        if len(shown) > SHOWN:
+            shown, column = shown[start : start + SHOWN], column - start
         super().__init__(
-            f"line {line}, column {column}: {problem}; expected {expected}\n  {shown}\n  {' ' * (column - 1)}^"
+            f"line {self.line}, column {self.column}: {problem}; expected {expected}\n  {shown}\n"
+            f"  {' ' * (column - 1)}^"
         )
 
 
@@ -117,7 +128,8 @@ class CRaspError(ValueError):
 class Expression:
     """One node: its kind, its depth and how to compute its values from a word's symbols [pos].
 
-    `growth` bounds a count: at most so much per letter of the word, up or down.
+    `growth` bounds a count: at most so much per letter of the word, up or down. `operation` (a rule of the grammar),
+    `value` (its symbol, number or operator) and `parts` say what it is made of.
     """
 
     kind: Kind
@@ -126,6 +138,9 @@ class Expression:
     line: int = 0
     column: int = 0
     growth: int = 0
+    operation: str = ""
+    value: str = ""
+    parts: tuple[Expression, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,16 +219,44 @@ def parse(source: str) -> Program:
 
     Raises:
         CRaspError: it is malformed, mixes Booleans and counts, or uses a name that is not defined above; says the
-            line, the column and what was expected.
+            line, the column and what was expected. One definition may nest DEEPEST levels.
     """
+    _check_brackets(source)
     try:
         tree = _parser().parse(source)
+        _check_depth(source, tree)
         definitions: tuple[Definition, ...] = _Builder(source).transform(tree)
     except UnexpectedInput as error:
         raise _syntax_error(source, error) from None
     except VisitError as error:
         raise error.orig_exc from None
     return Program(definitions, source)
+
+
+def _check_brackets(source: str) -> None:
+    """Before the parser is asked: it would tell what it expects in the midst of 100 000 brackets, and take minutes."""
+    depth = 0
+    for found in _BRACKET.finditer(source):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(found[0], 0)
+        if depth > DEEPEST:
+            line = source.count("\n", 0, found.start()) + 1
+            column = found.start() - source.rfind("\n", 0, found.start())
+            raise _too_deep(source, line, column)
+
+
+def _check_depth(source: str, tree: Tree[Token]) -> None:
+    """Operators nest as brackets do: `not not …`, and `a + b + c` is `(a + b) + c`."""
+    waiting: list[tuple[Tree[Token], int]] = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise _too_deep(source, node.meta.line, node.meta.column)
+        waiting += [(child, depth + 1) for child in node.children if isinstance(child, Tree)]
+
+
+def _too_deep(source: str, line: int, column: int) -> CRaspError:
+    expected = f"at most {DEEPEST} levels: give inner parts names of their own"
+    return CRaspError(source, line, column, "this is nested too deep", expected)
 
 
 @cache
@@ -312,67 +355,76 @@ class _Builder(Transformer[Token, Any]):
         definition = self.defined[token]
         inner = definition.expression
         return replace(
-            inner, evaluate=lambda w: w.value(definition), line=token.line or 0, column=token.column or 0
+            _at(token, inner.kind, inner.depth, lambda w: w.value(definition), "name", str(token), inner),
+            growth=inner.growth,
         )  # as deep and as large as what it stands for
 
     def symbol(self, parts: list[Token]) -> Expression:
         (token,) = parts
         symbol = token[2:].strip('"')
-        return _at(token, "Boolean", 0, lambda w: np.asarray(w.symbols == symbol, dtype=bool))
+        return _at(token, "Boolean", 0, lambda w: np.asarray(w.symbols == symbol, dtype=bool), "symbol", symbol)
 
     def constant(self, parts: list[Token]) -> Expression:
         (token,) = parts
-        return _at(token, "Boolean", 0, lambda w: np.full(len(w), token == "true"))
+        return _at(token, "Boolean", 0, lambda w: np.full(len(w), token == "true"), "constant", str(token))
 
     def integer(self, parts: list[Token]) -> Expression:
         (token,) = parts
         number = int(token)
-        return self._bounded(_at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64)), number)
+        everywhere = _at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64), "integer", str(number))
+        return self._bounded(everywhere, number)
 
     def count(self, parts: list[Any]) -> Expression:
         token, inner = parts
         self._need("Boolean", inner)
-        counted = _at(token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64))
+        counted = _at(
+            token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64), "count", "#", inner
+        )
         return self._bounded(counted, 1)
 
     def negate(self, parts: list[Any]) -> Expression:
         token, inner = parts
         self._need("Boolean", inner)
-        return _at(token, "Boolean", inner.depth, lambda w: ~inner.evaluate(w))
+        return _at(token, "Boolean", inner.depth, lambda w: ~inner.evaluate(w), "negate", "not", inner)
 
     def logic(self, parts: list[Any]) -> Expression:
         left, operator, right = parts
         self._need("Boolean", left, right)
         combine = np.logical_or if operator == "or" else np.logical_and
-        return _join("Boolean", left, right, combine)
+        return _join("Boolean", left, right, combine, "logic", str(operator))
 
     def compare(self, parts: list[Any]) -> Expression:
         left, operator, right = parts
         self._need("count", left, right)
-        return _join("Boolean", left, right, _COMPARE[str(operator)])
+        return _join("Boolean", left, right, _COMPARE[str(operator)], "compare", str(operator))
 
     def arithmetic(self, parts: list[Any]) -> Expression:
         left, operator, right = parts
         self._need("count", left, right)
-        joined = _join("count", left, right, np.add if operator == "+" else np.subtract)
+        combine = np.add if operator == "+" else np.subtract
+        joined = _join("count", left, right, combine, "arithmetic", str(operator))
         return self._bounded(joined, left.growth + right.growth)
 
     def multiple(self, parts: list[Any]) -> Expression:
         factor, _, inner = parts
         self._need("count", inner)
         number = int(factor)
-        multiplied = _at(factor, "count", inner.depth, lambda w: number * inner.evaluate(w))
+        multiplied = _at(
+            factor, "count", inner.depth, lambda w: number * inner.evaluate(w), "multiple", str(number), inner
+        )
         return self._bounded(multiplied, number * inner.growth)
 
     def minus(self, parts: list[Any]) -> Expression:
         token, inner = parts
         self._need("count", inner)
-        return self._bounded(_at(token, "count", inner.depth, lambda w: -inner.evaluate(w)), inner.growth)
+        turned = _at(token, "count", inner.depth, lambda w: -inner.evaluate(w), "minus", "-", inner)
+        return self._bounded(turned, inner.growth)
 
     def extreme(self, parts: list[Any]) -> Expression:
         which, left, right = parts
         self._need("count", left, right)
-        joined = _join("count", left, right, np.minimum if which == "min" else np.maximum)
+        combine = np.minimum if which == "min" else np.maximum
+        joined = _join("count", left, right, combine, "extreme", str(which))
         return self._bounded(joined, max(left.growth, right.growth))
 
     def conditional(self, parts: list[Any]) -> Expression:
@@ -386,19 +438,35 @@ class _Builder(Transformer[Token, Any]):
             lambda w: np.where(test.evaluate(w), yes.evaluate(w), no.evaluate(w)),
             test.line,
             test.column,
+            operation="conditional",
+            value="?",
+            parts=(test, yes, no),
         )
         return self._bounded(chosen, max(yes.growth, no.growth))
 
 
-def _at(token: Token, kind: Kind, depth: int, evaluate: Callable[[_Word], Values]) -> Expression:
-    return Expression(kind, depth, evaluate, token.line or 0, token.column or 0)
+def _at(
+    token: Token,
+    kind: Kind,
+    depth: int,
+    evaluate: Callable[[_Word], Values],
+    operation: str,
+    value: str,
+    *parts: Expression,
+) -> Expression:
+    return Expression(
+        kind, depth, evaluate, token.line or 0, token.column or 0, operation=operation, value=value, parts=parts
+    )
 
 
-def _join(kind: Kind, left: Expression, right: Expression, combine: np.ufunc) -> Expression:
+def _join(kind: Kind, left: Expression, right: Expression, combine: np.ufunc, operation: str, value: str) -> Expression:
     return Expression(
         kind,
         max(left.depth, right.depth),
         lambda w: combine(left.evaluate(w), right.evaluate(w)),
         left.line,
         left.column,
+        operation=operation,
+        value=value,
+        parts=(left, right),
     )

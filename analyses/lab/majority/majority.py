@@ -6,21 +6,24 @@ Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize
-from ln_probe.analyses.lab.majority.majority_findings import findings
+from ln_probe.analyses.lab.majority.majority_findings import findings, start_angles
 from ln_probe.analyses.lab.majority.majority_task import (
     BATCH,
     EPOCH,
+    PARTS,
     STEPS,
     STEPS_SHOWN,
     MajorityTask,
+    PartShrunk,
     majority_model,
 )
 from ln_probe.analyses.lab.results import Results
-from ln_probe.analyses.lab.runs import Run, carry_out, planned, train_all
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned, train_all
+from ln_probe.analyses.lab.training import ModelSpec, TrainConfig
 
 MILESTONE = 5_000  # steps that every run gets to before any goes on
 EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
@@ -29,7 +32,16 @@ RADII = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(8)}
 CELLS = (
     *((norm, radius) for radius in RADII for norm in ("layernorm", "scaling_only")),
     *((norm, "sqrt(d)") for norm in ("projection_only", "none")),
+    *(("scaling_only", f"1/sqrt(d) for {part}") for part in PARTS),
 )
+
+
+def model_of(norm: str, radius: str, size: MajoritySize) -> ModelSpec:
+    """The model of a cell."""
+    for part in PARTS:
+        if radius.endswith(part):
+            return PartShrunk(majority_model(norm, None, size), part)
+    return majority_model(norm, RADII[radius], size)
 
 
 def make_runs(request: Request) -> list[Run]:
@@ -41,9 +53,9 @@ def make_runs(request: Request) -> list[Run]:
         CELLS,
         request,
         keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
-        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_')}",
+        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
         task=lambda _, seed: tasks[seed],
-        spec=lambda cell: majority_model(cell[0], RADII[cell[1]], size),
+        spec=lambda cell: model_of(*cell, size),
         training=lambda _, seed: TrainConfig(
             steps=steps,
             batch=BATCH,
@@ -71,4 +83,13 @@ def run(request: Request) -> Results:
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
     carry_out(runs, request)
-    return findings(runs)
+    return findings(curves(runs), start_angles(runs), settings(runs[0]), tuple(diverged(runs).values()))
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What all runs share, for the record."""
+    return {
+        "training": {k: v for k, v in vars(run.training).items() if k != "seed"},
+        "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
+        "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
+    }

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
+import torch
 
-from ln_probe.analyses.lab.majority.majority_task import STEPS_SHOWN, query_angles
-from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import checkpoint_path
-from ln_probe.analyses.lab.runs import Run, curves, diverged
-from ln_probe.analyses.lab.training import load_run
+from ln_probe.analyses.lab.intervals import holm
+from ln_probe.analyses.lab.majority.majority_task import PARTS, STEPS_SHOWN, query_angles
+from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.runs import Run
+    from ln_probe.analyses.lab.transformer import LabTransformer
 
 WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
 # Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
@@ -40,6 +43,7 @@ PUBLISHED = pd.DataFrame(
 MEASURES = ("train_loss", "test_loss", "test_accuracy", "angle_deg", "score_sd")
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
 WHENEVER = -1  # the `step` of measures that are not taken at a step
+_SMALL_SCORES, _SMALL_VALUES = (f"1/sqrt(d) for {part}" for part in PARTS)
 # Differences between cells, each paired by seed (same data, same order): the second minus the first.
 CONTRASTS = {
     "the published gap": (WITH, WITHOUT),
@@ -47,43 +51,66 @@ CONTRASTS = {
     "no projection, at radius 1/sqrt(d)": (("layernorm", "1/sqrt(d)"), WITHOUT),
     "size 1/sqrt(d), with projection": (WITH, ("layernorm", "1/sqrt(d)")),
     "size 1/sqrt(d), without projection": (("scaling_only", "sqrt(d)"), WITHOUT),
+    "size 1/sqrt(d) of queries and keys alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_SCORES)),
+    "size 1/sqrt(d) of values alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_VALUES)),
 }
+TESTED = ("train_loss", "angle_deg")  # measures that sentences compare: Holm's p is over these, at the steps shown
+SIGNIFICANT = 0.05
 _MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that nobody published
 KEYS = ["norm", "radius", "step", "measure"]
 
 
-def findings(runs: Sequence[Run]) -> Results:
-    """Tables, plots and sentences from what the runs have reached."""
-    table = curves(runs)
+def findings(
+    table: pd.DataFrame,
+    start: pd.DataFrame,
+    settings: Mapping[str, Any] | None = None,
+    lost: tuple[str, ...] = (),
+) -> Results:
+    """Tables, plots and sentences from what the runs have reached.
+
+    Args:
+        table: norm, radius, seed, step, measure, value.
+        start: the same of what can be told before training (`start_angles`).
+        settings, lost: for the record.
+
+    Raises:
+        ValueError: nothing has been measured.
+    """
     if table.empty:
         raise ValueError("no run has been evaluated yet: leave out --collect to train")
     table = table[table["measure"].isin(MEASURES)].reset_index(drop=True)
     steps = [s for s in STEPS_SHOWN if s in set(table["step"])]
     times = _times(table)
-    shown = pd.concat([_start(runs), table[table["step"].isin(steps)], _all_reached(times)], ignore_index=True)
-    summary = summarize(shown, KEYS, PUBLISHED)
+    shown = pd.concat([start, table[table["step"].isin(steps)], _all_reached(times)], ignore_index=True)
+    summary = summarized(shown, PUBLISHED)
     contrasts = _contrasts(table[table["step"].isin(steps)])
     return Results(
         summary=summary,
         tables={"contrasts": contrasts, "curves": table, "steps_to": times},
         figures={"curves": _plot(table)},
-        conclusions=(*_sentences(contrasts, summary, steps), *_speed(times)),
-        settings={"training": {k: v for k, v in vars(runs[0].training).items() if k != "seed"},
-                  "model": {k: v for k, v in runs[0].spec.to_dict().items() if k not in ("norm", "radius")},
-                  "data": {k: v for k, v in runs[0].task.identity.items() if k != "seed"},
+        conclusions=(*_sentences(contrasts, summary, steps), *_part_sentences(contrasts), *_speed(times)),
+        settings={**(settings or {}), "published": "read off the plots of figures 1 to 3",
                   "seeds": sorted({int(seed) for seed in table["seed"]})},
-        diverged=tuple(diverged(runs).values()),
+        diverged=lost,
     )  # fmt: skip
 
 
-def _start(runs: Iterable[Run]) -> pd.DataFrame:
-    """Angles before training, from the models kept at step 0 (every class is as frequent as any other)."""
-    rows = [
-        {**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg",
-         "value": float(query_angles(load_run(run.folder, step=0)).detach().mean())}
-        for run in runs
-        if checkpoint_path(run.folder, 0).exists()
-    ]  # fmt: skip
+def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
+    """`summarize` with the interval of a share for accuracies."""
+    shares = values["measure"].eq("test_accuracy")
+    parts = [summarize(values[~shares], KEYS, published), summarize(values[shares], KEYS, published, kind="share")]
+    return pd.concat([part for part in parts if len(part)], ignore_index=True)
+
+
+def start_angles(runs: Iterable[Run]) -> pd.DataFrame:
+    """Angles before training, in long form (every class is as frequent as any other)."""
+    rows = []
+    for run in runs:
+        torch.manual_seed(run.seed)
+        model = cast("LabTransformer", run.spec.build())
+        with calibrate(model):
+            angle = float(query_angles(model).mean())
+        rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg", "value": angle})
     return pd.DataFrame(rows)
 
 
@@ -156,7 +183,9 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
             rows.append(difference.assign(contrast=name))
     if not rows:
         return pd.DataFrame(columns=["contrast", "step", "measure"])
-    return summarize(pd.concat(rows, ignore_index=True), ["contrast", "step", "measure"]).drop(columns="published")
+    found = contrasted(pd.concat(rows, ignore_index=True), ["contrast", "step", "measure"])
+    found.loc[~found["measure"].isin(TESTED), "p"] = np.nan
+    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
 
 
 @dataclass(frozen=True)
@@ -165,6 +194,7 @@ class _Estimate:
     low: float
     high: float
     seeds: int
+    p_holm: float
 
     def __str__(self) -> str:
         text = f"{self.mean:.2f}"
@@ -179,7 +209,8 @@ def _estimate(table: pd.DataFrame, **where: object) -> _Estimate | None:
     if rows.empty:
         return None
     mean, low, high = (float(rows[c].iloc[0]) for c in ("mean", "ci_low", "ci_high"))
-    return _Estimate(mean, low, high, int(rows["seeds"].iloc[0]))
+    p_holm = float(rows["p_holm"].iloc[0]) if "p_holm" in rows else math.nan
+    return _Estimate(mean, low, high, int(rows["seeds"].iloc[0]), p_holm)
 
 
 def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[int]) -> list[str]:
@@ -195,15 +226,13 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
         share = matched.mean / gap.mean
         found.append(
             f"Step {step}: the published comparison gives a gap in training loss of {gap} nats. Leaving projection out "
-            f"at the same size accounts for {matched} of it ({100 * share:.0f} %), then shrinking keys and queries to "
-            f"1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
+            f"at the same size accounts for {matched} of it ({100 * share:.0f} %), then shrinking all that attention "
+            f"reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
         )
         cause = "size, not projection" if share < 0.5 else "projection, not size"
         effect = "makes no difference that these seeds can tell"
-        if matched.low > 0:
-            effect = "costs something of its own"
-        elif matched.high < 0:
-            effect = "even helps"
+        if matched.p_holm < SIGNIFICANT:
+            effect = "costs something of its own" if matched.mean > 0 else "even helps"
         verdict = (
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
             f"{effect} ({matched} nats; seeds: {gap.seeds})."
@@ -219,6 +248,18 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
     return [verdict, *found] if verdict else found
 
 
+def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
+    """Which part of the smaller norm costs the loss: small scores, small values, or both."""
+    names = [n for n in CONTRASTS if n.endswith("alone")]
+    for row in contrasts[contrasts["contrast"].isin(names) & (contrasts["measure"] == "train_loss")].to_dict("records"):
+        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+        interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
+        yield (
+            f"Step {row['step']}: {row['contrast']}, without projection, changes the training loss by "
+            f"{row['mean']:+.2f}{interval} nats (seeds: {row['seeds']}){told}."
+        )
+
+
 def _plot(table: pd.DataFrame) -> Figure:
     """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
     from matplotlib.figure import Figure as NewFigure
@@ -227,7 +268,7 @@ def _plot(table: pd.DataFrame) -> Figure:
     figure = NewFigure(figsize=(15, 4.2))
     axes = figure.subplots(1, len(shown))
     cells = list(dict.fromkeys(zip(table["norm"], table["radius"], strict=True)))
-    means = summarize(table[table["measure"].isin(shown)], KEYS)
+    means = summarized(table[table["measure"].isin(shown)])
     for axis, (measure, label) in zip(axes, shown.items(), strict=True):
         for i, cell in enumerate(cells):
             rows = means[(means["norm"] == cell[0]) & (means["radius"] == cell[1]) & (means["measure"] == measure)]

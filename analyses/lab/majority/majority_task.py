@@ -4,12 +4,14 @@ Every position of a sequence predicts the class that occurs most often in it (Br
 Attending uniformly solves it, and LayerNorm's projection makes that easy: a query along the ones-vector scores every
 projected key alike. The published comparison confounds projection with size, for its layer without projection scales
 to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
-scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do not scale.
+scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do not scale. A small norm makes values small as
+well as scores: `PartShrunk` makes one of them small and leaves the other.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +26,11 @@ from ln_probe.analyses.lab.majority.bags.loss import Bags, Tables, bag_accuracy,
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.training import step_generator
-from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 STEPS = 17_000  # the published curves end near there
 STEPS_SHOWN = (1000, 2000, 5000, STEPS)
+PARTS = ("queries and keys", "values")  # what a norm before attention feeds, and `PartShrunk` makes small
 BATCH, EPOCH = 6000, 14  # published; the published loss is the mean of an epoch's 14 steps
 
 
@@ -57,6 +60,57 @@ def majority_model(norm: str, radius: float | None = None, size: MajoritySize | 
         bias_unembed=False,
         init="torch",
     )
+
+
+@dataclass(frozen=True)
+class PartShrunk:
+    """The majority model with what queries and keys read, or what values read, divided by d after the norm.
+
+    From radius √d that is radius 1/√d for this part alone. The factor stands in the forward pass and not in the initial
+    weights, as it does where the norm is small: Adam's steps do not depend on the size of a gradient, so the two train
+    differently.
+
+    Attributes:
+        model: the model, of radius √d.
+        part: "queries and keys" or "values".
+
+    Raises (on construction):
+        ValueError: another part.
+    """
+
+    model: LabConfig
+    part: str
+
+    def __post_init__(self) -> None:
+        if self.part not in PARTS:
+            raise ValueError(f"unknown part {self.part!r}: known are {', '.join(PARTS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "part_shrunk", "part": self.part, **self.model.to_dict()}
+
+    def build(self) -> LabTransformer:
+        """A model of this shape, initialized from torch's global generator."""
+        model = self.model.build()
+        attention = ShrunkAttention(self.model, self.part)
+        attention.load_state_dict(cast("Block", model.blocks[0]).attn.state_dict())
+        cast("Block", model.blocks[0]).attn = attention
+        model.setup()  # type: ignore[no-untyped-call]
+        return model
+
+
+class ShrunkAttention(Attention):
+    """Attention whose queries and keys, or whose values, are made of an input divided by d_model."""
+
+    def __init__(self, cfg: LabConfig, part: str) -> None:
+        super().__init__(cfg)
+        self.shrinks_scores = part == PARTS[0]
+
+    def seen_by(self, W: Tensor, x: Tensor) -> Tensor:
+        """What W_Q, W_K or W_V is multiplied with."""
+        return x / self.cfg.d_model if (W is not self.W_V) == self.shrinks_scores else x
+
+    def _project(self, x: Tensor, W: Tensor, b: Tensor | None) -> Float[Tensor, "batch pos head d_head"]:
+        return super()._project(self.seen_by(W, x), W, b)
 
 
 class MajorityTask:
@@ -138,7 +192,7 @@ def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
     block = model.blocks[0]
     attention = cast("Attention", block.attn)
     y = cast("nn.Module", block.ln1)(model.embed.W_E)
-    effective = y @ attention.W_Q[0] @ attention.W_K[0].T
+    effective = y @ attention.W_Q[0] @ attention.W_K[0].T  # a shrunk input changes its length, not its angle
     cosine = F.cosine_similarity(effective, torch.ones_like(effective), dim=-1).abs()
     return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
 
@@ -168,8 +222,13 @@ def tables_of(model: LabTransformer) -> Tables:
     attention, ln2, mlp = cast("Attention", block.attn), cast("Norm", block.ln2), cast("Any", block.mlp)
     E = model.embed.W_E
     y = cast("nn.Module", block.ln1)(E)
+
+    def made(W: Tensor, b: Tensor | None) -> Tensor:
+        x = attention.seen_by(W, y) if isinstance(attention, ShrunkAttention) else y
+        return x @ W[0] if b is None else x @ W[0] + b[0]
+
     q, k, v = (
-        y @ W[0] if b is None else y @ W[0] + b[0]
+        made(W, b)
         for W, b in (
             (attention.W_Q, attention.b_Q),
             (attention.W_K, attention.b_K),

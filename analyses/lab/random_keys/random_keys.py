@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.key_coordinates import TAU
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.lab.intervals import binomial_interval, share_interval_of
 from ln_probe.analyses.lab.results import Results, summarize
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ NORMAL, NORMALIZED, HEAD = "keys as drawn", "after LayerNorm", f"after LayerNorm
 # Heads as models have them, with more keys than the maps: (d_model, d_head); the first is the paper's language model.
 HEADS, HEAD_COUNTS = ((8, 2), (8, 4), (64, 8), (64, 16), (768, 64)), (128, 896)
 HEAD_DRAWS = 8
+WHOLE_HEAD = "a head"  # the space of those heads in the tables
 MEASURES = ("any_unselectable", "unselectable_fraction")
 KEYS = ["space", "d_model", "d", "n", "measure"]
 SHOWN = (3, 5, 6, 8)  # dimensions whose value at n = 60 the summary gives
@@ -88,7 +90,7 @@ def cells(quick: bool) -> Iterator[Cell]:
                 yield Cell(space, HEAD_D_MODEL if space == HEAD else d, d, n, draws)
     for d_model, d_head in HEADS[: 4 if quick else None]:
         for n in HEAD_COUNTS[: 1 if quick else None]:
-            yield Cell("a head", d_model, d_head, n, HEAD_DRAWS)
+            yield Cell(WHOLE_HEAD, d_model, d_head, n, HEAD_DRAWS)
 
 
 def run(request: Request) -> Results:
@@ -99,18 +101,42 @@ def run(request: Request) -> Results:
         for measure, value in zip(MEASURES, unselectable(cell, seed, request.jobs), strict=True):
             rows.append((cell.space, cell.d_model, cell.d, cell.n, measure, seed, value))
     table = pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
-    shown = table[((table["n"] == COUNTS[-1]) & table["d"].isin(SHOWN)) | (table["space"] == "a head")]
-    means = summarize(table, KEYS)
+    return findings(summarize(table, KEYS).drop(columns="published"), next(cells(request.quick)).draws)
+
+
+def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
+    """Tables, maps and sentences from the mean, spread and number of seeds of every square.
+
+    Whether a draw has any unselectable key is a yes or no: its interval is the binomial one over all seeds' draws. The
+    share of unselectable keys has the interval of a share over seeds.
+
+    Args:
+        maps: KEYS, `mean`, `sd`, `seeds`, `median`.
+        draws: of a square for each seed; squares of whole heads have HEAD_DRAWS.
+    """
+    bounds = []
+    for row in maps.to_dict("records"):
+        trials = row["seeds"] * (HEAD_DRAWS if row["space"] == WHOLE_HEAD else draws)
+        any_of = row["measure"] == MEASURES[0]
+        found = binomial_interval(round(row["mean"] * trials), trials) if any_of else (
+            share_interval_of(row["mean"], row["sd"], row["seeds"])
+        )  # fmt: skip
+        bounds.append(found)
+    low, high = zip(*bounds, strict=True) if bounds else ((), ())
+    maps = maps.assign(ci_low=list(low), ci_high=list(high))
+    shown = maps[((maps["n"] == COUNTS[-1]) & maps["d"].isin(SHOWN)) | (maps["space"] == WHOLE_HEAD)]
+    on = [k for k in KEYS if k in PUBLISHED.columns]
     return Results(
-        summary=summarize(shown, KEYS, PUBLISHED),
-        tables={"maps": means.drop(columns="published")},
-        figures={"maps": _plot(means[means["space"] != "a head"])},
-        conclusions=tuple(_sentences(means)),
+        summary=shown.merge(PUBLISHED, how="left", on=on, validate="many_to_one"),
+        tables={"maps": maps},
+        figures={"maps": _plot(maps[maps["space"] != WHOLE_HEAD])},
+        conclusions=tuple(_sentences(maps)),
         settings={
-            "draws": next(cells(request.quick)).draws,
-            "seeds": list(request.seeds),
+            "draws": draws,
+            "seeds": int(maps["seeds"].max()),
             "distribution": "normal",
             "eps": 0,
+            "published": "figures 1c and 1d, read off the heat map: not to two digits",
         },
     )
 

@@ -1,4 +1,4 @@
-"""A term taken away from what keys see alone: queries and values keep the intact norm."""
+"""A term taken away from what queries, keys or values see alone: the others keep the intact norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ln_probe.hooks import without
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.interventions import LostEditError
+from ln_probe.hooks.edits import PARTS, installed
+from ln_probe.hooks.frozen_scale import Constant
+from ln_probe.hooks.interventions import LostEditError, make_edit
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
 
@@ -26,36 +28,50 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
 
 
-@pytest.mark.parametrize("what", TERMS)
-def test_only_keys_leaves_queries_and_values(
-    what: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]
+@pytest.mark.parametrize(("what", "part"), [*((w, "keys") for w in TERMS), ("scaling", "queries"), ("both", "values")])
+def test_one_part_changes_and_the_others_stay(
+    what: str, part: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]
 ) -> None:
     models = [
         *worlds,
         *((a, make_bridge(a)) for a in ("neox", "opt", "neo", "llama", "qwen3")),
     ]
+    letter = part[0]
     for name, model in models:
         site = find_sites(model)[0]
         seen: list[Tensor] = []
         stream(model, TOKENS[0], [site], on_norm=lambda s, x, y, seen=seen: seen.extend((x, y)))
         x, y = seen
         changed = changed_output(site, VARIANT_WITHOUT[what], x, y, 2.0)
-        attn, places = model.blocks[0].attn, [f"blocks.0.attn.hook_{n}" for n in "qkv"]
-        W_K, b_K = attn.W_K, getattr(attn, "b_K", None) if name not in ("llama", "qwen3", "neo") else None
-        expected = torch.einsum("pd,hdk->phk", changed, W_K)
-        expected = expected if b_K is None else expected + b_K.view(W_K.shape[0], -1)
+        attn, places = model.blocks[0].attn, {n: f"blocks.0.attn.hook_{n}" for n in "qkv"}
+        W = getattr(attn, f"W_{letter.upper()}")
+        b = getattr(attn, f"b_{letter.upper()}", None) if name not in ("llama", "qwen3", "neo") else None
+        expected = torch.einsum("pd,hdk->phk", changed, W)
+        expected = expected if b is None else expected + b.view(W.shape[0], -1)
         with torch.no_grad():
             intact, before = model.run_with_cache(TOKENS[:1])
-            with without(model, what, sites=[site.name], scale=2.0, only_keys=True) as done:
+            with without(model, what, sites=[site.name], scale=2.0, only=part) as done:
                 logits, after = model.run_with_cache(TOKENS[:1])
                 assert difference(model(TOKENS[:1]), logits) < 1e-6, name
-        assert done.only_keys
-        assert torch.equal(before[places[0]], after[places[0]]), name
-        assert torch.equal(before[places[2]], after[places[2]]), name
-        keys = after[places[1]].reshape(len(x), -1)
-        torch.testing.assert_close(keys, expected.detach().reshape(len(x), -1), rtol=1e-4, atol=1e-4, msg=name)
+        assert done.only == part
+        for other in set("qkv") - {letter}:
+            assert torch.equal(before[places[other]], after[places[other]]), name
+        mine = after[places[letter]].reshape(len(x), -1)
+        torch.testing.assert_close(mine, expected.detach().reshape(len(x), -1), rtol=1e-4, atol=1e-4, msg=name)
         least = 1e-6 if name == "qwen3" else 1e-4  # its keys are normalized once more, which undoes most of it
         assert (difference(logits, intact) > least) != bool(done.no_ops), name
+
+
+def test_the_three_parts_together_are_the_whole(make_bridge: Callable[..., Any], make_lab: Callable[..., Any]) -> None:
+    for model in (make_bridge("gpt2", torch.float64), make_lab().double()):
+        with torch.no_grad():
+            with without(model, "scaling", sites="attention", scale=2.0):
+                whole = model(TOKENS)
+            edits = [make_edit(s, "no_scaling", Constant.of(2.0), only=p)
+                     for s in find_sites(model) if s.reads == "attention" for p in PARTS]  # fmt: skip
+            with installed(model, edits):
+                parts = model(TOKENS)
+        assert difference(parts, whole) < 1e-12
 
 
 def test_a_shared_norm_can_be_edited_for_its_keys_alone(make_hooked: Callable[..., Any]) -> None:
@@ -67,7 +83,7 @@ def test_a_shared_norm_can_be_edited_for_its_keys_alone(make_hooked: Callable[..
     assert find_sites(model)[0].reads == "attention+mlp"
     with torch.no_grad():
         _, before = model.run_with_cache(TOKENS)
-        with without(model, "scaling", sites="mlp", scale=2.0, only_keys=True):
+        with without(model, "scaling", sites="mlp", scale=2.0, only="keys"):
             _, after = model.run_with_cache(TOKENS)
     for place, same in (("mlp.hook_pre", True), ("attn.hook_v", True), ("attn.hook_k", False)):
         assert torch.equal(before[f"blocks.0.{place}"], after[f"blocks.0.{place}"]) == same
@@ -80,7 +96,7 @@ def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> 
     hooks = [("blocks.0.hook_k_input", lambda x, hook: 2 * x + 1)]
     with torch.no_grad():
         _, before = model.run_with_cache(TOKENS)
-        with model.hooks(fwd_hooks=hooks), without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0, only_keys=True):
+        with model.hooks(fwd_hooks=hooks), without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0, only="keys"):
             _, after = model.run_with_cache(TOKENS)
         site = find_sites(model)[0]
         x = 2 * before["blocks.0.hook_resid_pre"] + 1
@@ -94,7 +110,7 @@ def test_an_edit_for_keys_that_is_lost_later_is_an_error(ran_before: bool, make_
     model = make_bridge("gpt2")
 
     def lose() -> None:
-        with torch.no_grad(), without(model, "scaling", scale=2.0, only_keys=True):
+        with torch.no_grad(), without(model, "scaling", scale=2.0, only="keys"):
             if ran_before:
                 model(TOKENS)
             model.cfg.use_split_qkv_input = True

@@ -1,0 +1,162 @@
+"""What is attributed: a prompt, a position in it and tokens, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from ln_probe.hooks.default_tokens import encode, tokenizer_of
+from ln_probe.hooks.from_cache import is_cache
+from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size
+from ln_probe.hooks.writes import weight
+
+MEAN = "mean"
+# A token by id or text, or several: their mean logit.
+Tokens = int | str | Sequence[int | str] | Tensor
+
+
+class AttributionError(ValueError):
+    """Something that cannot be attributed: says what was asked for, and what to ask for instead."""
+
+
+def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
+    """The token ids of one prompt: text, ids [pos] or [1 pos], as tensor, array or list.
+
+    Raises:
+        AttributionError: something else; ids outside the vocabulary; longer than the context; empty.
+    """
+    if is_cache(tokens):
+        raise AttributionError("this needs a pass of its own: give tokens, not a cache")
+    ids: Any
+    if isinstance(tokens, str):
+        try:
+            ids = encode(model, tokens)
+        except ValueError as error:
+            raise AttributionError(str(error)) from error
+    else:
+        try:
+            ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise AttributionError(f"tokens must be text or token ids of one prompt, got {tokens!r}") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise AttributionError(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or not len(ids):
+        raise AttributionError(f"attribution is of one prompt, [pos] or [1 pos] token ids: got {list(ids.shape)}")
+    if len(ids) > context_length(model):
+        raise AttributionError(
+            f"{len(ids)} tokens are more than the context of {context_length(model)}: cut the prompt"
+        )
+    size = vocabulary_size(model)
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise AttributionError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+    found: Tensor = ids.long().to(device_of(model))
+    return found
+
+
+def place(position: int, length: int, what: str = "position") -> int:
+    """A position from 0, negative ones counted from the end.
+
+    Raises:
+        AttributionError: there is none.
+    """
+    if isinstance(position, bool) or not isinstance(position, int):
+        raise AttributionError(f"{what} must be a whole number, got {position!r}")
+    if not -length <= position < length:
+        raise AttributionError(f"{what} {position} is out of range: the prompt has {length} tokens (0 … {length - 1})")
+    return position % length
+
+
+def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
+    """Ids of one or several tokens.
+
+    Raises:
+        AttributionError: an id outside the vocabulary, a text that is not one token, a text without a tokenizer.
+    """
+    several: list[Any] = [tokens] if isinstance(tokens, int | str) else list(tokens)
+    if not several:
+        raise AttributionError("an empty set of tokens has no logit: give at least one")
+    size, found = vocabulary_size(model), []
+    for one in several:
+        token = _of_text(model, one) if isinstance(one, str) else int(one)
+        if not 0 <= token < size:
+            raise AttributionError(f"token id {token} is outside the vocabulary of {size} (0 … {size - 1})")
+        if token in found:
+            raise AttributionError(f"token id {token} is given twice")
+        found.append(token)
+    return found
+
+
+def _of_text(model: HookedModel, text: str) -> int:
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        raise AttributionError(f"this model has no tokenizer, so {text!r} cannot be looked up: give token ids")
+    ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if len(ids) != 1:
+        raise AttributionError(
+            f"{text!r} is {len(ids)} tokens ({ids}): give one token's text (a leading space?), or ids"
+        )
+    return ids[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """What is read off the final norm's output: vector·LN(x) + bias is the logit, or the difference of two.
+
+    Attributes:
+        vector: [d_model]; bias: the unembedding's share.
+        label: in words.
+    """
+
+    vector: Float64[Tensor, " d_model"]
+    bias: float
+    label: str
+
+
+def direction(
+    model: HookedModel, target: list[int], against: list[int] | str | None, names: Callable[[int], str] | None = None
+) -> Direction:
+    """The direction of the mean logit of `target`, minus that of `against`.
+
+    Raises:
+        AttributionError: the model shows no W_U.
+    """
+    vector, bias = _mean_column(model, target)
+    label = "logit of " + _said(target, names)
+    if against is not None:
+        other, lift = _mean_column(model, None if isinstance(against, str) else against)
+        vector, bias = vector - other, bias - lift
+        label += " minus " + ("the mean logit" if isinstance(against, str) else _said(against, names))
+    return Direction(vector, bias, label)
+
+
+def _said(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
+    shown = [repr(names(i)) if names is not None else str(i) for i in ids[:4]]
+    return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
+
+
+def _mean_column(model: HookedModel, ids: list[int] | None) -> tuple[Float64[Tensor, " d_model"], float]:
+    """Mean over tokens (None: the vocabulary) of the columns of W_U, and of b_U."""
+    W_U, b_U = weight(model, "W_U"), weight(model, "b_U")
+    if W_U is None or W_U.ndim != 2:
+        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
+    size = min(W_U.shape[1], vocabulary_size(model))
+    chosen = W_U[:, ids].double() if ids is not None else W_U[:, :size]
+    lift = 0.0
+    if b_U is not None:
+        lift = float((b_U[ids] if ids is not None else b_U[:size]).double().mean())
+    return chosen.mean(1, dtype=torch.float64).cpu(), lift
+
+
+def soft_cap(model: HookedModel) -> float:
+    """What the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
+    cap = getattr(model.cfg, "output_logits_soft_cap", None)
+    return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0

@@ -1,0 +1,1 @@
+"""C-RASP programs as transformer weights."""

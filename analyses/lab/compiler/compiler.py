@@ -1,0 +1,276 @@
+"""Does a transformer with compiled weights say what the C-RASP interpreter says, and what does it need a norm for?
+
+After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"), who prove that C-RASP and transformers of fixed precision
+(outside attention) do the same at every depth, and Yang & Chiang (2024, "Counting Like Transformers"), whose
+construction needs LayerNorm. Nothing is trained: every program of the laboratory is compiled in three ways and run
+beside the interpreter on all short words and on random long ones, under every norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ln_probe.analyses.lab.compiler.compiler_figures import length_curves, operations_map
+from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
+from ln_probe.analyses.lab.compiler.crasp_plan import Construction
+from ln_probe.analyses.lab.compiler.fixed_precision import Rounding
+from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.depth.crasp import Program, parse
+from ln_probe.analyses.lab.depth.crasp_transformer import gate_program
+from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.machinery.files import write_atomically
+
+if TYPE_CHECKING:
+    from ln_probe.analyses.lab.experiments import Request
+
+EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its prefixes
+LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
+QUICK_EVERY_WORD_TO = 6  # of more than two letters
+FEW_WORDS = 15  # where a norm does not suffice, and for the operations
+SHORT_CLIP = 4  # positions of a clip that is too short for LETTERS
+LENGTHS = (50, 100, 200, 400, 800, 1600)
+LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
+KEYS = ("program", "construction", "norm")
+
+PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and of its tests, and its words' letters
+    "majority": (crasp_programs.MAJORITY, "ab"),
+    "Dyck-1": (crasp_programs.DYCK_1, "()"),
+    "a^n b^n": (crasp_programs.A_N_B_N, "ab"),
+    "a^n b^n c^n": (crasp_programs.A_N_B_N_C_N, "abc"),
+    "within 5": (crasp_programs.L_5, "ab"),
+    **{f"last block of L{k}": (crasp_programs.last_block(k), "ab") for k in range(1, 8)},
+    **{f"member of L{k}": (crasp_programs.blocks(k), "ab") for k in range(1, 6)},
+    **{f"majority of majorities, depth {k}": (gate_program(k), "ab") for k in range(1, 4)},
+    "precedence": (
+        "A := #[Q_a] - #[Q_b]  B := A + 1 < 2 * A  out := not B or Q_a and B ? 1 : B and Q_b ? 2 : 3",
+        "ab",
+    ),
+    "names": ("x := #[Q_a] > 0  y := #[x] > 1  z := y and x", "ab"),
+    "unused depth": ("x := #[#[Q_a] > 0] > 0  y := Q_b", "ab"),
+    "a letter": ("symbol := Q_a", "ab"),
+    "largest factor": ("A := 2147483647 * #[Q_a]", "ab"),
+    "two symbols": ("x := #[Q_a] + #[Q_b]", "ab"),  # of one letter each, as words here have
+}  # fmt: skip
+
+# What each operation is tried on; outputs that are counts have no place in fixed precision.
+COMPARISONS = "#[Q_a] > 5 and not #[Q_b] > #[Q_a] or #[Q_b] > 2 * #[Q_a]"
+CHOICE = "#[Q_a] > #[Q_b] ? #[Q_a] : 2 * #[Q_b]"
+OPERATIONS: dict[str, str] = {
+    "NOT, AND, OR of letters": "x := not Q_a or Q_b and Q_a",
+    "COUNTING": "x := #[Q_a]",
+    "ADD, SUB, integer factors": "x := 2 * #[Q_a] - #[Q_b] + #[true]",
+    "CONST": "x := 7",
+    "COMPARE, read at the end": crasp_programs.MAJORITY,
+    "COMPARE, counted": gate_program(2),
+    "NOT, AND, OR of comparisons, read at the end": f"x := {COMPARISONS}",
+    "NOT, AND, OR of comparisons, counted": f"x := {COMPARISONS} y := 2 * #[x] > #[true]",
+    "MIN, MAX as a count": "x := max(#[Q_a] - #[Q_b], min(3, #[Q_b]))",
+    "MIN, MAX compared": "x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)",
+    "CONDITIONAL on a letter, as a count": "x := Q_a ? #[Q_a] : -#[Q_b]",
+    "CONDITIONAL on a comparison, as a count": f"x := {CHOICE}",
+    "CONDITIONAL on a comparison, compared": f"x := ({CHOICE}) > 90",
+}
+
+
+@dataclass(frozen=True)
+class Means:
+    """A way to run a program, as a column of the table of operations."""
+
+    construction: Construction
+    norm: str
+    clip_to: int | None = None
+    rounding: Rounding = "down"
+    eps: float | None = None
+
+
+MEANS = {
+    "neither": Means("scaling", "none", SHORT_CLIP),  # a constant where the norm would be
+    "scaling": Means("scaling", "layernorm", SHORT_CLIP),
+    "clip": Means("clip", "none"),
+    "clip too short": Means("clip", "none", SHORT_CLIP),
+    "rounding": Means("rounding", "none"),
+    "rounding to nearest": Means("rounding", "none", rounding="nearest"),
+}
+CURVES = {
+    "scaling": Means("scaling", "layernorm"),
+    "scaling, eps 1e-5": Means("scaling", "layernorm", eps=1e-5),
+    f"clip for {LETTERS} letters": Means("clip", "none", LETTERS + 1),
+    "neither": Means("scaling", "none"),
+    "rounding": Means("rounding", "layernorm"),
+    "rounding to nearest": Means("rounding", "layernorm", rounding="nearest"),
+}
+
+
+def suffices(construction: str, norm: str) -> bool:
+    """Whether a construction is meant to be right under a norm."""
+    return construction != "scaling" or norm in SCALES
+
+
+def random_words(alphabet: str, letters: int, count: int, generator: torch.Generator) -> list[str]:
+    """Words of three kinds in turn: letters drawn evenly; runs, of a mean length of their own; sorted letters.
+
+    Even letters alone would never be in a language such as a^n b^n or L_k.
+    """
+    words = []
+    for number in range(count):
+        drawn = torch.randint(len(alphabet), (letters,), generator=generator)
+        if number % 3 == 1:
+            change = float(10 ** (-2 * torch.rand((), generator=generator)))  # per letter: 1 to 1/100
+            begins = torch.rand(letters, generator=generator) < change
+            begins[0] = True
+            drawn = drawn[begins][begins.cumsum(0) - 1]
+        elif number % 3 == 2:
+            drawn = drawn.sort().values
+        words.append("".join(alphabet[i] for i in drawn))
+    return words
+
+
+def interpreted(program: Program, words: Sequence[str]) -> np.ndarray:
+    """What the interpreter says at every letter, [word letter]."""
+    return np.stack([program.run(word) for word in words])
+
+
+def compiled_with(means: Means, program: Program, alphabet: str, letters: int) -> CompiledProgram:
+    """A program for words of so many letters."""
+    options: dict[str, Any] = {} if means.eps is None else {"eps": means.eps}
+    return compile_program(
+        program, means.construction, means.norm, alphabet=alphabet, n_ctx=letters + 1, clip_to=means.clip_to, **options
+    )
+
+
+def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict[str, Any]]:
+    """A program in every construction under every norm beside the interpreter: a row per measure."""
+    source, alphabet = PROGRAMS[name]
+    program = parse(source)
+    short = ["".join(w) for w in itertools.product(alphabet, repeat=every_word_to)]
+    long = random_words(alphabet, LETTERS, words, step_generator(seed, len(name)))
+    truths = [interpreted(program, w) for w in (short, long)]
+    rows = []
+    for construction, norm in itertools.product(CONSTRUCTIONS, NORM_KINDS):
+        if construction == "rounding" and program.output.expression.kind == "count":
+            continue  # named as unsupported
+        made = compile_program(program, construction, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
+        enough = suffices(construction, norm)
+        shares = {}
+        for measure, given, truth in zip(("every_short_word", "random_words"), (short, long), truths, strict=True):
+            given, truth = (given, truth) if enough else (given[-FEW_WORDS:], truth[-FEW_WORDS:])
+            right = made.run(given) == truth
+            shares[measure] = float(right.all(1).mean())
+            shares[f"{measure}_answers"] = float(right.mean())
+        about = {
+            "program": name, "construction": construction, "norm": norm, "suffices": enough, "depth": program.depth,
+            "layers": made.layers, "attending": made.attending, "d_model": made.model.cfg.d_model,
+            "bits": made.precision.bits if made.precision else None,
+            "fraction": made.precision.fraction if made.precision else None,
+            "every_word_to": every_word_to, "words": len(long) if enough else FEW_WORDS, "seed": seed,
+        }  # fmt: skip
+        rows += [{**about, "measure": measure, "value": value} for measure, value in shares.items()]
+    return rows
+
+
+def operations_table(seed: int = 0) -> pd.DataFrame:
+    """Which operations need scaling, which a clip can do, which nothing: share of right answers on words of LETTERS.
+
+    Columns: `operation, program, output`, one per entry of MEANS (NaN: unsupported), `exact_with`.
+    """
+    rows = []
+    for operation, source in OPERATIONS.items():
+        program = parse(source)
+        words = random_words("ab", LETTERS, FEW_WORDS, step_generator(seed, 1))
+        truth = interpreted(program, words)
+        row: dict[str, Any] = {
+            "operation": operation, "program": source.replace("\n", "  "), "output": program.output.expression.kind
+        }  # fmt: skip
+        for name, means in MEANS.items():
+            if means.construction == "rounding" and row["output"] == "count":
+                row[name] = float("nan")
+                continue
+            made = compiled_with(means, program, "ab", LETTERS)
+            row[name] = float((made.run(words, means.rounding) == truth).mean())
+        exact = [name for name in ("scaling", "clip", "rounding") if row[name] == 1]
+        row["exact_with"] = "neither" if row["neither"] == 1 else " or ".join(exact)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def lengths_table(lengths: Sequence[int], seed: int = 0) -> pd.DataFrame:
+    """Share of right answers at the last letter of random words of several lengths: `means, letters, value`."""
+    program = parse(LENGTHS_PROGRAM)
+    rows = []
+    for letters in lengths:
+        words = random_words("ab", letters, FEW_WORDS, step_generator(seed, letters))
+        truth = interpreted(program, words)
+        for name, means in CURVES.items():
+            said = compiled_with(means, program, "ab", letters).run(words, means.rounding)
+            rows.append((name, letters, float((said == truth).mean())))
+    return pd.DataFrame(rows, columns=["means", "letters", "value"])
+
+
+def _kept(path: Path, words: int) -> list[dict[str, Any]] | None:
+    """Rows that an earlier call measured; None if there are none of so many words."""
+    try:
+        held = json.loads(path.read_text())
+        return list(held["rows"]) if held["words"] == words else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def run(request: Request) -> Results:
+    """Compile and compare every program (or what is left of them), and say what each operation needs."""
+    words = QUICK_WORDS if request.quick else WORDS
+    names = [n for n in PROGRAMS if not request.quick or n not in {f"last block of L{k}" for k in (6, 7)}]
+    rows: list[dict[str, Any]] = []
+    for seed, (number, name) in itertools.product(request.seeds, enumerate(names)):
+        path = request.out / "runs" / f"program{number}-seed{seed}.json"
+        held = _kept(path, words)
+        if held is None and not request.collect:
+            many = request.quick and len(PROGRAMS[name][1]) > 2
+            held = agreement(name, seed, words, QUICK_EVERY_WORD_TO if many else EVERY_WORD_TO)
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps({"words": words, "rows": held}).encode())
+        rows += held or []
+    table = pd.DataFrame(rows)
+    operations = operations_table()
+    lengths = lengths_table(LENGTHS[:4] if request.quick else LENGTHS)
+    summary = pd.DataFrame() if table.empty else summarize(table, [*KEYS, "measure"])
+    return Results(
+        summary,
+        tables={"agreement": table, "operations": operations, "lengths": lengths},
+        figures={"operations": operations_map(operations, list(MEANS)), "lengths": length_curves(lengths)},
+        conclusions=(*_conclusions(table), *_operation_conclusions(operations)),
+        settings={
+            "every_word_to": EVERY_WORD_TO, "letters": LETTERS, "words": words, "few_words": FEW_WORDS,
+            "short_clip": SHORT_CLIP, "lengths_program": LENGTHS_PROGRAM, "arithmetic": "float64",
+            "rounding": "down (the largest number of the grid that is not above), everywhere but inside attention",
+            "published": "the equivalence at every depth and the construction with LayerNorm are theorems, not figures",
+        },
+    )  # fmt: skip
+
+
+def _conclusions(table: pd.DataFrame) -> Iterator[str]:
+    if table.empty:
+        return
+    for (construction, enough), part in table.groupby(["construction", "suffices"], sort=False):
+        models = part.groupby(["program", "norm", "seed"])["value"].min()
+        said = f"{(models == 1).sum()} of {len(models)} models right on every word"
+        norms = ", ".join(dict.fromkeys(part["norm"]))
+        yield f"{construction} under {norms}{'' if enough else ' (does not suffice)'}: {said}."
+    ours = table[table["construction"] == "rounding"].drop_duplicates(["program", "norm"])
+    same = (ours["layers"] == ours["depth"].clip(lower=1)).all()
+    yield f"rounding: layers {'equal' if same else 'do not equal'} the program's depth (at least 1) in every model."
+
+
+def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
+    for row in operations.itertuples():
+        yield f"{row.operation}: {'needs neither' if row.exact_with == 'neither' else f'exact with {row.exact_with}'}."

@@ -1,0 +1,81 @@
+"""Fixed precision outside attention: every activation but attention's scores and weights is rounded to a grid.
+
+The grid has `bits` bits, `fraction` of them behind the point: the multiples of 2^-fraction in [-2^(bits-1-fraction),
+2^(bits-1-fraction)). As in Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"), whose transformers round everywhere
+except inside attention: a weighted mean is taken exactly and rounded once. Here "exactly" is float64, and what is
+rounded are the embeddings, queries, keys, values, means, what attention and MLP write, the stream, both sides of the
+MLP's activation, and every norm's divisor and result. Rounding down keeps the sign of a mean however small it is;
+rounding to the nearest loses it on long words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.HookedRootModule import HookedRootModule
+
+INSIDE_ATTENTION = ("hook_attn_scores", "hook_pattern")
+
+Rounding = Literal["down", "nearest"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A grid of fixed-point numbers.
+
+    Raises (on construction):
+        ValueError: fewer than 2 bits, a negative fraction, or a grid that float64's exponents do not hold.
+    """
+
+    bits: int
+    fraction: int
+
+    def __post_init__(self) -> None:
+        if self.bits < 2 or not 0 <= self.fraction <= 1000 or self.bits - self.fraction > 1000:
+            raise ValueError(f"no fixed-point numbers of {self.bits} bits, {self.fraction} of them behind the point")
+
+    @property
+    def step(self) -> float:
+        return 2.0**-self.fraction
+
+    def round(self, x: Float[Tensor, "*shape"], rounding: Rounding = "down") -> Float[Tensor, "*shape"]:
+        """The largest number of the grid that is not above x ("down"), or the nearest (halves to even)."""
+        whole = x / self.step
+        whole = whole.floor() if rounding == "down" else whole.round()
+        most = 2.0 ** (self.bits - 1)
+        return whole.clamp(-most, most - 1) * self.step
+
+    def holds(self, x: Float[Tensor, "*shape"]) -> bool:
+        """Whether every number is one of the grid's."""
+        return bool((self.round(x) == x).all())
+
+    def misfits(self, model: nn.Module) -> list[str]:
+        """Parameters that are not numbers of the grid."""
+        return [name for name, parameter in model.named_parameters() if not self.holds(parameter)]
+
+
+@contextmanager
+def fixed_precision(model: HookedRootModule, precision: Precision, rounding: Rounding = "down") -> Iterator[None]:
+    """Within it, a lab model computes in fixed precision everywhere but inside attention.
+
+    Raises:
+        ValueError: a parameter is not a number of the grid (says which), or the model is not in float64.
+    """
+    if off := precision.misfits(model):
+        raise ValueError(f"{off[0]} has numbers that {precision} does not hold: more bits, or other weights")
+    if any(parameter.dtype != torch.float64 for parameter in model.parameters()):
+        raise ValueError("fixed precision is made of float64: use model.double()")
+
+    def rounded(tensor: Tensor, hook: HookPoint) -> Tensor:
+        return precision.round(tensor, rounding)
+
+    names = [name for name in model.hook_dict if not name.endswith(INSIDE_ATTENTION)]
+    with model.hooks(fwd_hooks=[(name, rounded) for name in names]):
+        yield

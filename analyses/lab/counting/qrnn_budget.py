@@ -1,0 +1,180 @@
+"""Do single-layer QRNNs reach the published accuracy at the training length, and how far do they then go?
+
+`counting` trains every network with 10,000 updates, after which a QRNN is points short of its published accuracy where
+it was trained (Merrill et al. 2020, section 5: up to 100 epochs of 100,000 words, until 10 epochs bring nothing). What
+an order of networks beyond the training length is worth that were not trained equally well, nobody knows. So QRNN and
+QRNN+ are trained ten times as long here, at two learning rates, and their accuracy at longer words is read where they
+first reach the published accuracy at 64, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY
+from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT
+from ln_probe.analyses.lab.counting.counting_tasks import TEST_LENGTHS, TRAIN_LENGTH, PrefixTask, constant_answers
+from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import TrainConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TASKS, MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
+RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
+UPDATES, EVALUATIONS = 100_000, 20
+PUBLISHED_UPDATES = 100 * 100_000 // 16  # 100 epochs of 100,000 words in batches of 16: the most it can have been
+KEYS = ("task", "model", "lr")
+AT_END, WHEN_REACHED = "at the end", "when the published accuracy is first reached"
+
+
+@dataclass(frozen=True)
+class Cell:
+    task: str
+    model: str
+    lr: float
+
+    def spec(self) -> RecurrentConfig:
+        """The shape that `counting` gives this model."""
+        cell, layers = RECURRENT[self.model]
+        return RecurrentConfig(cell, PREFIX_VOCABULARY, 2, n_layers=layers)
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
+    if quick:
+        return tuple(Cell("L5", model, RATES[1]) for model in MODELS)
+    return tuple(Cell(task, model, lr) for lr in RATES for task in TASKS for model in MODELS)
+
+
+def training(quick: bool, seed: int, lr: float) -> TrainConfig:
+    updates = 2000 if quick else UPDATES
+    return TrainConfig(
+        steps=updates,
+        batch=16,
+        lr=lr,
+        lr_end=1e-4,
+        warmup=100,
+        weight_decay=0.0,
+        clip=1.0,
+        betas=(0.9, 0.999),
+        optimizer="adam",
+        seed=seed,
+        evaluate_every=updates // EVALUATIONS,
+        state_every=5000,
+    )
+
+
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: vars(cell),
+        name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
+        task=lambda cell, _: PrefixTask(cell.task, TEST_LENGTHS[:3] if request.quick else TEST_LENGTHS),
+        spec=Cell.spec,
+        training=lambda cell, seed: training(request.quick, seed, cell.lr),
+    )
+
+
+def run(request: Request) -> Results:
+    """Train the grid (or what is left of it) and read the accuracy beyond where the published one is reached."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    table = curves(runs)
+    table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
+    return findings(table, request.quick, tuple(diverged(runs).values()))
+
+
+def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
+    read = readings(values)
+    constant = pd.concat([constant_answers(task) for task in sorted(set(values["task"]))] or [pd.DataFrame()])
+    at_end = read[read["read"] == AT_END]
+    summary = summarize(at_end, [*KEYS, "measure"], published_table(), kind="share")
+    if len(summary):
+        summary = summary.merge(constant, on=["task", "measure"], how="left")
+    return Results(
+        summary,
+        tables={"values": values, "readings": read},
+        figures={} if values.empty else {"budget": draw(values)},
+        conclusions=tuple(sentences(read)),
+        settings={
+            "training": {f"lr {lr:g}": vars(training(quick, 0, lr)) for lr in RATES},
+            "published_updates": f"at most {PUBLISHED_UPDATES} (100 epochs of 100,000 words; batches of 16 are ours)",
+            "seeds": sorted({int(seed) for seed in values["seed"]}),
+        },
+        diverged=lost,
+    )
+
+
+def published_table() -> pd.DataFrame:
+    """Published accuracies (0-1) of the two models."""
+    rows = [
+        (task, model, f"accuracy_{n}", percent / 100)
+        for (task, model), percents in PUBLISHED.items()
+        if model in MODELS
+        for n, percent in zip(TEST_LENGTHS, percents, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["task", "model", "measure", "published"])
+
+
+def readings(values: pd.DataFrame) -> pd.DataFrame:
+    """Accuracies of every run at the end, and where it first reached the published accuracy at the training length.
+
+    Returns:
+        KEYS, `seed`, `read` (AT_END or WHEN_REACHED; no row of the second if it was not reached), `step`, `measure`,
+        `value`.
+    """
+    trained = f"accuracy_{TRAIN_LENGTH}"
+    found = []
+    for (task, model, _, _), run in values.groupby([*KEYS, "seed"], sort=False):
+        found.append(run[run["step"] == run["step"].max()].assign(read=AT_END))
+        there = run[(run["measure"] == trained) & (run["value"] >= PUBLISHED[str(task), str(model)][0] / 100)]
+        if len(there):
+            found.append(run[run["step"] == there["step"].min()].assign(read=WHEN_REACHED))
+    columns = [*KEYS, "seed", "read", "step", "measure", "value"]
+    return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
+
+
+def sentences(read: pd.DataFrame) -> Iterator[str]:
+    """How many runs reached the published accuracy, and what all of them have at the end."""
+    trained = read[read["measure"] == f"accuracy_{TRAIN_LENGTH}"]
+    for (task, model), part in trained.groupby(["task", "model"], sort=False):
+        ends, there = part[part["read"] == AT_END], part[part["read"] == WHEN_REACHED]
+        said = (
+            f"{task}, {model}: {len(there)} of {len(ends)} runs reach the published accuracy at length {TRAIN_LENGTH} "
+            f"({PUBLISHED[str(task), str(model)][0]:g} %); at the end they have {100 * ends['value'].min():.1f} to "
+            f"{100 * ends['value'].max():.1f} %"
+        )
+        yield said + ("." if len(there) else ": this budget does not reach it, so nothing is said beyond that length.")
+
+
+def draw(values: pd.DataFrame) -> Figure:
+    """Accuracy at the training length and at the longest over updates, a panel per task and model."""
+    from matplotlib.figure import Figure as NewFigure
+
+    lengths = sorted({int(m.removeprefix("accuracy_")) for m in values["measure"]})
+    panels = list(values.groupby(["task", "model"], sort=False))
+    figure = NewFigure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    for ((task, model), part), ax in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
+        for style, length in zip(("-", ":"), (lengths[0], lengths[-1]), strict=True):
+            rows = part[part["measure"] == f"accuracy_{length}"]
+            for number, lr in enumerate(RATES):
+                for _, run in rows[rows["lr"] == lr].groupby("seed"):
+                    ax.plot(run["step"], run["value"], f"C{number}{style}", linewidth=0.9)
+        ax.axhline(PUBLISHED[str(task), str(model)][0] / 100, color="k", linewidth=0.6)
+        ax.set(title=f"{task}, {model}", xlabel="updates", ylabel=f"accuracy at {lengths[0]}, dotted: {lengths[-1]}")
+    figure.axes[0].plot([], [], "C0", label=f"lr {RATES[0]:g}")
+    figure.axes[0].plot([], [], "C1", label=f"lr {RATES[1]:g}")
+    figure.axes[0].plot([], [], "k", linewidth=0.6, label=f"published at {TRAIN_LENGTH}")
+    figure.axes[0].legend(fontsize=7)
+    return figure

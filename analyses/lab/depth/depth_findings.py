@@ -1,0 +1,323 @@
+"""What the depth runs show: where the boundary lies and at which threshold, and what each norm term costs beyond it.
+
+The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
+(`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
+over all depths of a side at once, from pairs of runs of one seed that differ in it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.lab.depth.block_languages import predicted_depth
+from ln_probe.analyses.lab.depth.crasp_transformer import compare_table
+from ln_probe.analyses.lab.depth.depth_task import BINS, KEYS, TRAIN_LENGTHS, Cell, measure
+from ln_probe.analyses.lab.intervals import binomial_interval, holm, interval, sign_flip_p
+from ln_probe.analyses.lab.results import Results, effects, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
+THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+REACH = "reach"  # mean exact match over the bins beyond the training lengths
+WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
+ALL_DEPTHS, BOTH = "all", "both"
+# Norms with a term and without it, the other term held: with it, without it.
+TERMS = {
+    "scaling": (("layernorm", "projection_only"), ("scaling_only", "none")),
+    "projection": (("layernorm", "scaling_only"), ("projection_only", "none")),
+}
+
+# Exact match in per cent at lengths 351-400 after training on 201-250 (1.6 times the longest training word), by depth
+# 1, 2, 3, …: the published table of this bin. One seed, the best of four configurations, blocks with a third norm.
+PUBLISHED = {
+    3: (100, 100, 100, 100),
+    4: (22, 100, 100, 100),
+    5: (11, 51, 100, 100),
+    6: (10, 8, 37, 100),
+    7: (8, 8, 20, 49),
+    8: (5, 6, 19, 52),
+}
+PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyond theirs
+
+
+def findings(
+    table: pd.DataFrame,
+    failed: pd.DataFrame | None = None,
+    *,
+    training: Mapping[str, Any] | None = None,
+    lost: tuple[str, ...] = (),
+) -> Results:
+    """Tables, figures and sentences from the exact match of every run.
+
+    Args:
+        table: KEYS, `seed`, `measure`, `value` (and `step`).
+        failed: KEYS and `seed` of runs that diverged.
+        training: the schedule, for the record.
+        lost: what became of runs that diverged.
+    """
+    values = table.drop(columns="step", errors="ignore")
+    hits, swept, terms, hand_built = hit_rates(table, failed), sweep(table), term_effects(values), compare_table()
+    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
+    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    return Results(
+        summary,
+        tables={
+            "exact_match": table,
+            "hits": hits,
+            "sweep": swept,
+            "terms": terms,
+            "effects": effects(values, [*KEYS, "measure"], ["norm"]),
+            "hand_built": hand_built,
+        },
+        figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
+        conclusions=(
+            *_conclusions(hits), *_separations(swept), *_term_sentences(terms), *_compare_conclusions(hand_built)
+        ),
+        settings={
+            "train_lengths": TRAIN_LENGTHS,
+            "bins": BINS,
+            "hit": HIT,
+            "model": Cell(1, 3).spec().to_dict(),
+            "training": dict(training or {}),
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512; one "
+            "seed, the best of four configurations, blocks with a third norm",
+        },
+        diverged=lost,
+    )  # fmt: skip
+
+
+def published_table() -> pd.DataFrame:
+    """The published exact match (0-1), beside our bin 151-200 of the same shape of model."""
+    rows = [
+        (depth, k, "layernorm", "post", "none", measure(PUBLISHED_BIN), percent / 100)
+        for k, percents in PUBLISHED.items()
+        for depth, percent in enumerate(percents, start=1)
+    ]
+    return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
+
+
+def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
+    """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
+
+    Args:
+        table: exact match: KEYS, `seed`, `value`.
+        failed: KEYS and `seed` of runs that diverged: they did not generalize.
+
+    Returns:
+        KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
+    """
+    rows = []
+    told = table.assign(hit=table["value"] >= HIT)
+    if failed is not None and len(failed):
+        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
+    per_seed = told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
+    for key, hit in per_seed.groupby(list(KEYS), sort=False):
+        low, high = binomial_interval(int(hit.sum()), len(hit))
+        cell = cast("tuple[Any, ...]", key)
+        predicted = predicted_depth(cell[1]) <= cell[0]
+        rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
+    return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
+
+
+def _side(frame: pd.DataFrame) -> pd.Series:
+    return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
+
+
+def sweep(table: pd.DataFrame) -> pd.DataFrame:
+    """How many runs clear a threshold in every bin, for every threshold, on either side of the theory's boundary.
+
+    Returns:
+        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (exact 95 %), and `worst`, `best`: the
+        least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
+        and the worst run within tells the sides apart.
+    """
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
+    rows = []
+    for key, part in worst.assign(side=_side(worst)).groupby(["norm", "norm_order", "positions", "side"], sort=False):
+        x = part["value"].to_numpy(float)
+        for threshold in THRESHOLDS:
+            hits = int((x >= threshold).sum())
+            found = (threshold, hits, len(x), *binomial_interval(hits, len(x)), x.min(), x.max())
+            rows.append((*cast("tuple[Any, ...]", key), *found))
+    columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def outcomes(values: pd.DataFrame) -> pd.DataFrame:
+    """Continuous outcomes of every run without positions: REACH and the last bin; KEYS, `seed`, `outcome`, `value`."""
+    plain = values[values["positions"] == "none"]
+    far = plain[plain["measure"] != measure(TRAIN_LENGTHS)]
+    reach = far.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean().assign(outcome=REACH)
+    last = far[far["measure"] == measure(BINS[-1])].rename(columns={"measure": "outcome"})
+    both: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
+    return both
+
+
+def term_effects(values: pd.DataFrame) -> pd.DataFrame:
+    """What a norm term changes on each side of the boundary, at each depth and over all depths.
+
+    A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
+    and without). Intervals are Student's t over seeds that have all depths, of the mean over a seed's units. Only rows
+    over all depths are tested: `p` is of the sign-flip test over units, and `p_holm` is over these rows.
+
+    Returns:
+        `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
+        units, p, p_holm`.
+    """
+    told = outcomes(values)
+    index = ["norm_order", "side", "outcome", "depth", "seed"]
+    wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
+    rows: list[tuple[Any, ...]] = []
+    for term, pairs in TERMS.items():
+        shown = [pair for pair in pairs if set(pair) <= set(wide.columns)]
+        if not shown:
+            continue
+        change = pd.concat([(wide[have] - wide[lack]).dropna() for have, lack in shown]).rename("value").reset_index()
+        both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
+        for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
+            order, side, outcome = cast("tuple[str, str, str]", key)
+            groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
+            for depth, one in [*groups, (ALL_DEPTHS, part)]:
+                tests = depth == ALL_DEPTHS
+                complete = one.groupby("seed")["depth"].transform("nunique") == one["depth"].nunique()
+                seeds = one[complete].groupby(["seed", "depth"])["value"].mean().groupby("seed").mean()
+                p = sign_flip_p(one["value"].to_numpy(float)) if tests else np.nan
+                center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
+                center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
+                rows.append((term, order, side, depth, outcome, *center, len(seeds), len(one), p))
+    columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
+    found = pd.DataFrame(rows, columns=columns)
+    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+
+
+def _conclusions(hits: pd.DataFrame) -> Iterator[str]:
+    for (order, positions, norm), part in hits.groupby(["norm_order", "positions", "norm"], sort=False):
+        counts = []
+        for predicted, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
+            side = part[part["predicted"] == predicted]
+            if runs := int(side["seeds"].sum()):
+                right = int(side["hits"].sum())
+                low, high = binomial_interval(right, runs)
+                counts.append(f"{right} of {runs} runs with {words} [{low:.0%}, {high:.0%}]")
+        where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
+        yield (
+            f"{where}: at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters in "
+            + ", ".join(counts)
+            + "."
+        )
+
+
+def _separations(swept: pd.DataFrame) -> Iterator[str]:
+    """Between which thresholds the two sides are told apart."""
+    ends = swept.drop_duplicates(["norm", "norm_order", "positions", "side"])
+    for (order, positions), part in ends.groupby(["norm_order", "positions"], sort=False):
+        within, beyond = part[part["side"] == WITHIN], part[part["side"] == BEYOND]
+        if within.empty or beyond.empty:
+            continue
+        low, high = beyond["best"].max(), within["worst"].min()
+        where = f"{order}-norm" + ("" if positions == "none" else f", {positions} positions")
+        runs = (
+            f"the worst of {within['runs'].sum()} runs within the theory's reach has {high:.1%} in its worst bin, the "
+        )
+        runs += f"best of {beyond['runs'].sum()} beyond it {low:.1%}"
+        said = f"any threshold between tells them apart under {part['norm'].nunique()} norms"
+        yield f"{where}: {runs}" + (f": {said}." if low < high else ": no threshold tells all of them apart.")
+
+
+def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
+    """What each term changes over all depths, in points of exact match."""
+    for row in terms[(terms["depth"] == ALL_DEPTHS) & (terms["outcome"] == REACH)].to_dict("records"):
+        order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
+        verb = "changes the reach by" if row["p_holm"] < 0.05 else "makes no difference that these runs can tell:"
+        spread = f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]" if np.isfinite(row["ci_low"]) else ""
+        yield (
+            f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']} {verb} "
+            f"{100 * row['mean']:+.1f}{spread} points ({row['seeds']} seeds, {row['units']} pairs of runs, p "
+            f"{row['p']:.2g}, Holm {row['p_holm']:.2g})."
+        )
+
+
+def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
+    """What the hand-built transformers of COMPARE show, of depth 2 (the smallest whose answers need a truth value)."""
+    for row in hand_built[hand_built["depth"] == 2].itertuples():
+        yield (
+            f"Hand-built COMPARE of depth 2 with {row.norm} (eps {row.eps:g}): {row.accuracy:.2%} of answers right, "
+            f"{row.words_right:.0%} of words of 300 letters entirely."
+        )
+
+
+def _heat_maps(summary: pd.DataFrame) -> Figure:
+    """Exact match in the farthest bin, depth against k, a map per norm and order."""
+    from matplotlib.figure import Figure
+
+    far = summary[(summary["measure"] == measure(BINS[-1])) & (summary["positions"] == "none")]
+    orders = _in_order(far["norm_order"])
+    norms = _in_order(far["norm"])
+    figure = Figure(figsize=(2.7 * len(norms) + 0.6, 2.5 * len(orders) + 0.4), layout="constrained")
+    for (order, norm), ax in zip(
+        [(o, n) for o in orders for n in norms],
+        figure.subplots(len(orders), len(norms), squeeze=False).flat,
+        strict=True,
+    ):
+        part = far[(far["norm_order"] == order) & (far["norm"] == norm)].pivot(
+            index="depth", columns="k", values="mean"
+        )
+        if part.empty:
+            ax.set_axis_off()
+            continue
+        image = ax.imshow(part.to_numpy(float), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for row, depth in enumerate(part.index):
+            for column, k in enumerate(part.columns):
+                if pd.notna(value := part.loc[depth, k]):
+                    ax.text(column, row, f"{value:.0%}", ha="center", va="center", color="w" if value < 0.6 else "k")
+        ax.set(
+            title=f"{norm}, {order}-norm",
+            xticks=range(len(part.columns)),
+            xticklabels=[f"L{k}" for k in part.columns],
+            yticks=range(len(part.index)),
+            yticklabels=part.index,
+            ylabel="depth",
+        )
+    figure.colorbar(image, ax=figure.axes, label=f"exact match, {BINS[-1][0]}-{BINS[-1][1]} letters", shrink=0.8)
+    return figure
+
+
+def _length_curves(summary: pd.DataFrame) -> Figure:
+    """Exact match over length, a panel per (depth, k), a line per norm (post-norm, no positions)."""
+    from matplotlib.figure import Figure
+
+    part = summary[(summary["norm_order"] == "post") & (summary["positions"] == "none")]
+    squares = list(dict.fromkeys(zip(part["depth"], part["k"], strict=True)))
+    columns = min(2, len(squares))
+    rows = -(-len(squares) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    lengths = [sum(b) / 2 for b in BINS]
+    for (depth, k), ax in zip(squares, axes, strict=False):
+        cell = part[(part["depth"] == depth) & (part["k"] == k)]
+        for norm in _in_order(cell["norm"]):
+            line = cell[cell["norm"] == norm].set_index("measure").reindex([measure(b) for b in BINS])
+            ax.plot(lengths, line["mean"], marker="o", markersize=3, label=norm)
+            ax.fill_between(lengths, line["ci_low"].clip(0), line["ci_high"].clip(upper=1), alpha=0.15)
+        said = "within" if predicted_depth(k) <= depth else "beyond"
+        ax.set(
+            title=f"depth {depth}, L{k}: {said} the theory's reach",
+            xlabel="letters",
+            ylabel="exact match",
+            ylim=(0, 1.05),
+        )
+    figure.axes[0].legend(fontsize=7)
+    for unused in figure.axes[len(squares) :]:
+        unused.set_axis_off()
+    return figure
+
+
+def _in_order(column: Sequence[str] | pd.Series[str]) -> list[str]:
+    return list(dict.fromkeys(column))

@@ -1,0 +1,204 @@
+"""The models that ship with ln_probe, with more seeds: the same shape, text and schedule.
+
+Seed 0 is the checkpoint that ships (`bundled_language_model` trained it); the others are trained here. Measured are the
+held-out loss and, on the keys of held-out windows, the share that no query of a head can select: as the model is, and
+with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at position 0, which
+keep a constant of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, cast
+
+import pandas as pd
+import torch
+
+from ln_probe.analyses.geometry.hull import key_geometry
+from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.lab.run_folder import MODEL_FILE
+from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
+from ln_probe.analyses.lab.text_task import TextTask
+from ln_probe.analyses.lab.training import TrainConfig, load_run
+from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.machinery.files import write_atomically
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+D_VOCAB, N_CTX = 1024, 256
+STEPS, BATCH = 2000, 16
+CONTEXTS = 16  # held-out windows whose keys are measured
+SHIPPED_SEED = 0
+LOSS, FRACTION, FROZEN = "valid_loss", "unselectable_fraction", "unselectable_without_scaling"
+KEYS = ["norm", "layer", "measure"]
+ALL_LAYERS = -1  # the `layer` of what is not measured layer by layer
+
+
+def bundled_model(norm: str) -> LabConfig:
+    """The shape that ships."""
+    return LabConfig(n_layers=4, d_model=128, n_heads=16, d_vocab=D_VOCAB, n_ctx=N_CTX, norm=norm)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The shipped schedule, but for more resumable states."""
+    steps = 20 if quick else STEPS
+    return TrainConfig(steps=steps, batch=2 if quick else BATCH, seed=seed, save_at=(0, steps // 20), state_every=50)
+
+
+def make_runs(request: Request) -> list[Run]:
+    """A run per seed and norm, but for the seed that ships."""
+    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
+    return [
+        run
+        for run in planned(
+            NORM_KINDS,
+            request,
+            keys=lambda norm: {"norm": norm},
+            name=lambda norm: norm,
+            task=lambda *_: task,
+            spec=bundled_model,
+            training=lambda _, seed: training(request.quick, seed),
+        )
+        if request.quick or run.seed != SHIPPED_SEED
+    ]
+
+
+def run(request: Request) -> Results:
+    """Train what is left, and measure what is finished."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    return findings(pd.concat([*measured(runs, request)], ignore_index=True), tuple(diverged(runs).values()))
+
+
+def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
+    """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept beside it)."""
+    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
+    yield pd.DataFrame(columns=[*KEYS, "seed", "value"])
+    if not request.quick and SHIPPED_SEED in request.seeds:
+        for norm in NORM_KINDS:
+            with as_file(files("ln_probe.data") / "checkpoints" / f"lm-{norm}") as folder:
+                kept = request.out / f"shipped-{norm}.csv"
+                yield _measured(folder, kept, task).assign(norm=norm, seed=SHIPPED_SEED)
+    for one in runs:
+        if (one.folder / MODEL_FILE).exists():
+            kept = one.folder / "measured.csv"
+            yield _measured(one.folder, kept, task).assign(**dict(one.keys), seed=one.seed)
+
+
+def _measured(folder: Path, kept: Path, task: TextTask) -> pd.DataFrame:
+    if not kept.exists():
+        model = load_run(folder)
+        rows = [(ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]), *unselectable(model, task.held_out(CONTEXTS))]
+        table = pd.DataFrame(rows, columns=["layer", "measure", "value"])
+        write_atomically(kept, table.to_csv(index=False).encode())
+    return pd.read_csv(kept)
+
+
+@torch.no_grad()
+def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    """Layer, measure, and share of unselectable keys per head and context (mean), intact and without scaling."""
+    layers = range(model.cfg.n_layers)
+    names = [f"blocks.{i}.{n}" for i in layers for n in ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")]
+    _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
+    for layer in layers:
+        block = cast("Block", model.blocks[layer])
+        yield layer, FRACTION, _share(cache[f"blocks.{layer}.attn.hook_k"])
+        if model.cfg.norm in SCALES:
+            sigma = cache[f"blocks.{layer}.ln1.hook_scale"]
+            constant = sigma.clone()
+            constant[:, 0], constant[:, 1:] = sigma[:, 0].mean(), sigma[:, 1:].mean()
+            yield layer, FROZEN, _share(_keys(block, cache[f"blocks.{layer}.hook_resid_pre"], constant))
+
+
+def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Keys [batch pos head d_head] of a norm that divides by `divisor` instead of by its own scale."""
+    norm, attention = cast("Norm", block.ln1), block.attn
+    x = (resid - resid.mean(-1, keepdim=True) if norm.projects else resid) / divisor
+    assert norm.w is not None
+    assert norm.b is not None
+    return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
+
+
+def _share(keys: torch.Tensor) -> float:
+    heads = keys.detach().transpose(1, 2).flatten(0, 1).double().numpy()
+    return float((key_geometry(heads, margins=False).verdict == NAMES[UNSELECTABLE]).mean())
+
+
+def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
+    """Tables and sentences from KEYS, `seed`, `value`."""
+    values = pd.concat([values, over_layers(values)], ignore_index=True)
+    shares = values["measure"] != LOSS
+    summary = pd.concat(
+        [summarize(values[~shares], KEYS), summarize(values[shares], KEYS, kind="share")], ignore_index=True
+    )
+    compared = contrasts(values)
+    return Results(
+        summary,
+        tables={"seeds": values[values["layer"].eq(ALL_LAYERS) & (values["measure"] == LOSS) | values["layer"].ge(0)],
+                "contrasts": compared},
+        figures={} if values.empty else {"seeds": draw(values)},
+        conclusions=tuple(sentences(compared)),
+        settings={"model": {k: v for k, v in bundled_model("none").to_dict().items() if k != "norm"},
+                  "training": {k: v for k, v in vars(training(False, 0)).items() if k != "seed"},
+                  "contexts": CONTEXTS, "seeds": sorted({int(seed) for seed in values["seed"]})},
+        diverged=lost,
+    )  # fmt: skip
+
+
+def over_layers(values: pd.DataFrame) -> pd.DataFrame:
+    """The mean over layers of what is measured layer by layer, with layer ALL_LAYERS."""
+    layered = values[values["layer"] != ALL_LAYERS]
+    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
+    return cast("pd.DataFrame", means.assign(layer=ALL_LAYERS))
+
+
+def contrasts(values: pd.DataFrame) -> pd.DataFrame:
+    """Differences within a seed: what projection and what scaling change, with the other term and without.
+
+    Columns: `contrast, measure`, then as `contrasted`; Holm's p over all rows.
+    """
+    wide = values[values["layer"] == ALL_LAYERS].pivot(index=["measure", "seed"], columns="norm", values="value")
+    pairs = {
+        "scaling, with projection": ("layernorm", "projection_only"),
+        "scaling, without projection": ("scaling_only", "none"),
+        "projection, with scaling": ("layernorm", "scaling_only"),
+        "projection, without scaling": ("projection_only", "none"),
+    }
+    rows = [
+        (wide[have] - wide[lack]).rename("value").reset_index().assign(contrast=name)
+        for name, (have, lack) in pairs.items()
+        if {have, lack} <= set(wide.columns)
+    ]
+    if not rows:
+        return pd.DataFrame(columns=["contrast", "measure", "mean", "ci_low", "ci_high", "p_holm", "seeds"])
+    return contrasted(pd.concat(rows, ignore_index=True).dropna(subset="value"), ["contrast", "measure"])
+
+
+def sentences(compared: pd.DataFrame) -> Iterator[str]:
+    """Every contrast with its interval, and whether Holm's p lets it be spoken of."""
+    for row in compared.to_dict("records"):
+        interval = "" if pd.isna(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
+        told = "" if row["p_holm"] < 0.05 else ": no difference that these seeds can tell"
+        yield f"{row['measure']}, {row['contrast']}: {row['mean']:+.3f}{interval} (seeds: {row['seeds']}){told}."
+
+
+def draw(values: pd.DataFrame) -> Figure:
+    """Held-out loss and unselectable keys of every seed, a row per norm."""
+    from matplotlib.figure import Figure as NewFigure
+
+    shown = [m for m in (LOSS, FRACTION, FROZEN) if m in set(values["measure"])]
+    figure = NewFigure(figsize=(3.6 * len(shown), 2.6), layout="constrained")
+    for measure, ax in zip(shown, figure.subplots(1, len(shown), squeeze=False, sharey=True).flat, strict=True):
+        part = values[(values["measure"] == measure) & (values["layer"] == ALL_LAYERS)]
+        ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
+        ax.set(xlabel=measure.replace("_", " "))
+        ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)
+    ax.invert_yaxis()
+    return figure

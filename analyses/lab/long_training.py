@@ -1,0 +1,161 @@
+"""The long training behind the kept results, stage by stage, in one process that can be killed and started again.
+
+    python -m ln_probe.analyses.lab.long_training --out DIR --text FILE…      # trains what is missing, in order
+    python -m ln_probe.analyses.lab.long_training --out DIR --text FILE… --status
+
+Each stage is a part of an experiment's grid with its seeds. Both were fixed before any of these runs was seen, and no
+stage gets a seed more because of how it came out: that is the rule for adding seeds. An experiment's runs lie in
+DIR/EXPERIMENT, as `ln-probe lab run EXPERIMENT --out DIR/EXPERIMENT` would have put them, and `--collect` of that
+command makes tables of what is done. What was kept of earlier runs (`published/`) is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ln_probe.analyses.lab.experiments import Request, claim, find
+from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE
+from ln_probe.analyses.lab.runs import Run, train_all
+
+Keys = Mapping[str, Any]
+THREE, TEN = tuple(range(3)), tuple(range(10))
+COUNTED = ("anbn", "anbncn")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of an experiment's grid.
+
+    Attributes:
+        experiment: its name.
+        seeds: that are trained.
+        wanted: of a run's keys, whether it belongs here.
+        minutes: of one core, measured step by step before the start (one busy core of an AMD EPYC).
+        until: steps after which every run stops, ready to go on; None: to its end.
+        why: what it is for.
+    """
+
+    experiment: str
+    seeds: tuple[int, ...]
+    wanted: Callable[[Keys], bool]
+    minutes: int
+    why: str
+    until: int | None = None
+
+
+def _counter(keys: Keys) -> bool:
+    return keys["task"] in COUNTED and keys["model"] in ("lstm", "gru", "rnn_relu")
+
+
+def _depth(order: str, beyond: int, depths: Sequence[int]) -> Callable[[Keys], bool]:
+    def wanted(keys: Keys) -> bool:
+        square = keys["k"] - keys["depth"] == beyond and keys["depth"] in depths
+        return bool(square and keys["norm_order"] == order and keys["positions"] == "none")
+
+    return wanted
+
+
+def _part_shrunk(keys: Keys) -> bool:
+    return " for " in keys["radius"]
+
+
+def _to_the_end(keys: Keys) -> bool:
+    return (keys["norm"], keys["radius"]) in (
+        ("layernorm", "sqrt(d)"),
+        ("scaling_only", "1/sqrt(d)"),
+        ("scaling_only", "sqrt(d)"),
+    )
+
+
+STAGES = (
+    Stage("counting", (0,), lambda k: _counter(k) and k["task"] == "anbn" and k["norm_site"] in ("none", "state"), 27,
+          "weights to trace the cell states of"),
+    Stage("approximation", THREE, lambda k: k["width"] == 0 and k["kernel"] in ("log", "linear"), 72,
+          "4a and 4b without an FFN, as published"),
+    Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000),
+    Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2"),
+    Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete"),
+    Stage("counting_budget", THREE, lambda k: k["task"] == "L5", 43, "QRNNs on L5 with ten times the updates"),
+    Stage("majority", tuple(range(5)), _to_the_end, 61, "the published comparison to 17,000 steps"),
+    Stage("depth", TEN[3:], _depth("post", 3, (3,)), 77, "scaling beyond the boundary, depth 3"),
+    Stage("language_model_bundled", (1,), lambda k: True, 127, "a second seed of the bundled models"),
+    Stage("counting", (0,), _counter, 39, "a^n b^n c^n, and norms on readout and gates: weights"),
+    Stage("language_model_bundled", (2,), lambda k: True, 127, "a third seed of the bundled models"),
+    Stage("depth", TEN[3:], _depth("post", 2, (1, 2, 3)), 164, "at the boundary, post-norm, ten seeds"),
+    Stage("approximation", THREE, lambda k: k["kernel"] == "t5", 18, "T5's encoding"),
+    Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds"),
+    Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
+    Stage("counting", (1, 2), _counter, 132, "weights of two more seeds"),
+    Stage("depth", TEN[3:], lambda k: k["norm_order"] == "pre", 328, "pre-norm order, ten seeds"),
+)  # fmt: skip
+
+
+def stage_runs(stage: Stage, request: Request, kept: set[tuple[Any, ...]]) -> list[Run]:
+    """The runs of a stage that no kept table holds."""
+    module = importlib.import_module(find(stage.experiment).module)
+    runs: list[Run] = module.make_runs(request)
+    return [run for run in runs if stage.wanted(run.keys) and (*run.keys.values(), run.seed) not in kept]
+
+
+def _kept(experiment: str) -> set[tuple[Any, ...]]:
+    """Keys and seed of the depth runs whose final values are committed: only there do stages meet kept results."""
+    if experiment != "depth":
+        return set()
+    import pandas as pd
+
+    from ln_probe.analyses.lab.depth.depth_task import KEYS
+    from ln_probe.analyses.lab.published import folder
+
+    table = pd.read_csv(folder("depth") / "exact_match.csv")
+    return set(table[[*KEYS, "seed"]].drop_duplicates().itertuples(index=False, name=None))
+
+
+def stages(out: Path, texts: tuple[Path, ...]) -> Iterator[tuple[Stage, list[Run]]]:
+    """Every stage with its runs; one whose texts are missing is left out."""
+    for stage in STAGES:
+        needs_text = find(stage.experiment).needs_text
+        if needs_text and not texts:
+            continue
+        request = Request(out / stage.experiment, stage.seeds, texts=texts if needs_text else ())
+        claim(stage.experiment, request)
+        yield stage, stage_runs(stage, request, _kept(stage.experiment))
+
+
+def _done(stage: Stage, run: Run) -> bool:
+    from ln_probe.analyses.lab.run_folder import read_metrics
+
+    if any((run.folder / name).exists() for name in (MODEL_FILE, DIVERGED_FILE)):
+        return True
+    return stage.until is not None and len(m := read_metrics(run.folder)) > 0 and int(m["step"].max()) >= stage.until
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="the long training behind the kept results of the laboratory")
+    parser.add_argument("--out", type=Path, required=True, help="folder of all runs; the same one to go on")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="of the language models; several")
+    parser.add_argument("--status", action="store_true", help="say what is done, train nothing")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    for number, (stage, runs) in enumerate(stages(args.out, tuple(args.text)), start=1):
+        left = [run for run in runs if not _done(stage, run)]
+        seeds = f"{stage.seeds[0]}-{stage.seeds[-1]}"
+        print(
+            f"stage {number} of {len(STAGES)}, {stage.experiment}, seeds {seeds}: {stage.why}; "
+            f"{len(runs) - len(left)} of {len(runs)} runs done; all of them about {stage.minutes} min",
+            flush=True,
+        )
+        if not args.status:
+            for run in left:
+                print(f"  {run.name}", flush=True)
+                train_all([run], until=stage.until, progress=False)
+
+
+if __name__ == "__main__":
+    main()

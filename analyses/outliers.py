@@ -1,0 +1,235 @@
+"""Tokens and dimensions that are far larger than the others at a norm: which, where they emerge, what wrote them.
+
+A token is an outlier if |Px| exceeds OUTLIER_RATIO times the median token of its prompt at some norm; the first such
+norm is where it emerges. A dimension is one if for the median token |Px| in it exceeds OUTLIER_RATIO times the median
+dimension. Massive activations: Sun, Chen, Kolter & Liu 2024, "Massive activations in large language models".
+
+What wrote an outlier is read off the stream: between one norm and the next only what the first one feeds is added to
+it, so the difference of the two norms' inputs is what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ln_probe.hooks.capture import stream
+from ln_probe.hooks.model import check_model, evaluating
+from ln_probe.hooks.sites import Site, find_sites
+
+OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
+MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
+LEAST_TOKENS = 8  # fewer have no median worth the name: one outlier of four moves it
+_TOKENS_OF_DIMENSIONS = 64  # spread evenly: the median over more costs a tenth of a forward pass
+_DIMENSIONS_NAMED = 4
+_INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
+
+
+@dataclass
+class Outlier:
+    """What is known of one outlier token of one prompt.
+
+    Attributes:
+        emerges: the first norm at which it is one.
+        writer: what wrote it, in words; empty where that cannot be told.
+        writer_share: <P written, P x> / |P x|² there; NaN likewise.
+        dimensions: those that make most of it where it is longest.
+    """
+
+    emerges: Site
+    writer: str
+    writer_share: float
+    dimensions: str = ""
+
+
+@dataclass
+class Longest:
+    """Per token, where it is longest beside the median of its prompt."""
+
+    ratio: Float[Tensor, " pos"]
+    site: list[str]
+    sigma: Float[Tensor, " pos"]
+    before: Float[Tensor, " pos"]
+    after: Float[Tensor, " pos"]
+
+
+@dataclass
+class Sizes:
+    """Sizes of one prompt's vectors at one norm; `ratio` is |Px| over its median, `outlier` where over 10."""
+
+    sigma: Float[Tensor, " pos"]
+    before: Float[Tensor, " pos"]
+    after: Float[Tensor, " pos"]
+    ratio: Float[Tensor, " pos"]
+    outlier: Bool[Tensor, " pos"]
+
+
+class PromptOutliers:
+    """The outliers of one prompt; `add` its norms in the order of the pass.
+
+    Attributes:
+        found: outlier tokens by position; massive: which tokens have massive activations.
+        dimensions: (site, dimension) of outlier dimensions, and their ratio.
+        longest: where each token is longest; None before the first norm.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        # After a post-norm block the stream is the norm's output; otherwise the norm only looks at it.
+        self.post = any(s.attention_layers and s.layer not in s.attention_layers for s in sites)
+        self.found: dict[int, Outlier] = {}
+        self.massive: Bool[Tensor, " pos"] | None = None
+        self.dimensions: dict[tuple[str, int], float] = {}
+        self.longest: Longest | None = None
+        self._stream: Tensor | None = None
+        self._writers: list[str] = []
+
+    def add(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> Sizes | None:
+        """Take in a norm's input and output; None for a norm inside attention, which sees heads."""
+        if site.reads in _INSIDE:
+            return None
+        x, y = (t if t.dtype == torch.float64 else t.float() for t in (x, y))
+        kept = site.project(x)
+        length = torch.linalg.vector_norm(kept, dim=-1)
+        ratio = length / length.median().clamp_min(1e-30)
+        enough = len(x) >= LEAST_TOKENS
+        outlier = (ratio > OUTLIER_RATIO) & enough
+        before, after = (torch.linalg.vector_norm(t, dim=-1) for t in (x, y))
+        sizes = Sizes(site.sigma(x)[:, 0], before, after, ratio, outlier)
+        self._keep_longest(site, sizes)
+        self._keep_massive(x)
+        for at in outlier.nonzero().flatten().tolist():
+            if at not in self.found:
+                self.found[at] = Outlier(site, *self._written(site, x, at))
+            if self.longest is not None and self.longest.site[at] == site.name:
+                self.found[at].dimensions = _largest_dimensions(kept[at])
+        if enough:
+            self._keep_dimensions(site, kept)
+        self._follow(site, x, y)
+        return sizes
+
+    def _keep_longest(self, site: Site, sizes: Sizes) -> None:
+        values = (sizes.ratio, sizes.sigma, sizes.before, sizes.after)
+        if self.longest is None:
+            ratio, *others = (v.clone() for v in values)
+            self.longest = Longest(ratio, [site.name] * len(ratio), *others)
+            return
+        kept = self.longest
+        longer = sizes.ratio > kept.ratio
+        for into, new in zip((kept.ratio, kept.sigma, kept.before, kept.after), values, strict=True):
+            into[longer] = new[longer].to(into)
+        for at in longer.nonzero().flatten().tolist():
+            kept.site[at] = site.name
+
+    def _keep_massive(self, x: Float[Tensor, "pos d"]) -> None:
+        size = x.abs()
+        largest = size.amax(-1)
+        if self.massive is None:
+            self.massive = torch.zeros_like(largest, dtype=torch.bool)
+        if bool((largest > MASSIVE_SIZE).any()):  # rarely, and a median over all entries takes a while
+            self.massive |= (largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * size.median())
+
+    def _keep_dimensions(self, site: Site, kept: Float[Tensor, "pos d"]) -> None:
+        rows = torch.linspace(0, len(kept) - 1, min(len(kept), _TOKENS_OF_DIMENSIONS)).long()
+        typical = kept[rows].abs().median(0).values
+        ratio = typical / typical.median().clamp_min(1e-30)
+        for at in (ratio > OUTLIER_RATIO).nonzero().flatten().tolist():
+            self.dimensions[site.name, at] = float(ratio[at])
+
+    def _written(self, site: Site, x: Float[Tensor, "pos d"], at: int) -> tuple[str, float]:
+        """What was added to the stream since the norm before, and its share of this token's vector."""
+        if site.reads == "other":  # a norm of a sublayer's output: not of the stream
+            return "", float("nan")
+        before = torch.zeros_like(x[at]) if self._stream is None else self._stream[at].to(x)
+        kept = site.project(x[at])
+        share = float(kept @ site.project(x[at] - before) / (kept @ kept))
+        return " and ".join(self._writers) if self._stream is not None else "the embedding", share
+
+    def _follow(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        if site.reads == "other":
+            return
+        fed = [f"the {part} of block {site.layer + (self.post and part == 'attention')}"
+               for part in ("attention", "mlp") if part in site.reads.split("+")]  # fmt: skip
+        now = y if self.post else x
+        if self._stream is not None and not self.post and torch.equal(now, self._stream):  # parallel attention and MLP
+            self._writers += fed
+        else:
+            self._stream, self._writers = now, fed
+
+
+def _largest_dimensions(kept: Float[Tensor, " d"]) -> str:
+    """The dimensions that make up half of the squared length, at most a few, with their shares."""
+    share = kept.double().square()
+    share = share / share.sum()
+    named, total = [], 0.0
+    for at in share.argsort(descending=True)[:_DIMENSIONS_NAMED].tolist():
+        if total >= 0.5 and float(share[at]) < 0.05:
+            break
+        named.append(f"{at} ({100 * float(share[at]):.0f} %)")
+        total += float(share[at])
+    return ", ".join(named)
+
+
+@dataclass(frozen=True, eq=False)
+class OutlierTokens:
+    """Which tokens are outliers, and the sizes of all of them at every norm.
+
+    Attributes:
+        mask: True where a token is an outlier at some norm.
+        massive: True where it has massive activations.
+        sigma, before, after: the norm's divisor, |x| and the length of its output, by site.
+        ratio: |Px| over the prompt's median, by site.
+        dimensions: (site, dimension) of outlier dimensions, for each row.
+    """
+
+    mask: Bool[Tensor, "batch pos"]
+    massive: Bool[Tensor, "batch pos"]
+    sigma: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    before: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    after: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    ratio: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    dimensions: tuple[frozenset[tuple[str, int]], ...] = ()
+
+
+def outlier_tokens(model: object, tokens: Int[Tensor, "batch pos"]) -> OutlierTokens:
+    """Which tokens are outliers at some norm of the model: a mask for other tools, and the sizes behind it.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or lab model.
+        tokens: [batch pos], at least LEAST_TOKENS of them a row: fewer have no outliers.
+
+    Raises:
+        TypeError: not a TransformerLens model.
+        ValueError: tokens that are not [batch pos].
+        ActivationError: a norm's input or output is not finite.
+    """
+    hooked = check_model(model)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
+        shape = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be whole numbers [batch pos], got {shape}")
+    sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
+    seen: dict[str, dict[str, list[Tensor]]] = {
+        n: {s.name: [] for s in sites} for n in ("sigma", "before", "after", "ratio")
+    }
+    masks, massive, dimensions = [], [], []
+    with evaluating(hooked):
+        for row in tokens:
+            found = PromptOutliers(sites)
+
+            def look(site: Site, x: Tensor, y: Tensor, found: PromptOutliers = found) -> None:
+                sizes = cast(Sizes, found.add(site, x, y))
+                for name, kept in seen.items():
+                    kept[site.name].append(getattr(sizes, name).cpu())
+
+            stream(hooked, row, sites, on_norm=look)
+            mask = torch.zeros(len(row), dtype=torch.bool)
+            mask[list(found.found)] = True
+            masks.append(mask)
+            massive.append(torch.zeros(len(row), dtype=torch.bool) if found.massive is None else found.massive.cpu())
+            dimensions.append(frozenset(found.dimensions))
+    joined = {n: {site: torch.stack(rows) for site, rows in by_site.items() if rows} for n, by_site in seen.items()}
+    return OutlierTokens(torch.stack(masks), torch.stack(massive), **joined, dimensions=tuple(dimensions))

@@ -1,0 +1,399 @@
+"""The probe `sinks`: where attention falls, which tokens and dimensions are outliers, where they come from.
+
+Sink rate: share of (head, query) that give a position over 0.3 of their attention (Gu et al. 2025, "When attention sink
+emerges in language models"). Outliers: `ln_probe.analyses.outliers`. What a token would get if its key alone were not
+scaled: with k' made of Px / c, c the mean sigma of tokens that are not at position 0,
+
+    w' = w e^Δ / (1 - w + w e^Δ),    Δ = q·(k' - k) / divisor
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.head_tables import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
+from ln_probe.analyses.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
+from ln_probe.analyses.probes.protocol import (
+    DESCRIBED,
+    Context,
+    Cost,
+    Finding,
+    Found,
+    Needs,
+    Observer,
+    Piece,
+    Probe,
+    Shape,
+    View,
+)
+from ln_probe.analyses.wording import percent, visible
+from ln_probe.hooks.sites import Site
+
+MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
+SINK_SHARE = (
+    0.3  # of (head, query) of a layer that give it MUCH: a layer of heads that look elsewhere has under a tenth
+)
+LEAST_QUERIES = 10  # that see a position: the few that see the last tokens often have nothing better
+_NAMED = 3  # tokens named in a finding
+
+
+@dataclass
+class _Received:
+    """Attention to every position, by layer: [head key] each, over queries after position 0."""
+
+    much: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
+    total: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
+    causal: bool = True
+
+    def queries(self, length: int) -> Float[Tensor, " key"]:
+        """How many queries after position 0 see each position (all of them, if attention is not causal)."""
+        if not self.causal:
+            return torch.full((length,), float(length))
+        return length - torch.arange(length).clamp_min(1).double()
+
+    def uniform(self, length: int) -> Float[Tensor, " key"]:
+        """The mean over these queries of one over the keys they see."""
+        if not self.causal:
+            return torch.full((length,), 1.0 / length)
+        share = 1.0 / torch.arange(1, length + 1).double()
+        share[0] = 0.0  # position 0 has no choice
+        after = share.flip(0).cumsum(0).flip(0)
+        return after / self.queries(length).clamp_min(1)
+
+
+@dataclass
+class _Alone:
+    """Attention to one token, as it is and with its own key unscaled, summed over heads and queries."""
+
+    there: float = 0.0
+    without: float = 0.0
+    count: float = 0.0
+
+
+class _Prompt:
+    """One prompt under way."""
+
+    def __init__(self, number: int, sites: Sequence[Site]) -> None:
+        self.number, self.length = number, 0
+        self.outliers = PromptOutliers(sites)
+        self.received = _Received()
+        self.alone: dict[int, _Alone] = {}
+        self.sizes: list[dict[str, Any]] = []
+
+    def norm(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        sizes = self.outliers.add(site, x, y)
+        if sizes is None:
+            return
+        self.length = len(x)
+        first = 0
+        while first < len(x):
+            last = min(max(first * 2, 1), len(x)) - 1  # 0, 1, 2-3, 4-7, 8-15, …
+            rows = slice(first, last + 1)
+            self.sizes.append({
+                "prompt": self.number, "site": site.name, "layer": site.layer, "first": first,
+                "tokens": last + 1 - first, "outliers": int(sizes.outlier[rows].sum()),
+                **{n: float(getattr(sizes, n)[rows].sum(dtype=torch.float64)) for n in ("sigma", "before", "after")},
+            })  # fmt: skip
+            first = last + 1
+
+    def attention(self, attended: Attended) -> None:
+        pattern, layer = attended.seen.pattern, attended.layer
+        chosen = list(range(len(pattern))) if attended.wanted is None else [
+            h for h in attended.wanted if h < len(pattern)]  # fmt: skip
+        pattern = pattern[chosen] if len(chosen) < len(pattern) else pattern
+        self.length = pattern.shape[-1]
+        if self.length < 2 or not chosen:
+            return
+        self.received.causal = attended.seen.causal
+        rows = pattern[:, 1 if self.received.causal else 0 :]
+        self.received.much[layer] = (rows > MUCH).sum(1).double().cpu()
+        self.received.total[layer] = rows.sum(1, dtype=torch.float32).double().cpu()
+        wanted = sorted({*self.outliers.found, *self._sinks(layer).nonzero().flatten().tolist()})
+        if attended.heads is not None and attended.site.scales and wanted:
+            self._alone(attended, chosen, rows, wanted)
+
+    def _rates(self, layer: int) -> Float[Tensor, " key"]:
+        """Share of (head, query) that give each position over MUCH; NaN where too few see it."""
+        queries = self.received.queries(self.length)
+        rates = self.received.much[layer].sum(0) / (len(self.received.much[layer]) * queries.clamp_min(1))
+        return rates.where(queries >= LEAST_QUERIES, math.nan)
+
+    def _sinks(self, layer: int) -> Bool[Tensor, " key"]:
+        return self._rates(layer) > SINK_SHARE
+
+    def _alone(
+        self, attended: Attended, chosen: Sequence[int], rows: Float[Tensor, "head query key"], wanted: Sequence[int]
+    ) -> None:
+        heads, site, seen = attended.heads, attended.site, attended.seen
+        assert heads is not None
+        constant = attended.calibration.constants[site.name].rest  # the other tokens', at position 0 too
+        positions = torch.tensor(wanted, device=seen.x.device)
+        unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
+        change = heads.keys_at(unscaled, positions) - heads.keys_at(seen.y[positions].double(), positions)
+        q = heads.queries(seen.y)[len(seen.y) - rows.shape[1] :]
+        delta = torch.einsum("qhd,khd->hqk", q[:, chosen], change[:, chosen]) / heads.divisor
+        weight = rows[..., positions].double()
+        others = rows.sum(-1, dtype=torch.float64)[..., None] - weight
+        # e^Δ over- and underflows: both sides are divided by the larger of them.
+        top = delta.clamp_min(0.0)
+        lifted = weight * (delta - top).exp()
+        without = lifted / (others * (-top).exp() + lifted).clamp_min(1e-300)
+        place = torch.arange(self.length - rows.shape[1], self.length, device=rows.device)
+        for column, at in enumerate(wanted):
+            sees = place >= at if self.received.causal else torch.ones_like(place, dtype=torch.bool)
+            sums = self.alone.setdefault(at, _Alone())
+            sums.there += float(weight[:, sees, column].sum())
+            sums.without += float(without[:, sees, column].sum())
+            sums.count += float(sees.sum()) * len(chosen)
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """What is kept of the prompt."""
+        layers = sorted(self.received.much)
+        rates = {layer: self._rates(layer) for layer in layers}
+        best = torch.stack([rates[i].nan_to_num(-1.0) for i in layers]) if layers else torch.zeros(0, self.length)
+        sinks = (best > SINK_SHARE).any(0) if layers else torch.zeros(self.length, dtype=torch.bool)
+        marked = sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
+        queries, uniform = self.received.queries(self.length), self.received.uniform(self.length)
+        found = []
+        for at in marked:
+            row: dict[str, Any] = {"prompt": self.number, "position": at} | self._about(at)
+            row |= {"sink": bool(sinks[at]), "sink_layer": math.nan, "sink_rate": math.nan, "received": math.nan}
+            if layers and bool((best[:, at] >= 0).any()):
+                top = int(best[:, at].argmax())
+                row |= {"sink_layer": layers[top], "sink_rate": float(best[top, at])}
+            if layers and queries[at] > 0:
+                total = sum(float(self.received.total[i][:, at].sum()) for i in layers)
+                heads = sum(len(self.received.total[i]) for i in layers)
+                row["received"] = total / (heads * float(queries[at]))
+            row["uniform"] = float(uniform[at]) if layers and queries[at] > 0 else math.nan
+            alone = self.alone.get(at, _Alone())
+            row["received_no_scaling"] = alone.without / alone.count if alone.count else math.nan
+            row["received_there"] = alone.there / alone.count if alone.count else math.nan
+            found.append(row)
+        return {"sinks": found, "heads": self._heads(marked), "sizes": self.sizes, "dimensions": self._dimensions()}
+
+    def _about(self, at: int) -> dict[str, Any]:
+        outlier, longest, massive = self.outliers.found.get(at), self.outliers.longest, self.outliers.massive
+        assert longest is not None
+        assert massive is not None
+        return {
+            "outlier": outlier is not None, "massive": bool(massive[at]),
+            "emerges_at": outlier.emerges.name if outlier else "",
+            "emerges_in": float(outlier.emerges.layer) if outlier else math.nan,
+            "writer": outlier.writer if outlier else "", "writer_share": outlier.writer_share if outlier else math.nan,
+            "longest_at": longest.site[at], "length_ratio": float(longest.ratio[at]), "sigma": float(longest.sigma[at]),
+            "length_before": float(longest.before[at]), "length_after": float(longest.after[at]),
+            "dimensions": outlier.dimensions if outlier else "",
+        }  # fmt: skip
+
+    def _heads(self, marked: Sequence[int]) -> list[dict[str, Any]]:
+        queries, uniform = self.received.queries(self.length), self.received.uniform(self.length)
+        later = float(queries[0]) if self.length > 1 else 0.0
+        seeing = float(queries[marked].max()) if marked else 0.0  # queries that see the first of them see some
+        rows = []
+        for layer in sorted(self.received.much):
+            much, total = self.received.much[layer], self.received.total[layer]
+            for head in range(len(much)):
+                rows.append({
+                    "prompt": self.number, "layer": layer, "row": head, "queries": seeing,
+                    "much": float(much[head, marked].sum()) if marked else 0.0,
+                    "attention": float(total[head, marked].sum()) if marked else 0.0,
+                    "uniform": float((uniform * queries)[marked].sum()) if marked else 0.0,
+                    "later": later,
+                    "first_uniform": float(uniform[0]) * later,
+                    "first_much": float(much[head, 0]), "first_attention": float(total[head, 0]),
+                })  # fmt: skip
+        return rows
+
+    def _dimensions(self) -> list[dict[str, Any]]:
+        found = self.outliers.dimensions.items()
+        return [{"prompt": self.number, "site": s, "dimension": d, "ratio": ratio} for (s, d), ratio in found]
+
+
+class Sinks(Probe):
+    name = "sinks"
+    summary = "where attention falls, which tokens are outliers, and where they come from"
+    tables = (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)
+    needs = Needs(norms=True, attention=True, calibration=True)
+    thresholds = {  # noqa: RUF012 - constants
+        "sink_attention": MUCH,
+        "sink_share": SINK_SHARE,
+        "sink_least_queries": LEAST_QUERIES,
+        "outlier_ratio": OUTLIER_RATIO,
+        "outlier_least_tokens": LEAST_TOKENS,
+    }
+    absent = "attention sinks and outlier tokens"
+
+    def start(self, view: View) -> Observer:
+        return _Watching(view)
+
+    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+        frames = {
+            name: pd.concat([p.tables[name] for p in pieces if name in p.tables], ignore_index=True)
+            for name in dict.fromkeys(n for p in pieces for n in p.tables)
+        }
+        made = {t.name: t.empty() for t in (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)}
+        if "sinks" in frames:
+            sinks = frames["sinks"].sort_values(["prompt", "position"])
+            sinks["token"] = [context.token(int(p), int(i)) for p, i in sinks[["prompt", "position"]].to_numpy()]
+            for column in ("emerges_in", "sink_layer"):
+                if sinks[column].notna().all():
+                    sinks[column] = sinks[column].astype(np.int64)
+            made["sinks"] = sinks[SINKS.names].reset_index(drop=True)
+        if "heads" in frames:
+            made["sink_heads"] = _by_head(frames["heads"])
+        if "sizes" in frames:
+            made["token_sizes"] = _by_position(frames["sizes"])
+        if "dimensions" in frames:
+            layers = frames["sizes"].drop_duplicates("site").set_index("site")["layer"]
+            grouped = frames["dimensions"].sort_values("prompt").groupby(["site", "dimension"], sort=False)["ratio"]
+            table = grouped.agg(ratio="mean", prompts="size").reset_index()
+            table["layer"] = table["site"].map(layers)
+            made["outlier_dimensions"] = table[OUTLIER_DIMENSIONS.names]
+        short = sum(int(p.info.get("short", 0)) for p in pieces)
+        note = f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
+        return Found(made, (note,) * (short > 0))
+
+    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
+        sizes = tables.get("token_sizes")
+        if sizes is None or not len(sizes):
+            return []
+        return [
+            Finding(text, "by-head", DESCRIBED) for text in _sentences(tables["sinks"], tables["outlier_dimensions"])
+        ]
+
+    def cost(self, shape: Shape) -> Cost:
+        return Cost(passes=1.3)
+
+
+class _Watching(Observer):
+    def __init__(self, view: View) -> None:
+        self.sites = view.sites
+        self.kept: dict[str, list[dict[str, Any]]] = {}
+        self.heads = view.heads
+        self.short = 0
+        self.now: _Prompt | None = None
+
+    def _of(self, number: int) -> _Prompt:
+        if self.now is None or self.now.number != number:
+            self._close()
+            self.now = _Prompt(number, self.sites)
+        return self.now
+
+    def _close(self) -> None:
+        if self.now is not None and self.now.outliers.longest is not None:
+            self.short += self.now.length < LEAST_TOKENS
+            for name, rows in self.now.rows().items():
+                self.kept.setdefault(name, []).extend(rows)
+        self.now = None
+
+    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        self._of(prompt).norm(site, x, y)
+
+    def attention(self, prompt: int, attended: Attended) -> None:
+        self._of(prompt).attention(attended)
+
+    def piece(self) -> Piece:
+        self._close()
+        frames = {name: pd.DataFrame(rows) for name, rows in self.kept.items() if rows}
+        if "heads" in frames:  # a row of the pattern is the head itself, unless some were chosen
+            row = frames["heads"].pop("row")
+            frames["heads"]["head"] = row if self.heads is None else row.map(dict(enumerate(sorted(set(self.heads)))))
+        return Piece(tables=frames, info={"short": self.short})
+
+
+def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
+    sums = rows.sort_values("prompt", kind="stable").groupby(["layer", "head"])
+    names = ["queries", "much", "attention", "uniform", "later", "first_much", "first_attention", "first_uniform"]
+    total = sums[names].sum().reset_index()
+    seen, later = total["queries"].where(total["queries"] > 0), total["later"].where(total["later"] > 0)
+    made = pd.DataFrame({
+        "layer": total["layer"], "head": total["head"], "queries": total["queries"].astype(np.int64),
+        "sink_rate": total["much"] / seen, "attention": total["attention"] / seen, "uniform": total["uniform"] / seen,
+        "first_rate": total["first_much"] / later, "first_attention": total["first_attention"] / later,
+        "first_uniform": total["first_uniform"] / later,
+    })  # fmt: skip
+    return made[SINK_HEADS.names]
+
+
+def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
+    order = {site: i for i, site in enumerate(dict.fromkeys(rows["site"]))}
+    rows = rows.sort_values("prompt", kind="stable")
+    names = ["tokens", "outliers", "sigma", "before", "after"]
+    total = rows.groupby(["site", "layer", "first"])[names].sum().reset_index()
+    total = total.iloc[np.lexsort((total["first"], total["site"].map(order)))].reset_index(drop=True)
+    made = pd.DataFrame({
+        "site": total["site"], "layer": total["layer"], "first": total["first"],
+        "last": np.maximum(2 * total["first"], 1) - 1, "tokens": total["tokens"],
+        "sigma_mean": total["sigma"] / total["tokens"], "length_before_mean": total["before"] / total["tokens"],
+        "length_after_mean": total["after"] / total["tokens"], "outliers": total["outliers"],
+    })  # fmt: skip
+    return made[TOKEN_SIZES.names]
+
+
+# --------------------------------------------------------------------------------------------------------- findings
+
+
+def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame) -> list[str]:
+    if not len(sinks):
+        said = ["Attention has no sink here, and no token is an outlier at any norm."]
+    else:
+        said = []
+        at_first = sinks[sinks["position"] == 0]
+        if len(at_first) and bool(at_first["sink"].any() | at_first["outlier"].any()):
+            said.append(_about("Position 0", at_first))
+        rest = sinks[sinks["position"] != 0]
+        if len(rest):
+            common = rest["token"].value_counts()
+            names = ", ".join(repr(visible(t)) for t in common.index[:_NAMED])
+            said.append(_about(f"Tokens behind position 0 ({names}{', …' if len(common) > _NAMED else ''})", rest))
+    if len(dimensions):
+        worst = dimensions.iloc[int(dimensions["ratio"].argmax())]
+        said.append(
+            f"{dimensions['dimension'].nunique()} dimensions are over {OUTLIER_RATIO:g} times the median dimension for "
+            f"the median token at some norm; most, dimension {int(worst['dimension'])}, {worst['ratio']:.0f} times at "
+            f"{worst['site']}."
+        )
+    return said
+
+
+def _about(who: str, rows: pd.DataFrame) -> str:
+    prompts = rows["prompt"].nunique()
+    text = f"{who}: in {prompts} prompt{'s' * (prompts > 1)}"
+    sink, outlier = rows[rows["sink"]], rows[rows["outlier"]]
+    parts = []
+    if len(sink):
+        layer = int(sink["sink_layer"].mode().iloc[0])
+        rate = percent(float(sink["sink_rate"].median()))
+        got, even = (percent(float(sink[column].mean())) for column in ("received", "uniform"))
+        parts.append(
+            f"an attention sink (in layer {layer} {rate} of heads and queries give it over {MUCH:g}; over all layers "
+            f"it gets {got}, uniform attention would give {even})"
+        )
+    if len(outlier):
+        where, wrote = outlier["emerges_at"].mode().iloc[0], outlier["writer"].mode().iloc[0]
+        share = float(outlier["writer_share"].median())
+        parts.append(
+            f"up to {outlier['length_ratio'].max():.0f} times longer than the median token (from {where} on"
+            + (f", written by {wrote}, {percent(share)} of its squared length" if wrote else "")
+            + f"; largest dimensions {outlier['dimensions'].mode().iloc[0]})"
+        )
+    else:
+        parts.append(f"not an outlier: at most {rows['length_ratio'].max():.1f} times longer than the median token")
+    known = rows[rows["received_no_scaling"].notna()]
+    if len(known):
+        parts.append(
+            f"with its own key unscaled it would get {percent(float(known['received_no_scaling'].mean()))} instead of "
+            f"{percent(float(known['received_there'].mean()))} in those layers"
+        )
+    return f"{text} {'; '.join(parts)}."

@@ -1,0 +1,118 @@
+"""What attribution costs, in forward passes and in memory, at GPT-2 small's shape and 512 tokens.
+
+*One logit* over all heads and MLPs (`attribute_logits`, from the model to the table: finding norms, parts and wiring
+included); *one score* against another key; the *writers* and *attribution* observers on a prompt, their own pass
+included (norms and wiring are found once a model, and are not counted). Random weights, two threads; medians of repeats
+that alternate with a bare forward pass, in one process, wall and processor time. Peaks of memory are of processes of
+their own beside that of the forward pass. Bounds: one logit ≤ 2 passes; `writers` ≤ 2.5 passes and 1.3 × the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ln_probe
+from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.probes.protocol import View
+from ln_probe.analyses.probes.registry import find
+from ln_probe.analyses.tables import LAYERNORMS
+from ln_probe.hooks.model import run
+from ln_probe.hooks.sites import find_sites
+
+TOKENS, THREADS, REPEATS = 512, 2, 5
+PARTS = ("forward", "logit", "score", "writers", "attribution")
+BOUNDS = {"logit": (2.0, None), "writers": (2.5, 1.3)}
+
+
+def gpt2_small(vocabulary: int = 50257) -> Any:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=vocabulary)
+    config._attn_implementation = "eager"
+    hf = GPT2LMHeadModel(config).eval()
+    return build_bridge_from_module(
+        hf, "GPT2LMHeadModel", hf_config=config, tokenizer=None, model_name="gpt2-small-shape"
+    )
+
+
+def view_of(model: Any) -> View:
+    sites = find_sites(model)
+    calibration = Calibration(LAYERNORMS.empty(), {s.name: 1.0 for s in sites}, {}, {}, ())
+    return View(model, sites, range(model.cfg.n_layers), None, calibration, str)
+
+
+def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
+    if part == "logit":
+        return lambda: ln_probe.attribute_logits(model, tokens).check()
+    if part == "score":
+        return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1, 0, against=5).check()
+    if part == "forward":
+        return lambda: run(model, tokens[None], return_type="logits")
+    observer = find(part).start(view_of(model))
+    return lambda: observer.prompt(0, tokens)
+
+
+def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
+    torch.set_num_threads(THREADS)
+    model = gpt2_small(vocabulary)
+    tokens = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    bare, wanted = doing("forward", model, tokens), doing(part, model, tokens)
+    bare()
+    if part != "forward":
+        wanted()
+    taken: dict[str, list[float]] = {n: [] for n in ("wall", "processor", "bare_wall", "bare_processor")}
+    for _ in range(repeats):
+        for name, act in (("", wanted), ("bare_", bare)):
+            start, used = time.perf_counter(), time.process_time()
+            act()
+            taken[f"{name}wall"].append(time.perf_counter() - start)
+            taken[f"{name}processor"].append(time.process_time() - used)
+    found = {n: statistics.median(t) for n, t in taken.items()}
+    return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(measure(arguments.part, arguments.vocabulary, arguments.repeats)))
+        return
+    threads = {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    print(f"\nattribution: GPT-2 small's shape, {TOKENS} tokens, {THREADS} threads")
+    print("| part | seconds | passes (wall) | passes (processor) | peak, MB | … of forward | bound |")
+    print("|---|---|---|---|---|---|---|")
+    base = 0.0
+    for part in PARTS:
+        command = [sys.executable, __file__, "--part", part, "--vocabulary", str(arguments.vocabulary)]
+        command += ["--repeats", str(arguments.repeats)]
+        done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        base = base or found["peak_mb"]
+        passes, memory = BOUNDS.get(part, (None, None))
+        bound = "" if passes is None else f"{passes} passes" + ("" if memory is None else f", {memory} × memory")
+        print(
+            f"| {part} | {found['wall']:.2f} | {found['wall'] / found['bare_wall']:.2f} | "
+            f"{found['processor'] / found['bare_processor']:.2f} | {found['peak_mb']:.0f} | "
+            f"{found['peak_mb'] / base:.2f} | {bound} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

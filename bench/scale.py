@@ -1,0 +1,128 @@
+"""What selectability costs as models grow: time and memory against tokens, heads and d_head, with fitted exponents.
+
+One layer with random weights, keys of which one is a sink (its length ten times the others') and the rest heavy-tailed
+(lognormal(1) lengths), four variants, verdicts, margins, attainable attention over the reachable and the observed set,
+in head space: all keys, or a sample of 64 of each head. With `--seven-b` the layer of a 7B model's shape: 32 heads of
+128, 2048 tokens, sampled. Every measurement runs in a process of its own; peak memory is given beside what the keys
+themselves take; compiling is done before the clock starts.
+
+    python bench/scale.py --quick          # up to 1024 tokens
+    python bench/scale.py --seven-b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from ln_probe.analyses.geometry.hull import attainable_attention, key_geometry
+from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.some_keys import some_attention, some_keys
+from ln_probe.analyses.machinery.parallel import in_threads
+from ln_probe.hooks.variants import VARIANTS
+
+THREADS, SAMPLE = 2, 64
+BASE = {"tokens": 512, "heads": 4, "d_head": 64}
+STEPS = {"tokens": (256, 512, 1024, 2048, 4096), "heads": (2, 4, 8, 16), "d_head": (16, 32, 64, 128)}
+SEVEN_B = {"tokens": 2048, "heads": 32, "d_head": 128}
+NATS = 2.0  # by which the scores of typical keys deviate under a query of the reachable set
+RHO = 0.4  # of the observed set: between what SmolLM2's heads have
+
+
+def keys_of(tokens: int, heads: int, d_head: int, seed: int) -> np.ndarray:
+    """Keys [head key d_head] with a sink at position 0 and heavy-tailed lengths."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((heads, tokens, d_head)) * np.exp(rng.standard_normal((heads, tokens, 1)))
+    keys[:, 0] *= 10.0 * np.linalg.norm(keys, axis=2).mean() / np.linalg.norm(keys[:, 0], axis=1)[:, None]
+    return keys
+
+
+def measure(tokens: int, heads: int, d_head: int, sample: int) -> dict[str, float]:
+    """Seconds of the wall and of processors for four variants."""
+    key_geometry(np.random.default_rng(0).standard_normal((1, 40, d_head)), query_set=1.0)  # compile
+    axes = np.broadcast_to(NATS / math.sqrt(d_head) * np.eye(d_head) * math.sqrt(d_head), (heads, d_head, d_head))
+    center = np.zeros((heads, d_head))
+    wall, spent, undecided = 0.0, 0.0, 0
+    for variant in range(len(VARIANTS)):
+        keys = keys_of(tokens, heads, d_head, variant)
+        begun, used = time.perf_counter(), time.process_time()
+        if sample:
+            undecided += _sampled(keys, center, axes, min(sample, tokens))
+        else:
+            found = key_geometry(keys, query_set=(center, axes), causal=True, threads=THREADS)
+            attainable_attention(keys, (center, RHO * axes), starts=found.attainable_at, threads=THREADS)
+            undecided += found.undecided
+        wall, spent = wall + time.perf_counter() - begun, spent + time.process_time() - used
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"wall": wall, "cpu": spent, "peak_mb": peak, "keys_mb": keys.nbytes / 2**20, "undecided": undecided}
+
+
+def _sampled(keys: np.ndarray, center: np.ndarray, axes: np.ndarray, count: int) -> int:
+    def one(head: int) -> int:
+        only = np.sort(np.random.default_rng(head).choice(keys.shape[1], count, replace=False))
+        full = QuerySet(center[head], np.ascontiguousarray(axes[head])).compact()
+        found = some_keys(keys[head], None, full, only, causal=True)
+        smaller = QuerySet(full.center, RHO * full.axes)
+        some_attention(keys[head], None, smaller, only, found.attainable_at)
+        return int((found.verdict == 0).sum())
+
+    return sum(in_threads(one, range(len(keys)), THREADS))
+
+
+def apart(shape: dict[str, int], sample: int) -> dict[str, float]:
+    """The same in a process of its own."""
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    command = [sys.executable, __file__, "--one", json.dumps(shape | {"sample": sample})]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def row(title: str, shape: dict[str, int], sample: int) -> dict[str, float]:
+    found = apart(shape, sample)
+    print(
+        f"| {title} | {shape['tokens']} | {shape['heads']} | {shape['d_head']} | {sample or 'all'} "
+        f"| {found['wall']:.1f} | {found['cpu']:.1f} | {found['peak_mb']:.0f} | {found['keys_mb']:.0f} "
+        f"| {found['undecided']:.0f} |",
+        flush=True,
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="up to 1024 tokens, 8 heads")
+    parser.add_argument("--seven-b", action="store_true", help="one layer of a 7B model's shape, sampled")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(**json.loads(arguments.one))))
+        return
+    print(f"\nscale: one layer, four variants, {THREADS} threads; seconds of the wall and of processors")
+    print(
+        "| what grows | tokens | heads | d_head | keys of a head | wall, s | CPU, s | peak, MB | keys, MB | undecided |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    if arguments.seven_b:
+        row("7B layer", SEVEN_B, SAMPLE)
+        return
+    for sample in (0, SAMPLE):
+        for what, steps in STEPS.items():
+            sizes = [s for s in steps if not arguments.quick or (what, s) not in _LONG]
+            found = [row(what, BASE | {what: size}, sample)["cpu"] for size in sizes]
+            power = np.polyfit(np.log(sizes), np.log(found), 1)[0]
+            print(f"| CPU ∝ {what}^{power:.2f} | | | | {sample or 'all'} | | | | | |", flush=True)
+
+
+_LONG = {("tokens", 2048), ("tokens", 4096), ("heads", 16)}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a default report of GPT-2 small's real shape costs, by stage and as a whole: wall, processor time, peak memory.
+
+Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_PROBE_SHARED), so nothing is downloaded;
+every stage in a process of its own: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
+types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
+what all its processes hold of their own (`sum`: proportional set sizes, twice a second).
+
+    python bench/whole.py                         this checkout
+    python bench/whole.py --against ../before     and another one, taking turns, for comparison
+    python bench/whole.py --stages causal whole --repeats 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROBES = ("decomposition", "uniformity", "selectability", "causal", "unembedding")
+STAGES = ("loading", *PROBES, "whole")
+_TICK = 0.5  # seconds between two looks at the memory of all processes
+
+_LOADING = "import ln_probe, sys; ln_probe.load_model(sys.argv[1])"
+_PROBE = (
+    "import ln_probe, sys; model = ln_probe.load_model(sys.argv[1]); "
+    "ln_probe.analyze(model, probes=(sys.argv[2],), progress=False)"
+)
+
+
+def checkpoint(folder: Path, layers: int) -> Path:
+    """A folder as the model hub has it: GPT-2 small's config and tokenizer, weights as it is initialized."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    home = folder / "gpt2-shape"
+    GPT2LMHeadModel(GPT2Config(n_layer=layers)).save_pretrained(home)
+    shared = Path(os.environ.get("LN_PROBE_SHARED", "../shared")) / "tokenizers" / "gpt2"
+    for name in ("merges.txt", "vocab.json", "tokenizer_config.json"):
+        shutil.copy(shared / name, home / name)
+    return home
+
+
+def _memory(pid: int) -> float:
+    """Proportional set size of a process and its children, MB (0 where the system does not tell)."""
+    total = 0.0
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(_memory(int(child)) for child in (task / "children").read_text().split())
+    except (OSError, ValueError):
+        pass
+    return total
+
+
+def _measured(command: list[str], checkout: Path) -> dict[str, float]:
+    """Wall and processor seconds, and memory in MB, of a command and what it starts."""
+    inner = (
+        "import json, resource, subprocess, sys; done = subprocess.run(json.loads(sys.argv[1]), stdout=sys.stderr); "
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))"
+    )
+    env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    began, most = time.perf_counter(), 0.0
+    process = subprocess.Popen(
+        [sys.executable, "-c", inner, json.dumps(command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=env, cwd=checkout,
+    )  # fmt: skip
+    while process.poll() is None:
+        most = max(most, _memory(process.pid))
+        try:
+            process.wait(_TICK)
+        except subprocess.TimeoutExpired:
+            continue
+    wall = time.perf_counter() - began
+    out, errors = process.communicate()
+    code, used, largest = json.loads(out.splitlines()[-1])
+    if code:
+        sys.exit(f"{' '.join(command[:4])} … failed ({code}):\n{errors[-2000:]}")
+    return {"wall": wall, "cpu": used, "largest": largest, "sum": most}
+
+
+def _stage(name: str, model: Path, checkout: Path, out: Path) -> dict[str, float]:
+    if name == "whole":
+        shutil.rmtree(out, ignore_errors=True)
+        main = "from ln_probe.cli import app; app()"
+        command = [sys.executable, "-c", main, "report", str(model), "--out", str(out)]
+    elif name == "loading":
+        command = [sys.executable, "-c", _LOADING, str(model)]
+    else:
+        command = [sys.executable, "-c", _PROBE, str(model), name]
+    return _measured(command, checkout)
+
+
+def main() -> None:
+    given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    given.add_argument("--against", type=Path, help="another checkout of the package")
+    given.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    given.add_argument("--repeats", type=int, default=1)
+    given.add_argument("--layers", type=int, default=12)
+    asked = given.parse_args()
+    checkouts = {"here": Path(__file__).resolve().parent.parent}
+    if asked.against:
+        checkouts = {"before": asked.against.resolve()} | checkouts
+    print(f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = checkpoint(Path(scratch), asked.layers)
+        for stage in asked.stages:
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+            for _ in range(asked.repeats):
+                for name, checkout in checkouts.items():
+                    found[name].append(_stage(stage, model, checkout, Path(scratch) / "reports"))
+            for name, runs in found.items():
+                middle = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+                print(
+                    f"{stage:14s} {name:8s} {middle['wall']:8.1f} {middle['cpu']:8.1f} {middle['largest']:11.0f} "
+                    f"{middle['sum']:8.0f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

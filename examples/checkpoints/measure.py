@@ -1,0 +1,148 @@
+"""What a real checkpoint loses with a term switched off, on 64 prompts: the tables that the documentation is made of.
+
+    python examples/checkpoints/measure.py NAME            # one of CASES; writes examples/checkpoints/tables/NAME
+    python examples/checkpoints/measure.py gpt2 --check    # with a network: and compares with predictions.json
+
+Corpora and CAPP-GPT are read from ../shared (or LN_PROBE_SHARED), MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, as
+in the tests. Prompts are chosen without looking: evenly spread over a corpus, or drawn with a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ln_probe
+from ln_probe.analyses.probes.causal import Causal
+from ln_probe.hooks.default_tokens import encode, sample, special_tokens
+from ln_probe.hooks.model import run
+
+HERE = Path(__file__).parent
+SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
+PROMPTS = 64
+HELD_OUT = 0.05  # the end of every text of which the bundled models saw the beginning (`lab.text_task.VALID_SHARE`)
+BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and what it is measured on."""
+
+    model: str
+    prompts: str  # one of SOURCES
+    tokens: int  # of each prompt, at most
+    revision: str | None = None
+    single: int = 12  # prompts on which norms are taken one by one
+
+
+def books(model: Any, limit: int) -> list[list[int]]:
+    """In-domain for the bundled models: from the ends of their three books, which they were not trained on."""
+    found = []
+    for number, name in enumerate(BOOKS):
+        text = (SHARED / "corpora" / name).read_text(encoding="utf-8", errors="replace")
+        held = text[int(len(text) * (1 - HELD_OUT)) :]
+        count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
+        starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
+        found += [encode(model, " ".join(held[s : s + 8 * limit].split()[1:]))[:limit].tolist() for s in starts]
+    return found
+
+
+def wikitext(model: Any, limit: int) -> list[list[int]]:
+    """Paragraphs of wikitext-2's test part with at least 60 words, without its marks; evenly spread."""
+    text = (SHARED / "corpora" / "wikitext2" / "test.txt").read_text(encoding="utf-8")
+    clean = [re.sub(r" @(.)@ ", r"\1", line).replace("<unk>", "").split() for line in text.splitlines()]
+    long = [" ".join(words) for words in clean if len(words) >= 60]
+    chosen = np.linspace(0, len(long) - 1, PROMPTS).astype(int)
+    return [encode(model, re.sub(r" ([,.;:)'])", r"\1", long[i]))[:limit].tolist() for i in chosen]
+
+
+def own(model: Any, limit: int) -> list[list[int]]:
+    """Sequences of the model's own, from its first token to its end token."""
+    rows = [r for seed in range(2, 6) for r in sample(model, limit=limit, seed=seed)]
+    return [r.tolist() for r in rows if len(r) > 2][:PROMPTS]
+
+
+def parts(model: Any, limit: int) -> list[list[int]]:
+    """CAPP-GPT's grammar: a part is described by one token of each of six kinds; the model plans how to make it."""
+    tokens = json.loads((SHARED / "checkpoints" / "capp_gpt" / "token_mappings.json").read_text())["token2id"]
+    kinds = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
+    choices = [[i for name, i in tokens.items() if name.startswith(kind)] for kind in kinds]
+    ends = set(special_tokens(model, "eos"))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(PROMPTS):
+        row = [c[int(torch.randint(len(c), (1,), generator=generator))] for c in choices]
+        while len(row) < limit and row[-1] not in ends:
+            logits = run(model, torch.tensor([row]), return_type="logits")[0, -1]
+            row.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        found.append(row)
+    return found
+
+
+SOURCES: dict[str, Callable[[Any, int], list[list[int]]]] = {
+    "books": books, "wikitext": wikitext, "own": own, "parts": parts,
+}  # fmt: skip
+_LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
+CASES = {
+    "capp-gpt-parts": Case("capp-gpt", "parts", 64),
+    "capp-gpt-own": Case("capp-gpt", "own", 64),
+    **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
+    **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
+    "mgm": Case("mgm", "own", 128),
+    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=0),
+    # For those who have a network; what is expected of them was written down first (predictions.json).
+    "gpt2": Case("gpt2", "wikitext", 128, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    "pythia-70m": Case("EleutherAI/pythia-70m-deduped", "wikitext", 128, revision="step143000"),
+    "pythia-160m": Case("EleutherAI/pythia-160m-deduped", "wikitext", 128, revision="step143000"),
+}
+
+
+def load(case: Case) -> Any:
+    folders = {
+        "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
+        "mgm": os.environ.get("LN_PROBE_MGM"),
+        "smollm2-135m": os.environ.get("LN_PROBE_GGUF"),
+    }
+    return ln_probe.load_model(folders.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CASES)
+    parser.add_argument("--check", action="store_true", help="compare with predictions.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    case = CASES[args.name]
+    model = load(case)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{case.prompts}.jsonl"
+        rows = SOURCES[case.prompts](model, case.tokens)
+        path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+        report = ln_probe.analyze(model, path, probes=[Causal(case.single)], progress=False)
+    out = HERE / "tables" / args.name
+    out.mkdir(parents=True, exist_ok=True)
+    report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")
+    report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
+    about = {key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "versions")}
+    about |= {"command": f"python examples/checkpoints/measure.py {args.name}", "notes": list(report.notes)}
+    about["model"] = {k: about["model"][k] for k in ("revision", "weights_sha256")} | {"name": case.model}
+    (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    print(report.causal[report.causal["sites"].isin(["attention", "mlp", "final", "all"])].to_string())
+    if args.check:
+        from checked import check
+
+        check(args.name, report.causal)
+
+
+if __name__ == "__main__":
+    main()

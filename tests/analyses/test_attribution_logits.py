@@ -1,0 +1,259 @@
+"""Where a logit comes from: parts add up to the model's own, in every world, state and kind of norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lab_models import lab
+from transformer_lens import ActivationCache
+
+import ln_probe
+from ln_probe.analyses.attribution.asked import AttributionError
+from ln_probe.analyses.attribution.logit_parts import TERMS, attribute_logits
+from ln_probe.hooks import find_sites, without
+from ln_probe.hooks.writes import SplitError
+
+TOKENS = torch.arange(1, 11)
+BRIDGED = ("gpt2", "neox", "llama", "qwen3", "opt", "gemma", "gemma2", "olmo2", "bloom")
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+def assert_adds_up(model: Any, bound: float, *, at: int = 6) -> None:
+    """Sums equal logit − b_U, and projection's column what taking projection away from the final norm changes."""
+    found = attribute_logits(model, TOKENS, at, target=3)
+    cap = found.soft_cap
+
+    def uncapped() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(TOKENS[None])[0, at].double()
+        return cap * (logits / cap).atanh() if cap else logits
+
+    logits = uncapped()
+    parts = found.table[found.table["kind"] != "unembedding bias"]
+    bias = float(found.table["contribution"].sum() - parts["contribution"].sum())
+    assert found.check() is found
+    assert abs(parts["contribution"].sum() - (float(logits[3]) - bias)) <= bound * float(logits.abs().max())
+    assert found.own == pytest.approx(float(logits[3]), rel=1e-12)
+    assert found.to_torch().shape == (len(found.table), 3)
+    assert np.allclose(found.table[list(TERMS)].sum(axis=1), found.table["contribution"], rtol=1e-12, atol=1e-13)
+    final = [s for s in find_sites(model) if s.reads == "unembed"]
+    if not final:
+        assert (found.table["projection"] == 0).all()
+        return
+    with without(model, "projection", sites=[final[0].name]):
+        other = uncapped()
+    taken = float(logits[3] - other[3])
+    assert abs(found.table["projection"].sum() - taken) <= 2 * bound * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("arch", BRIDGED)
+def test_bridges(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+    for model in (make_bridge(arch), make_folded(arch), make_folded(arch, centre=True)):
+        assert_adds_up(model, 1e-5)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "bloom"])
+def test_bridges_in_float64(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+    """(Hugging Face's RMSNorms compute in float32 in a float64 model; HookedTransformer's do not.)"""
+    for model in (make_bridge(arch, torch.float64), make_folded(arch, torch.float64, centre=True)):
+        assert_adds_up(model, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"positional_embedding_type": "rotary", "rotary_dim": 8, "parallel_attn_mlp": True},  # NeoX
+        {"normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": 8, "gated_mlp": True,
+         "n_key_value_heads": 2, "final_rms": True},  # Llama
+        {"normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": 8, "gated_mlp": True,
+         "use_qk_norm": True},  # Qwen3
+        {"normalization_type": "RMS", "use_normalization_before_and_after": True, "gated_mlp": True},  # Gemma 2
+        {"normalization_type": None},
+        {"attn_only": True},
+    ],
+)  # fmt: skip
+def test_hooked_transformers(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        assert_adds_up(make_hooked(**options, dtype=dtype), bound)
+        for centre in (False, True) if options.get("normalization_type", "LN") == "LN" else ():
+            model = make_hooked(**options, dtype=dtype)
+            model.process_weights_(fold_ln=True, center_writing_weights=centre, center_unembed=False)
+            assert_adds_up(model, bound)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_order": "post"},
+        {"norm_order": "post", "norm_final": None},
+        {"norm_final": "scaling_only", "radius": 2.0, "positions": "sinusoidal"},
+        {"norm_final": "projection_only", "positions": "none"},
+        {"norm_final": "none", "tied": False, "positions": "rotary"},
+        {"norm": None, "norm_mlp": None, "norm_final": None},
+        {"bias_out": False, "bias_mlp": False, "bias_unembed": False, "affine_others": False},
+    ],
+)
+def test_lab_models(options: dict[str, Any]) -> None:
+    model = lab(**options)
+    assert_adds_up(model, 1e-5)
+    assert_adds_up(model.double(), 1e-10)
+
+
+def test_targets(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        logits = model(TOKENS[None])[0, -1].double()
+    one = attribute_logits(model, TOKENS)
+    assert one.label == f"logit of {int(logits.argmax())}"
+    assert one.total == pytest.approx(float(logits.max()), abs=1e-5)
+    two = attribute_logits(model, TOKENS[None], -1, 3, 4)
+    assert two.total == pytest.approx(float(logits[3] - logits[4]), abs=1e-5)
+    assert two.label == "logit of 3 minus 4"
+    sets = attribute_logits(model, TOKENS.tolist(), 9, [3, 5, 7], torch.tensor([4, 6]))
+    assert sets.total == pytest.approx(float(logits[[3, 5, 7]].mean() - logits[[4, 6]].mean()), abs=1e-5)
+    mean = attribute_logits(model, TOKENS.numpy(), target=3, against="mean").check()
+    assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
+    three, four = (attribute_logits(model, TOKENS, target=t).to_torch() for t in (3, 4))
+    assert torch.allclose(two.to_torch(), three - four, atol=1e-9)
+
+
+def test_neurons_are_their_mlp(make_bridge: Callable[..., Any]) -> None:
+    for arch in ("gpt2", "llama"):
+        model = make_bridge(arch)
+        whole = attribute_logits(model, TOKENS, target=3).table.set_index("part")
+        fine = attribute_logits(model, TOKENS, target=3, neurons=[-1]).check().table
+        neurons = fine[fine["kind"] == "neuron"]
+        assert set(neurons["layer"]) == {1}
+        assert list(neurons["index"]) == list(range(len(neurons)))
+        for term in ("contribution", "without_projection", "projection"):
+            assert neurons[term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
+        assert "L0 mlp" in set(fine["part"])
+        assert "L1 mlp" not in set(fine["part"])
+
+
+def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+    for model in (make_bridge("neox"), make_bridge("gemma2"), lab()):
+        _, cache = model.run_with_cache(TOKENS[None])
+        expected = attribute_logits(model, TOKENS, -2, 3)
+        for given in (cache, dict(cache.items())):
+            found = attribute_logits(model, given, -2, 3).check()
+            # (with hooks on them, the laboratory's patterns are computed another way than without)
+            assert torch.allclose(found.to_torch(), expected.to_torch(), atol=2e-6)
+        assert found.own == pytest.approx(expected.own, abs=2 * expected.bound * expected.scale)
+    raw, centred = make_bridge("gpt2"), make_folded("gpt2", centre=True)
+    _, cache = centred.run_with_cache(TOKENS[None])
+    with pytest.raises(SplitError, match=r"the cache is of another model .* a folded or centred copy"):
+        attribute_logits(raw, cache)
+    with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
+        attribute_logits(raw, dict(cache.items()))
+    _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "mlp" not in n)
+    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.0.mlp.out.hook_out': take the cache without"):
+        attribute_logits(raw, cache)
+    _, cache = raw.run_with_cache(TOKENS.view(2, 5))
+    with pytest.raises(SplitError, match="the cache holds 2 prompts"):
+        attribute_logits(raw, cache)
+    with pytest.raises(AttributionError, match="neurons are not read from a cache"):
+        attribute_logits(raw, ActivationCache({}, raw), neurons=True)
+
+
+def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    for options, said in (
+        ({"tokens": TOKENS, "target": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
+        ({"tokens": TOKENS, "target": [3, 3]}, "token id 3 is given twice"),
+        ({"tokens": TOKENS, "target": []}, "an empty set of tokens has no logit"),
+        ({"tokens": TOKENS, "target": " Paris"}, "no tokenizer, so ' Paris' cannot be looked up: give token ids"),
+        ({"tokens": TOKENS, "position": 10}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
+        ({"tokens": TOKENS, "position": 1.0}, "position must be a whole number, got 1.0"),
+        ({"tokens": TOKENS.view(2, 5)}, "attribution is of one prompt, [pos] or [1 pos] token ids: got [2, 5]"),
+        ({"tokens": torch.tensor([1, 77])}, "token id 77 is outside the vocabulary of 50 (0 … 49)"),
+        ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
+        ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
+        ({"tokens": "a text"}, "this model has no tokenizer"),
+        ({"tokens": TOKENS, "neurons": [2]}, "layer 2 is out of range"),
+    ):
+        with pytest.raises(AttributionError) as error:
+            attribute_logits(model, **options)
+        assert said in str(error.value)
+    with pytest.raises(TypeError, match="is not a TransformerLens model"):
+        attribute_logits(torch.nn.Linear(2, 2), TOKENS)
+
+
+def test_another_map_after_the_final_norm_is_noticed(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
+    found = attribute_logits(model, TOKENS)
+    with pytest.raises(AttributionError, match=r"the parts add up to .* explains 1e-05\). Does something after"):
+        found.check()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.032), (torch.float16, 0.004)])
+def test_half_precision_says_its_bound(dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any]) -> None:
+    found = attribute_logits(make_bridge("llama", dtype), TOKENS).check()
+    assert bound / 2 < found.bound < bound
+    assert found.error < found.bound
+
+
+def test_the_picture_is_safe_and_complete(make_bridge: Callable[..., Any]) -> None:
+    found = attribute_logits(make_bridge("gpt2"), TOKENS)
+    table = found.table.copy()
+    table.loc[0, "part"] = "</text><script>alert(1)</script>"
+    made = type(found)(table, found.total, found.own, found.scale, found.bound, "<b>x</b>", found.sigma)._repr_html_()
+    assert "<script" not in made
+    assert "<b>" not in made
+    assert "others" in made  # 18 parts, 12 bars and the rest
+    assert f"{found.total:.4f}" in made
+    assert list(found.top(3)["contribution"].abs()) == sorted(table["contribution"].abs(), reverse=True)[:3]
+
+
+def test_beside_the_functions_of_transformerlens_on_a_raw_model(capp: Path) -> None:
+    """On CAPP-GPT it leaves gain and bias out without a word; parts sum to logit − b_U here."""
+    pytest.importorskip("transformer_lens.tools.analysis.direct_logit_attribution")
+    from transformer_lens.tools.analysis.direct_logit_attribution import direct_logit_attribution
+
+    model = ln_probe.load_model(capp)
+    for seed in range(4):
+        ids = torch.randint(0, 53, (32,), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            logits = model(ids[None])[0, -1]
+        best = int(logits.argmax())
+        ours = attribute_logits(model, ids).check()
+        without_b_U = ours.total - float(model.b_U[best])
+        assert without_b_U == pytest.approx(float(logits[best] - model.b_U[best]), rel=1e-5)
+        if type(model).__name__ == "HookedTransformer":
+            theirs = direct_logit_attribution(model, ids[None], answer_tokens=best, unit="component").attribution.sum()
+            final = find_sites(model)[-1]
+            bare = ours.table[ours.table["kind"] != "unembedding bias"]["contribution"].sum()
+            assert float(theirs) < 0.9 * bare
+            x = attribute_gainless(model, ids, best)
+            assert float(theirs) == pytest.approx(x, rel=1e-4)  # W_U·P x / sigma: the norm without gain and bias
+            assert final.gain is not None
+
+
+def attribute_gainless(model: Any, ids: torch.Tensor, token: int) -> float:
+    _, cache = model.run_with_cache(ids[None])
+    return float(cache["ln_final.hook_normalized"][0, -1] @ model.W_U[:, token])
+
+
+def test_real_checkpoints(mgm: Path) -> None:
+    for model in (ln_probe.load_model(mgm, allow_pickle=True), *map(ln_probe.load_model, ln_probe.bundled_models())):
+        ids = torch.randint(1, int(model.cfg.d_vocab), (24,), generator=torch.Generator().manual_seed(0))
+        found = attribute_logits(model, ids).check()
+        assert found.error <= 1e-6
+        _, cache = model.run_with_cache(ids[None])
+        assert attribute_logits(model, cache).check().total == pytest.approx(found.total, abs=1e-5 * found.scale)
+
+
+@pytest.mark.slow
+def test_smollm2(smollm2: Path) -> None:
+    model = ln_probe.load_model(smollm2)
+    found = attribute_logits(model, "The capital of France is", target=" Paris", against=" London").check()
+    assert found.total > 0
+    assert len(found.table) == 1 + 30 * (9 + 1) + 1

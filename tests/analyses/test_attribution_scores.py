@@ -1,0 +1,151 @@
+"""Why a head attends where it does: pairs of parts add up to the model's score, and LN terms to what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab_models import lab
+
+import ln_probe
+from ln_probe.analyses.attribution.asked import AttributionError
+from ln_probe.analyses.attribution.score_parts import attribute_scores
+from ln_probe.hooks import find_sites, without
+from ln_probe.hooks.attention import UnsupportedAttentionError
+
+TOKENS = torch.arange(1, 11)
+HEAD = {"layer": 1, "head": 2, "query": 7}
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+def pattern_of(model: Any, layer: int, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """The model's own attention, [head query key], in float64."""
+    seen: list[torch.Tensor] = []
+    point = model.blocks[layer].attn.hook_pattern
+    handle = point.register_forward_hook(lambda _m, _a, out: seen.append(out.detach()[0].double()))
+    with torch.no_grad():
+        model(tokens[None])
+    handle.remove()
+    return seen[0]
+
+
+def assert_rebuilt(model: Any, bound: float) -> None:
+    """Score differences are the log ratios of the attention that the model paid: another way to them."""
+    log = pattern_of(model, 1)[2, 7].log()
+    seen = log[torch.isfinite(log)]
+    one = attribute_scores(model, TOKENS, **HEAD, key=3, against=5).check()
+    assert abs(one.total - float(log[3] - log[5])) <= bound * max(1.0, one.scale)
+    mean = attribute_scores(model, TOKENS, **HEAD, key=-7, against="mean").check()
+    assert abs(mean.total - float(log[3] - seen.mean())) <= bound * max(1.0, one.scale)
+    alone, other = (attribute_scores(model, TOKENS, **HEAD, key=k).check() for k in (3, 5))
+    assert torch.allclose(one.to_torch(), alone.to_torch() - other.to_torch(), atol=1e-9)
+    assert one.to_torch().sum().item() == pytest.approx(one.total, abs=1e-9)
+    for _, rows in one.table.groupby("side"):
+        assert rows["contribution"].sum() == pytest.approx(one.total, abs=1e-9)
+    assert one.weight == pytest.approx(float(log[3].exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3", "opt", "gemma", "bloom", "bert"])
+def test_bridges(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+    if arch == "bloom":  # ALiBi: another form of score
+        with pytest.raises(UnsupportedAttentionError, match="ALiBi"):
+            attribute_scores(make_bridge(arch), TOKENS, **HEAD, key=3)
+        return
+    assert_rebuilt(make_bridge(arch), 1e-5)
+    if arch in ("gpt2", "llama"):
+        assert_rebuilt(make_folded(arch, centre=True), 1e-5)
+
+
+def test_lab_models_in_float64() -> None:
+    for model in (lab(), lab(positions="rotary", norm="scaling_only"), lab(norm_order="post", norm_final=None)):
+        assert_rebuilt(model.double(), 1e-7)  # rotary tables are float32
+
+
+def test_hooked_transformers_in_float64(make_hooked: Callable[..., Any]) -> None:
+    rotary = {"positional_embedding_type": "rotary", "rotary_dim": 8, "use_qk_norm": True}
+    for options in ({}, rotary):
+        assert_rebuilt(make_hooked(**options, dtype=torch.float64), 1e-7)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_terms_are_what_goes_with_them(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Each against an edit of the running model that takes the term from both sides at once."""
+    model = make_bridge(arch)
+    site = next(s for s in find_sites(model) if s.name == "blocks.1.ln1")
+    found = attribute_scores(model, TOKENS, **HEAD, key=3, against=5).check()
+    terms = found.terms.set_index(["side", "term"])["contribution"]
+    assert set(found.terms["term"]) == {"projection", "gain", "bias", "sigma"}
+    if arch == "llama":
+        assert float(terms["key", "projection"]) == float(terms["query", "bias"]) == 0.0
+    with without(model, "projection", sites=[site.name], only="keys"):
+        log = pattern_of(model, 1)[2, 7].log()
+    assert found.total - float(log[3] - log[5]) == pytest.approx(terms["key", "projection"], abs=1e-5)
+
+    # the same with gain 1, bias 0 or another sigma on the key's side alone
+    def edited(change: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        attn = model.blocks[1].attn
+        handle = attn.k.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
+        log = pattern_of(model, 1)[2, 7].log()
+        handle.remove()
+        return found.total - float(log[3] - log[5])
+
+    gain, bias = site.gain, site.bias if site.bias is not None else torch.zeros(32)
+    seen: list[torch.Tensor] = []
+    handle = site.module.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    pattern_of(model, 1)
+    handle.remove()
+    sigma = site.sigma(seen[0])
+    typical = sigma[0, :8].median()
+    assert gain is not None
+    assert edited(lambda y: (y - bias) / gain + bias) == pytest.approx(terms["key", "gain"], abs=1e-5)
+    assert edited(lambda y: y - bias) == pytest.approx(terms["key", "bias"], abs=1e-5)
+    assert edited(lambda y: (y - bias) * sigma / typical + bias) == pytest.approx(terms["key", "sigma"], abs=1e-5)
+
+
+def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    asked = {"tokens": TOKENS, **HEAD, "key": 3}
+    for change, said in (
+        ({"layer": 2}, "layer 2 is out of range"),
+        ({"head": 4}, "head 4 is out of range"),
+        ({"query": 10}, "query 10 is out of range: the prompt has 10 tokens (0 … 9)"),
+        ({"key": 8}, "query 7 does not see key 8: it sees 0 … 7"),
+        ({"against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
+        ({"against": "median"}, "against must be a position, 'mean' or None, got 'median'"),
+        ({"tokens": model.run_with_cache(TOKENS[None])[1]}, "this needs a pass of its own: give tokens, not a cache"),
+    ):
+        with pytest.raises(AttributionError) as error:
+            attribute_scores(model, **(asked | change))
+        assert said in str(error.value)
+    with pytest.raises(AttributionError, match="attention of layer 1 reads no norm"):
+        attribute_scores(lab(norm=None), **asked)
+
+
+def test_the_picture_is_safe(make_bridge: Callable[..., Any]) -> None:
+    found = attribute_scores(make_bridge("gpt2"), TOKENS, **HEAD, key=3)
+    made = found._repr_html_()
+    assert found.label in made
+    assert f"{found.total:.4f} nats" in made
+    assert "sigma of the key" in made
+    assert len(found.top(5)) == 5
+    assert found.top(1)["contribution"].abs().iloc[0] == found.to_torch().abs().max().item()
+
+
+def test_real_checkpoints(mgm: Path, capp: Path) -> None:
+    for model in (ln_probe.load_model(mgm, allow_pickle=True), ln_probe.load_model(capp)):
+        ids = torch.randint(1, 50, (12,), generator=torch.Generator().manual_seed(0))
+        for head in (0, 3):
+            found = attribute_scores(model, ids, 2, head, -1, 0, against="mean").check()
+            log = pattern_of(model, 2, ids)[head, -1].log()
+            assert abs(found.total - float(log[0] - log.mean())) <= 1e-5 * max(1.0, found.scale)
+
+
+@pytest.mark.slow
+def test_smollm2(smollm2: Path) -> None:
+    model = ln_probe.load_model(smollm2)
+    found = attribute_scores(model, "The lamp was lit and the ships came home.", 16, 0, -1, 0, against="mean").check()
+    assert found.weight > 0.1

@@ -1,0 +1,180 @@
+"""Effects of single heads on the loss: exact ones against `without`, estimates against slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats  # type: ignore[import-untyped]
+from torch import Tensor
+
+import ln_probe
+from ln_probe.analyses import head_runs
+from ln_probe.analyses.head_runs import EDITED, HeadRuns
+from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.probes.head_effects import HeadEffects, agreement, table
+from ln_probe.hooks import without
+from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.sites import find_sites
+
+TERM = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}
+PROMPTS = torch.tensor([[3, 17, 4, 4, 29, 11, 8, 40], [1, 2, 3, 5, 8, 13, 21, 34]])
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+def lab(**options: Any) -> LabTransformer:
+    torch.manual_seed(0)
+    model = LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32} | options)).build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith((".w", ".b")):
+                parameter.add_(0.25 * torch.randn_like(parameter))
+    with calibrate(model):
+        model(PROMPTS[0][None])
+    return model.eval()
+
+
+def runs_of(model: Any, **options: Any) -> tuple[HeadRuns, dict[str, Any]]:
+    sites = find_sites(model)
+    constants = mean_sigmas(model, sites, list(PROMPTS))
+    return HeadRuns(model, sites, constants, layers=range(2), **options), constants
+
+
+def loss(model: Any, tokens: Tensor) -> float:
+    with torch.no_grad():
+        logits = model(tokens[None], return_type="logits")[0].double()
+    return float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
+
+
+@pytest.mark.parametrize("arch", ["lab", "gpt2", "llama", "neox"])  # grouped keys; attention and MLP side by side
+def test_exact_effects_are_those_of_without(arch: str, make_bridge: Callable[..., Any]) -> None:
+    model = lab().double() if arch == "lab" else make_bridge(arch, torch.float64)
+    runs, constants = runs_of(model)
+    assert len(runs.exact) == 8
+    tokens = PROMPTS[0]
+    found = runs.measure(0, tokens).set_index(["layer", "head", "variant"])
+    for layer, head, variant in [
+        (0, 0, "no_scaling"),
+        (1, 3, "no_scaling"),
+        (0, 2, "neither"),
+        (1, 1, "no_projection"),
+    ]:
+        if found.loc[(layer, head, variant), "no_op"]:
+            assert arch == "llama"
+            continue
+        with without(model, TERM[variant], heads=[(layer, head)], scale=constants):
+            expected = loss(model, tokens)
+        assert found.loc[(layer, head, variant), "nll"] == pytest.approx(expected, abs=1e-5)
+        assert abs(expected - loss(model, tokens)) > 1e-4
+    assert found["intact"].nunique() == 1
+    assert found["intact"].iloc[0] == pytest.approx(loss(model, tokens), abs=1e-5)
+
+
+def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
+    """The loss with a head's z moved a little of the way to its edited z, by differences."""
+    model = lab().double()
+    runs, _ = runs_of(model)
+    tokens = PROMPTS[1]
+    first = runs._first(tokens)
+    found = runs.measure(0, tokens).set_index(["layer", "head", "variant"])["estimate"]
+    for layer, head, variant in [(0, 1, "no_scaling"), (1, 2, "neither"), (0, 3, "no_projection")]:
+        change = first.edited[layer, variant] - first.z[layer]
+        ends = []
+        for step in (1e-4, -1e-4):
+
+            def moved(z: Tensor, hook: Any, step: float = step, head: int = head, change: Tensor = change) -> Tensor:
+                out = z.clone()
+                out[0, :, head] += step * change[:, head]
+                return out
+
+            with model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_z", moved)]):
+                ends.append(loss(model, tokens))
+        assert found[layer, head, variant] == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-8)
+
+
+def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_runs, "EXACT_WORK", 0.0)
+    monkeypatch.setattr(head_runs, "LEADING", 3)
+    monkeypatch.setattr(head_runs, "calibration_tokens", lambda _model: list(PROMPTS))
+    runs, _ = runs_of(lab())
+    assert len(runs.exact) == 3
+    every = runs.measure(0, PROMPTS[0])
+    run = every.set_index(["layer", "head"])["nll"].notna().groupby(level=[0, 1]).all()
+    assert set(run[run].index) == set(runs.exact)
+    assert every["estimate"].notna().all()
+    sizes = every[every["variant"].isin(EDITED)].groupby(["layer", "head"])["estimate"].agg(lambda e: e.abs().max())
+    sizes += runs.measure(0, PROMPTS[1]).groupby(["layer", "head"])["estimate"].agg(lambda e: e.abs().max())
+    assert sizes.idxmax() in runs.exact
+    assert "3 of 8 heads were run exactly" in runs.notes()[0]
+
+
+def test_rows_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, _ = runs_of(lab().double())
+    at_once = runs.measure(0, PROMPTS[0])
+    monkeypatch.setattr(head_runs, "_LOGITS", 1)
+    pd.testing.assert_frame_equal(runs.measure(0, PROMPTS[0]), at_once, rtol=1e-9)
+
+
+def test_models_without_a_loss_or_norms(make_bridge: Callable[..., Any]) -> None:
+    for model, said in ((make_bridge("bert"), "attention is bidirectional"), (lab(norm=None), "")):
+        report = ln_probe.analyze(model, PROMPTS, probes=("head_effects",), progress=False)
+        assert not len(report.tables["head_effects"])
+        assert any(f"head_effects: nothing was measured: {said}" in n for n in report.notes) == bool(said)
+        assert not report.failures
+
+
+def test_the_table_and_what_is_said_of_it() -> None:
+    """Twelve prompts of one token each: no interval, a sign test that survives Holm's correction over two heads."""
+    rows = []
+    for prompt in range(12):
+        for head, change in ((0, 0.5), (1, (-1) ** prompt * 0.1)):
+            rows.append((prompt, 0, head, "no_scaling", 2.0 + change, 0.9 * change, 2.0, 1, ""))
+    made = table([pd.DataFrame(rows, columns=list(head_runs.COLUMNS))])
+    assert made["delta_loss"].tolist() == pytest.approx([0.5, 0.0])
+    assert made["prompts_worse"].tolist() == [12, 6]
+    assert made["p_adjusted"].tolist() == pytest.approx([2 * 2 * 0.5**12, 1.0])
+    assert made["delta_loss_low"].isna().all()
+    probe = HeadEffects()
+    (finding,) = probe.findings({"head_effects": made}, {})
+    assert finding.text.startswith(
+        "The head that needs its norm's scaling most is head 0 of layer 0: +0.5 nats per token without it (worse on 12 "
+        "of 12 prompts), from a loss of 2; 1 of 2 heads"
+    )
+    made["p_adjusted"] = 1.0
+    assert "No single head is seen to need its norm's scaling" in probe.findings({"head_effects": made}, {})[0].text
+
+
+def test_agreement_needs_heads_that_were_run() -> None:
+    made = pd.DataFrame({
+        "variant": "no_scaling", "delta_loss": [1.0, 2.0, 3.0, np.nan], "estimate": [0.1, 0.3, 0.2, 9.0], "no_op": "",
+    })  # fmt: skip
+    assert agreement(made) == ["estimates and exact effects of no_scaling over 3 heads: rank correlation 0.50"]
+    assert agreement(made.iloc[:2]) == []
+
+
+def test_heads_and_layers_that_are_asked_for() -> None:
+    report = ln_probe.analyze(lab(), PROMPTS, probes=("head_effects",), layers=[1], heads=[2], progress=False)
+    made = report.tables["head_effects"]
+    assert set(zip(made["layer"], made["head"], strict=True)) == {(1, 2)}
+    assert made["delta_loss"].notna().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lm-layernorm", "mgm"])
+def test_estimates_order_the_heads_of_real_models(name: str, request: pytest.FixtureRequest) -> None:
+    """64 heads each; measured: lm-layernorm 0.96 on four prompts of 128 tokens."""
+    model = ln_probe.load_model(
+        name if name != "mgm" else str(request.getfixturevalue("mgm")), allow_pickle=name == "mgm"
+    )
+    report = ln_probe.analyze(model, probes=("head_effects",), max_tokens=96, progress=False)
+    rows = report.tables["head_effects"]
+    rows = rows[(rows["variant"] == "no_scaling") & (rows["no_op"] == "")]
+    assert len(rows) == 64
+    assert rows["delta_loss"].notna().all()
+    assert float(stats.spearmanr(rows["delta_loss"], rows["estimate"]).statistic) > 0.8

@@ -1,0 +1,183 @@
+"""Norms taken out of a trained model: what is computed at each stage, and the experiment end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.removal.remove_norm import (
+    AT_ONCE,
+    BEFORE,
+    KEPT,
+    REMOVED,
+    Removal,
+    Size,
+    at_once,
+    make_runs,
+    paired,
+    run_from,
+)
+from ln_probe.analyses.lab.removal.replaceable_norm import (
+    LAYERNORM,
+    ONE_CONSTANT,
+    TWO_CONSTANTS,
+    ReplaceableNorm,
+    Schedule,
+    Start,
+    plain,
+    replaceable_norms,
+)
+from ln_probe.analyses.lab.runs import train_all
+from ln_probe.analyses.lab.text_task import TextTask
+from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.transformer import LabConfig
+
+SIZE = Size(steps=14, batch=2, schedule=Schedule(2, 1, 1), valid_windows=2, contexts=2)  # 5 norms: over at step 12
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
+    drawn = torch.randint(len(words), (3000,), generator=torch.Generator().manual_seed(0))
+    path.write_text(" ".join(words[i] for i in drawn.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model of two layers."""
+    out = tmp_path_factory.mktemp("start") / "lm-tiny"
+    config = LabConfig(n_layers=2, d_model=16, n_heads=4, d_vocab=280, n_ctx=24)
+    train(TextTask([prose], 280, 24), config, TrainConfig(steps=30, batch=4), out, progress=False)
+    return out
+
+
+def test_each_stage_by_its_formula() -> None:
+    torch.manual_seed(0)
+    norm = Norm("layernorm", 8)
+    assert norm.w is not None
+    assert norm.b is not None
+    torch.nn.init.normal_(norm.w)
+    torch.nn.init.normal_(norm.b)
+    made = ReplaceableNorm(norm)
+    batches = [torch.randn(3, 5, 8) * torch.tensor([9.0, 1, 1, 1, 1])[:, None] for _ in range(3)]
+    for x in batches:
+        torch.testing.assert_close(made(x), norm(x))
+    # The running means, by hand: the first three batches count alike, for their weights 1, 1/2, 1/3 are over MEMORY.
+    sigma = torch.stack([(x.var(-1, correction=0) + 1e-5).sqrt() for x in batches])
+    torch.testing.assert_close(made.first, sigma[..., 0].mean())
+    torch.testing.assert_close(made.rest, sigma[..., 1:].mean())
+    x = batches[0]
+    projected = x - x.mean(-1, keepdim=True)
+    made.stage.fill_(ONE_CONSTANT)
+    torch.testing.assert_close(made(x), projected / made.rest * norm.w + norm.b)
+    made.stage.fill_(TWO_CONSTANTS)
+    divisor = torch.stack([made.first, *[made.rest] * 4])[:, None]
+    torch.testing.assert_close(made(x), projected / divisor * norm.w + norm.b)
+    seen = int(made.seen)
+    made(x)
+    assert int(made.seen) == seen, "a constant is no longer followed"
+
+
+def test_only_layernorms_are_replaced() -> None:
+    with pytest.raises(ValueError, match="only a LayerNorm with gain and bias can be replaced here, not scaling_only"):
+        ReplaceableNorm(Norm("scaling_only", 8))
+
+
+def test_nothing_changes_until_a_norm_goes(start: Path) -> None:
+    tokens = torch.randint(280, (2, 24), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(Start(start).build()(tokens), load_run(start)(tokens))
+
+
+def test_norms_go_one_by_one(start: Path) -> None:
+    norms = replaceable_norms(Start(start).build())
+    schedule = Schedule(first=2, every=3, joined_every=2)
+    seen = []
+    for step in range(schedule.over(len(norms)) + 1):
+        schedule.set_stages(norms, step)
+        seen.append([int(norm.stage) for norm in norms])
+    assert seen[1] == [LAYERNORM] * 5
+    assert seen[2] == [TWO_CONSTANTS] + [LAYERNORM] * 4
+    assert seen[5] == [TWO_CONSTANTS] * 2 + [LAYERNORM] * 3
+    assert seen[schedule.replaced(5) - 1] == [TWO_CONSTANTS] * 5
+    assert seen[schedule.replaced(5)] == [ONE_CONSTANT] + [TWO_CONSTANTS] * 4
+    assert seen[-1] == [ONE_CONSTANT] * 5
+
+
+def test_a_plain_model_computes_the_same(start: Path) -> None:
+    model = Start(start).build()
+    tokens = torch.randint(280, (2, 24), generator=torch.Generator().manual_seed(1))
+    model(tokens)
+    norms = replaceable_norms(model)
+    for norm in norms:
+        norm.stage.fill_(ONE_CONSTANT)
+    made = plain(model.eval())
+    torch.testing.assert_close(made(tokens), model(tokens))
+    assert {made.cfg.norm, made.cfg.norm_mlp, made.cfg.norm_final} == {"projection_only"}
+    norms[0].stage.fill_(TWO_CONSTANTS)
+    with pytest.raises(ValueError, match=r"norms at stages \[1, 2\]: only all at 0 or all at 2 is plain"):
+        plain(model)
+
+
+def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> None:
+    request = Request(tmp_path, seeds=(0, 1), texts=(prose,), progress=False)
+    results = run_from(request, SIZE, start)
+    summary = results.summary.set_index(["model", "measure"])["mean"]
+    assert set(results.summary["model"]) == {BEFORE, AT_ONCE, KEPT, REMOVED}
+    assert np.isfinite(results.summary["mean"]).all()
+    assert summary[BEFORE, "unselectable_normalized"] == 0, "on a sphere every key is a vertex"
+    # What is written for load_model is the model that was trained, by its own loss.
+    made = load_run(tmp_path / "models" / "removed-seed0")
+    task = make_runs(request, SIZE, start)[0].task
+    assert isinstance(task, Removal)
+    seeds = results.tables["seeds"].set_index(["model", "measure", "seed"])["value"]
+    assert task.evaluate(made)["valid_loss"] == pytest.approx(seeds[REMOVED, "valid_loss", 0], rel=1e-6)
+    curves = results.tables["curves"].set_index(["model", "measure", "seed", "step"])["value"]
+    assert curves[REMOVED, "valid_loss", 0, 14] == pytest.approx(seeds[REMOVED, "valid_loss", 0], rel=1e-5)
+    # Replaced at once is the start with constants in its norms' places: nothing is trained.
+    model = at_once(start, task, SIZE, 0, ONE_CONSTANT)
+    torch.testing.assert_close(model.embed.W_E, load_run(start).embed.W_E)
+    assert task.evaluate(model)["valid_loss"] == pytest.approx(seeds[AT_ONCE, "valid_loss", 0], rel=1e-6)
+    assert any(s.startswith("Held-out loss (nats per token):") and "(2 seeds)" in s for s in results.conclusions)
+
+
+def test_an_interrupted_run_ends_as_the_others(prose: Path, start: Path, tmp_path: Path) -> None:
+    """Constants are followed and norms replaced on either side of the break."""
+    ended = []
+    for name, stops in (("whole", [None]), ("broken", [1, 5, None])):
+        request = Request(tmp_path / name, seeds=(0,), texts=(prose,), progress=False)
+        runs = make_runs(request, replace(SIZE), start)[:1]
+        for stop in stops:
+            train_all(runs, until=stop, progress=False)
+        ended.append(load_run_state(runs[0].folder))
+    assert ended[0].keys() == ended[1].keys()
+    for name, value in ended[0].items():
+        torch.testing.assert_close(ended[1][name], value, rtol=0, atol=0)
+
+
+def load_run_state(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+def test_differences_are_of_the_same_seed() -> None:
+    rows = [
+        (REMOVED, "x", 0, 5.0),
+        (REMOVED, "x", 1, 7.0),
+        (KEPT, "x", 0, 4.0),
+        (KEPT, "x", 1, 5.0),
+        (BEFORE, "x", 0, 1.0),
+    ]
+    table = paired(pd.DataFrame(rows, columns=["model", "measure", "seed", "value"])).set_index("difference")
+    assert table.loc["removed - kept", ["mean", "seeds"]].tolist() == [1.5, 2]
+    assert table.loc["kept - before", ["mean", "seeds"]].tolist() == [3.0, 1]

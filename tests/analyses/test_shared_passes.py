@@ -1,0 +1,68 @@
+"""Edits that share a pass give what each gives alone, in every world, with the model's logits and with our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from ln_probe.analyses import next_tokens, shared_passes
+from ln_probe.analyses.edited_runs import EditedRuns
+from ln_probe.hooks.frozen_scale import calibration_sigmas, mean_sigmas
+from ln_probe.hooks.sites import find_sites
+
+TOKENS = torch.tensor([5, 7, 7, 3, 11, 2, 19, 23])
+SUMS = ["nll", "nll_uniform", "nll_resampled", "kl", "agree", "entropy"]
+
+
+def measured(model: Any) -> pd.DataFrame:
+    sites = find_sites(model)
+    constants, sigmas = mean_sigmas(model, sites, [TOKENS]), calibration_sigmas(model, sites, [TOKENS])
+    return EditedRuns(model, sites, constants, sigmas=sigmas).measure(0, TOKENS)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3", "opt"])
+def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_bridge(arch, torch.float32)
+    together = measured(model)
+    monkeypatch.setattr(shared_passes, "TOKENS_AT_ONCE", 1)
+    alone = measured(model)
+    for name in SUMS:
+        scale = np.abs(alone["nll"]).max() if name.startswith(("nll", "kl")) else 1.0
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-6, atol=1e-6 * scale)
+    assert (together["agree"] == alone["agree"]).all()
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2"])
+def test_logits_made_here_are_the_models(
+    arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few columns of the vocabulary at a time, against whole logits; Gemma 2 caps its own, so those are taken."""
+    model = make_bridge(arch, torch.float64)
+    monkeypatch.setattr(next_tokens, "_NARROWEST", 7)
+    monkeypatch.setattr(next_tokens, "_LOGITS", 1)
+    found: list[bool] = []
+    making = shared_passes.find_unembedding
+    monkeypatch.setattr(
+        shared_passes, "find_unembedding", lambda *args: (found.append((made := making(*args)) is not None), made)[1]
+    )
+    ours = measured(model)
+    assert found == [arch != "gemma2"]
+    monkeypatch.setattr(shared_passes, "find_unembedding", lambda *_: None)
+    theirs = measured(model)
+    for name in SUMS:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, atol=1e-11)
+
+
+def test_sixteen_bits_are_taken_as_they_are(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2", torch.bfloat16)
+    rows = measured(model).set_index(["sites", "variant"])
+    with torch.no_grad():
+        logits = model(TOKENS[None], return_type="logits")[0].float()
+    loss = float(torch.nn.functional.cross_entropy(logits[:-1], TOKENS[1:], reduction="sum"))
+    assert float(rows.loc[("all", "intact"), "nll"]) == pytest.approx(loss, rel=1e-6)  # type: ignore[arg-type]
+    assert rows["kl"].notna().all()

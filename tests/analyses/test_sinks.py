@@ -1,0 +1,160 @@
+"""The probe `sinks`: sinks by hand, a token's own key unscaled by brute force, the sinks of real checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ln_probe
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.probes.sinks import MUCH, _Received
+from ln_probe.hooks.sites import find_sites
+
+LENGTH = 16
+TOKENS = torch.arange(1, LENGTH + 1)
+
+
+def model_of(seed: int = 0, **options: Any) -> LabTransformer:
+    torch.manual_seed(seed)
+    model = LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 40, "n_ctx": 32} | options)).build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model.eval()
+
+
+def test_uniform_attention_by_hand() -> None:
+    causal, every = _Received(), _Received(causal=False)
+    assert causal.queries(4).tolist() == [3, 3, 2, 1]
+    visible = torch.ones(4, 4).tril()
+    pattern = visible / visible.sum(-1, keepdim=True)
+    expected = pattern[1:].sum(0) / torch.tensor([3, 3, 2, 1])
+    torch.testing.assert_close(causal.uniform(4).float(), expected)
+    assert every.queries(4).tolist() == [4, 4, 4, 4]
+    assert every.uniform(4).tolist() == [0.25] * 4
+
+
+def test_a_planted_sink() -> None:
+    """Two of four heads of layer 1 give position 3 nine tenths of their attention, from the fifth query on."""
+    model = model_of()
+
+    def planted(pattern: Tensor, hook: Any) -> Tensor:
+        out = pattern.clone()
+        if pattern.shape[-1] < LENGTH:  # what is run to find the norms, or to calibrate
+            return out
+        for head in (0, 2):
+            out[:, head, 4:] *= 0.1 / (1 - out[:, head, 4:, 3:4]).clamp_min(1e-6)
+            out[:, head, 4:, 3] = 0.9
+        return out
+
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", planted)]):
+        report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False)
+    assert not report.failures
+    sinks = report.tables["sinks"].set_index("position")
+    assert sinks.index[sinks["sink"]].tolist() == [3]
+    row = sinks.loc[3]
+    assert (row["sink_layer"], row["outlier"], row["emerges_at"]) == (1, False, "")
+    pattern = model.run_with_cache(TOKENS[None])[1]
+    others = (pattern["blocks.1.attn.hook_pattern"][0, [1, 3], 3:, 3] > MUCH).sum()
+    own = (pattern["blocks.1.attn.hook_pattern"][0, [0, 2], 3, 3] > MUCH).sum()
+    assert row["sink_rate"] == pytest.approx((2 * 12 + int(others) + int(own)) / (4 * 13))
+    heads = report.tables["sink_heads"].set_index(["layer", "head"])
+    assert heads.loc[(1, 0), "attention"] == pytest.approx(
+        (12 * 0.9 + float(pattern["blocks.1.attn.hook_pattern"][0, 0, 3, 3])) / 13, rel=1e-5
+    )
+    assert heads.loc[(0, 1), "first_attention"] == pytest.approx(
+        float(pattern["blocks.0.attn.hook_pattern"][0, 1, 1:, 0].mean()), rel=1e-5
+    )
+    assert any("an attention sink (in layer 1" in f for f in report.findings())
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_its_own_key_unscaled_by_brute_force(positions: str) -> None:
+    """Attention recomputed with one key made of Px / c: the mean over heads, queries and layers."""
+    model = model_of(positions=positions)
+    with torch.no_grad():
+        model.embed.W_E[5] *= 40
+    report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False)
+    row = report.tables["sinks"].set_index("position").loc[4]
+    assert row["outlier"]
+    assert row["emerges_at"] == "blocks.0.ln1"
+    assert row["writer"] == "the embedding"
+    constants = report.provenance["constants"]
+    _, cache = model.run_with_cache(TOKENS[None])
+    there, without, count = 0.0, 0.0, 0
+    for site in (s for s in find_sites(model) if s.reads == "attention"):
+        attn = model.blocks[site.layer].attn
+        kind = "rot_" if positions == "rotary" else ""
+        q, k = (cache[f"blocks.{site.layer}.attn.hook_{kind}{n}"][0] for n in "qk")
+        x = cache[f"blocks.{site.layer}.hook_resid_pre"][0]
+        y = site.affine((x - x.mean(-1, keepdim=True)) / constants[site.name]["rest"])
+        unscaled = attn._project(y[None], attn.W_K, attn.b_K)
+        unscaled = attn._turn(unscaled)[0] if positions == "rotary" else unscaled[0]
+        changed = k.clone()
+        changed[4] = unscaled[4]
+        for keys, into in ((k, 0), (changed, 1)):
+            scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(8)
+            scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
+            got = float(scores.softmax(-1)[:, 4:, 4].sum())
+            there, without = there + got * (into == 0), without + got * (into == 1)
+        count += 4 * (LENGTH - 4)
+    assert row["received_there"] == pytest.approx(there / count, rel=1e-4)
+    assert row["received_no_scaling"] == pytest.approx(without / count, rel=1e-4)
+    assert abs(row["received_no_scaling"] - row["received_there"]) > 0.01
+
+
+def test_nothing_to_find() -> None:
+    report = ln_probe.analyze(model_of(), torch.arange(1, 31)[None], probes=("sinks",), progress=False)
+    sizes = report.tables["token_sizes"]
+    one = sizes[sizes["site"] == "blocks.0.ln1"]
+    assert one[["first", "last"]].to_numpy().tolist() == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 31]]
+    assert one["tokens"].sum() == 30
+    if not len(report.tables["sinks"]):
+        assert any("no token is an outlier" in f for f in report.findings())
+
+
+def test_short_prompts_are_noted() -> None:
+    report = ln_probe.analyze(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]), probes=("sinks",), progress=False)
+    assert any("2 prompts of fewer than 8 tokens were not searched" in n for n in report.notes)
+    assert not report.failures
+
+
+TEXT = [
+    "The lighthouse keeper wrote down the weather every morning for forty years, and nobody ever read it until the "
+    "archive was digitised and a student of climate noticed how careful he had been about the wind.",
+    "A mean of numbers is their sum over their count; a median is the number that as many are below as above, and the "
+    "two agree where the numbers lie evenly around their middle, which incomes do not.",
+]
+
+
+@pytest.mark.slow
+def test_position_0_of_mgm(mgm: Path) -> None:
+    """Found among all positions, with the norm at which it emerges and what wrote it."""
+    report = ln_probe.analyze(
+        ln_probe.load_model(str(mgm), allow_pickle=True), probes=("sinks",), max_tokens=96, progress=False
+    )
+    _check_position_0(report)
+
+
+@pytest.mark.slow
+def test_position_0_of_smollm2(smollm2: Path) -> None:
+    report = ln_probe.analyze(ln_probe.load_model(str(smollm2)), TEXT, probes=("sinks",), max_tokens=64, progress=False)
+    _check_position_0(report)
+
+
+def _check_position_0(report: Any) -> None:
+    sinks = report.tables["sinks"]
+    prompts = report.provenance["prompts"]["count"]
+    first = sinks[(sinks["position"] == 0) & sinks["outlier"]]
+    assert first["prompt"].nunique() == prompts
+    assert (first["emerges_at"] != "").all()
+    assert (first["writer"] != "").all()
+    assert first["sink"].mean() > 0.5
+    assert (first["received"] > 3 * first["uniform"]).all()
+    assert any(f.startswith("Position 0:") and "written by" in f for f in report.findings())

@@ -1,0 +1,393 @@
+"""Files that rot and files that lie: each is named, none is believed, none takes long, none runs anything."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faulty import lab_model
+from faulty import report as report_command
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import ln_probe
+from ln_probe.analyses.lab.depth.crasp import DEEPEST, CRaspError, parse
+from ln_probe.analyses.lab.run_folder import metric_rows
+from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.loading.gguf_header import check_header
+from ln_probe.prompting.sources import entries
+from ln_probe.reporting.report import Report
+
+OLD = Path(__file__).parent / "report_0_1_0"  # without hashes: what is in its files is judged by what it says
+NESTED = "[" * 100_000
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """What happens inside takes less than 10 seconds of the processor."""
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < 10
+
+
+def flipped(file: Path, place: int, bit: int) -> bytes:
+    """A file with one bit turned; what it held before."""
+    whole = file.read_bytes()
+    content = bytearray(whole)
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    return whole
+
+
+def places(file: Path, count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Bits all over a file, most of them near its beginning, where headers are."""
+    generator = random.Random(seed)
+    size = file.stat().st_size
+    return [(generator.randrange(min(size, 700) if i % 3 else size), generator.randrange(8)) for i in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------- lab runs
+
+
+class Noise:
+    """A task of random tokens."""
+
+    name = "noise"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def batch(self, step: int, size: int, seed: int) -> Tensor:
+        return torch.randint(20, (size, 6), generator=torch.Generator().manual_seed(step))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        made: Tensor = model(batch, return_type="loss")
+        return made
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"loss": float(self.loss(model, self.batch(99, 4, 0)))}
+
+    def write_files(self, out: Path) -> None:
+        pass
+
+
+CONFIG = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=20, n_ctx=12)
+SCHEDULE = TrainConfig(steps=4, batch=2, evaluate_every=1, state_every=2)
+
+
+def state_of(folder: Path, until: int | None) -> dict[str, Tensor]:
+    return train(Noise(), CONFIG, SCHEDULE, folder, until=until, progress=False).state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[k].equal(other[k]) for k in one)
+
+
+def test_c05_a_flipped_bit_in_a_lab_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    half = state_of(run, 2)
+    refused = 0
+    for file in (run / "state.safetensors", run / "metrics.jsonl"):
+        for place, bit in places(file, 24):
+            whole = flipped(file, place, bit)
+            said = ""
+            try:
+                made = state_of(run, 2)
+            except ValueError as error:
+                said = str(error)
+            assert ("delete" in said and str(file) in said) if said else same(made, half), f"bit {bit} of byte {place}"
+            refused += bool(said)
+            file.write_bytes(whole)
+    assert refused >= 40
+    whole_run = state_of(run, None)
+    model = run / "model.safetensors"
+    for file in (model, run / "lab.json"):
+        for place, bit in places(file, 24, 1):
+            whole = flipped(file, place, bit)
+            with pytest.raises(ValueError, match=str(run)):
+                load_run(run)
+            file.write_bytes(whole)
+    assert same(load_run(run).state_dict(), whole_run)
+    rows = metric_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_c05_lines_that_are_missing(tmp_path: Path) -> None:
+    state_of(tmp_path, 2)
+    file = tmp_path / "metrics.jsonl"
+    first, second = file.read_text().splitlines(keepends=True)
+    file.write_text(first)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds 1 of 2 evaluations: delete .* to train the run again"):
+        state_of(tmp_path, None)
+    file.write_text(first + second + second[: len(second) // 2])  # a kill leaves half a line
+    state_of(tmp_path, None)
+    assert len(metric_rows(file)) == 4
+
+
+def test_c05_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    run = lab_model(tmp_path / "run")
+    tensors = load_file(run / "model.safetensors")
+    tensors["ln_final.w"][2] = float("nan")
+    save_file(tensors, run / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: ln_final\.w holds 1 numbers that are NaN or infinite"):
+        ln_probe.load_model(run)
+
+
+def test_c07_a_lab_file_that_asks_for_too_much(tmp_path: Path) -> None:
+    run = lab_model(tmp_path / "run")
+    save_file(load_file(run / "model.safetensors"), run / "model.safetensors")  # nothing says what it belonged to
+    config = json.loads((run / "lab.json").read_text())["model"]
+    for changes, said in (
+        ({"n_layers": 10**9}, r"says 1000000000 layers, and the weights are \d+ tensors"),
+        ({"d_model": 2 * 10**6}, "does not fit .*lab.json: .* is of shape"),
+        ({"d_vocab": 10**12}, "does not fit .*lab.json: .* is of shape"),
+        ({"n_layers": "many"}, "does not describe a lab model"),
+    ):
+        (run / "lab.json").write_text(json.dumps({"model": config | changes}))
+        with soon(), pytest.raises(ValueError, match=said):
+            ln_probe.load_model(run)
+
+
+# -------------------------------------------------------------------------------------------------------- reports
+
+
+def test_c06_a_flipped_bit_in_a_saved_report(report: Report, tmp_path: Path) -> None:
+    folder = report.save(tmp_path / "r")
+    files = [folder / name for name in ("report.json", "heads.parquet", "keys.parquet", "exhibits.npz")]
+    for file in files:
+        for place, bit in places(file, 12):
+            whole = flipped(file, place, bit)
+            with pytest.raises(ValueError, match=rf"{file.name} (is damaged|has format)"):
+                ln_probe.load_report(folder)
+            file.write_bytes(whole)
+    shutil.copy(folder / "keys.parquet", folder / "stray.parquet")
+    loaded = ln_probe.load_report(folder)
+    assert "stray.parquet is not part of this report and was left out" in loaded.notes
+    assert all(loaded.tables[n].equals(ln_probe.load_report(folder).tables[n]) for n in report.tables)
+    (folder / "stray.parquet").unlink()
+    (folder / "heads.parquet").unlink()
+    (folder / "heads.parquet").mkdir()
+    with pytest.raises(ValueError, match=r"heads\.parquet is damaged \(a folder, not a file\)"):
+        ln_probe.load_report(folder)
+
+
+def test_c06_a_schema_that_is_not_the_tables(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "r"))
+    heads = pd.read_parquet(folder / "heads.parquet").drop(columns="space")
+    heads.to_parquet(folder / "heads.parquet", index=False)
+    with pytest.raises(ValueError, match=r"heads\.parquet is damaged \(table 'heads' lacks the column 'space'\)"):
+        ln_probe.load_report(folder)
+
+
+def test_c06_a_table_of_an_earlier_save_does_not_stay(report: Report, tmp_path: Path) -> None:
+    mine = pd.DataFrame({"word": ["a"], "count": [1]})
+    folder = report.with_tables(mine=mine).save(tmp_path / "r")
+    assert ln_probe.load_report(folder).tables["mine"].equals(mine)
+    report.save(folder)
+    assert "mine" not in ln_probe.load_report(folder).tables
+    assert not (folder / "mine.parquet").exists()
+
+
+def test_c07_archives_that_unpack_to_more_than_a_report(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "r"))
+    archive = folder / "exhibits.npz"
+    whole = archive.read_bytes()
+    content = bytearray(whole)
+    entry = content.index(b"PK\x01\x02")
+    content[entry + 24 : entry + 28] = struct.pack("<I", 2**31)  # the size of the first, in the directory
+    archive.write_bytes(content)
+    with soon(), pytest.raises(ValueError, match=r"exhibits\.npz unpacks to \d{10} bytes \(at most 536870912 are read"):
+        ln_probe.load_report(folder)
+    archive.write_bytes(whole)
+    pd.DataFrame({"layer": np.zeros(20_000_000, np.int8)}).to_parquet(folder / "heads.parquet")
+    with soon(), pytest.raises(ValueError, match=r"heads\.parquet is damaged \(it says 20000000 rows, in \d+ bytes"):
+        ln_probe.load_report(folder)
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"n_layer": 10**9}, "says n_layer = 1000000000, and no model has more than 10000"),
+    ({"n_layer": 9000}, r"says n_layer = 9000, and the weights are \d+ tensors"),
+    ({"num_labels": 10**8}, "says num_labels = 100000000, and no model has more than 100000"),
+    ({"bos_token_id": 4 * 10**9}, "says bos_token_id = 4000000000, and no model has more than 16777216"),
+    ({"text_config": {"num_experts": 10**9}}, "says num_experts = 1000000000"),
+])  # fmt: skip
+def test_c07_numbers_that_no_model_has(folder: Path, changes: dict[str, Any], said: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with soon(), pytest.raises(ValueError, match=said):
+        ln_probe.load_model(folder, device="cpu")
+
+
+def test_c07_a_tokenizer_with_an_id_of_four_billion(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    path = folder / "tokenizer.json"
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(path))
+    path.write_text(path.read_text().replace('"b": 1', '"b": 4000000000').replace('"b":1', '"b":4000000000'))
+    with soon():
+        notes = ln_probe.models.source_of(ln_probe.load_model(folder, device="cpu")).notes
+    assert any("gives the token id 4000000000, and no vocabulary has one" in note for note in notes)
+
+
+def gguf(*values: tuple[str, int, bytes], tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:
+    """A GGUF header: names, types and bytes of values."""
+    made = b"GGUF" + struct.pack("<IQQ", version, tensors, len(values) if count is None else count)
+    for name, kind, content in values:
+        made += struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + content
+    return made + b"\0" * 64
+
+
+U32, STRING, ARRAY = 4, 8, 9
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (gguf(("llama.block_count", U32, struct.pack("<I", 2**31))), "says llama.block_count = 2147483648"),
+    (gguf(("llama.block_count", U32, struct.pack("<I", 40))), "the weights are 0 tensors"),
+    (gguf(tensors=2**60), "it counts 1152921504606846976 tensors, in"),
+    (gguf(count=2**60), "it counts 1152921504606846976 entries at byte 16"),
+    (gguf(("a", STRING, struct.pack("<Q", 2**63))), "it counts 9223372036854775808 entries"),
+    (gguf(("a", ARRAY, struct.pack("<IQ", U32, 2**40))), "it counts 1099511627776 entries"),
+    (gguf(("a", ARRAY, struct.pack("<IQIQIQ", 9, 1, 9, 1, 9, 1))), "is of no type that there is"),
+    (gguf(version=99), "its version is 99, known are 2, 3"),
+    (gguf()[:10], "in the middle of its header"),
+])  # fmt: skip
+def test_c07_gguf_counts(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with soon(), pytest.raises(ValueError, match=said):
+        ln_probe.load_model(file)
+
+
+def test_a_real_gguf_header_is_read(smollm2: Path) -> None:
+    check_header(smollm2)
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("config.json", NESTED, "nested deeper than 64 levels"),
+    ("config.json", '{"vocab_size": ' + "9" * 5000 + "}", "a whole number has too many digits"),
+    ("config.json", '{"n_layer": ' + "9" * 500 + "}", "n_layer = a number of"),
+    ("model.safetensors.index.json", NESTED, "is not an index of weight files"),
+    ("model.safetensors.index.json", json.dumps({"weight_map": {"a": "x" * 5000}}), "which is not a file in its own"),
+])  # fmt: skip
+def test_c08_descriptions_that_end_in_no_traceback(folder: Path, name: str, content: str, said: str) -> None:
+    if name == "config.json" and "n_layer" in content:
+        content = json.dumps(json.loads((folder / name).read_text())).replace('"n_layer": 1', content[1:-1])
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(content)
+    with soon(), pytest.raises(ValueError, match=said):
+        ln_probe.load_model(folder, device="cpu")
+
+
+# -------------------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    (NESTED, "p.jsonl, line 2: JSON nested deeper than 64 levels"),
+    ('{"tokens": [' + "9" * 5000 + "]}", "p.jsonl, line 2: a whole number has too many digits"),
+    ('{"tokens": [1, ' + "9" * 50 + "]}", "p.jsonl, line 2: a number of 167 bits is no token id"),
+    ('{"tokens": [4000000000]}', "p.jsonl, line 2: 4000000000 is no token id"),
+    ('{"tokens": [-1]}', "p.jsonl, line 2: -1 is no token id"),
+    ('{"tokens": ["a", {}]}', "p.jsonl, line 2: token ids must be whole numbers, one list a prompt, got 'a'"),
+    ('{"tokens": [[1], 2]}', "p.jsonl, line 2: token ids must be a list of whole numbers"),
+    ("{", "p.jsonl, line 2: not JSON"),
+])  # fmt: skip
+def test_c08_c10_prompts_that_are_none(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"tokens": [1, 2]}\n' + line + "\n")
+    with soon(), pytest.raises(ValueError, match=r"p\.jsonl, line 2: ") as caught:
+        list(entries(path))
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 400
+    out = tmp_path / "out"
+    code, _, heard = report_command(lab_model(tmp_path / "m"), "--prompts", path, "--out", out)
+    assert code == 2
+    assert heard.count(said) == 1
+    assert not out.exists()
+
+
+def test_c08_a_data_set_that_brings_a_script(tmp_path: Path) -> None:
+    home = tmp_path / "data"
+    home.mkdir()
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w')\nimport datasets\nclass D(datasets.GeneratorBasedBuilder): pass\n"
+    (home / "data.py").write_text(code)
+    with pytest.raises((ValueError, ConnectionError), match=r"data set .* (cannot be read|is not on this machine)"):
+        list(entries(home))
+    assert not marker.exists()
+
+
+# -------------------------------------------------------------------------------------------------------- C-RASP
+
+
+@pytest.mark.parametrize("program", [
+    "y := " + "(" * 100_000 + "1" + ")" * 100_000,
+    "y := " + "(" * 100_000,
+    "y := " + "#[" * 5000 + "Q_a" + "]" * 5000 + " > 0",
+    "y := " + "not " * 500 + "Q_a",
+    "y := " + " + ".join(["1"] * 3000),
+    "y := " + "-" * 3000 + "1",
+    "y := " + "Q_a ? 1 : " * 500 + "2",
+])  # fmt: skip
+def test_c07_c08_programs_that_nest_too_deep(program: str) -> None:
+    with (
+        soon(),
+        pytest.raises(CRaspError, match=f"this is nested too deep; expected at most {DEEPEST} levels") as caught,
+    ):
+        parse(program)
+    assert len(str(caught.value)) < 700
+
+
+def test_programs_may_nest() -> None:
+    deep = "y := " + "not " * (DEEPEST - 10) + "Q_a"
+    assert parse(deep).accepts("aa") == (DEEPEST % 2 == 0)
+    inside = "(" * (DEEPEST - 1) + "#[Q_a] > 0" + ")" * (DEEPEST - 1)
+    assert parse("// ((((( in a comment count for nothing (\ny := " + inside).accepts("ba")
+
+
+# ------------------------------------------------------------------------------------------------- text and names
+
+
+def test_c09_half_a_surrogate_pair(report: Report, tmp_path: Path) -> None:
+    shown, sample = report.exhibits.attention[0], report.exhibits.samples[0]
+    tokens = ("\ud800", *shown.tokens[1:])
+    exhibits = replace(
+        report.exhibits, attention=(replace(shown, tokens=tokens),),
+        samples=(replace(sample, tokens=("x\udfff",) * len(sample.tokens)),),
+    )  # fmt: skip
+    said = {**report.provenance, "command": "\udc80"}
+    dirty = replace(report, exhibits=exhibits, notes=("half \ud800",), provenance=said)
+    folder = dirty.save(tmp_path / "r")
+    assert "\\ud800" in (folder / "report.html").read_text(encoding="utf-8")
+    loaded = ln_probe.load_report(folder)
+    assert loaded.exhibits.attention[0].tokens[0] == "\ud800"
+    loaded.attention().to_html(tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_c09_token_strings_can_be_written(long_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ln_probe.prompting import prompts
+
+    class Broken:
+        def decode(self, ids: list[int]) -> str:
+            return "a\ud800"
+
+    monkeypatch.setattr(prompts, "tokenizer_of", lambda model: Broken())
+    assert prompts.namer(long_model)(3) == "a\\ud800"

@@ -1,0 +1,292 @@
+"""What goes wrong with inputs and folders while a batch report is made: the tables are right, or there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import command, disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
+
+import ln_probe
+from ln_probe.batch import store
+from ln_probe.loading.inputs import ChangedError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pages(monkeypatch)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tables of the lab model `m`, when nothing goes wrong."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patched:
+        without_pages(patched)
+        line = [lab_model(home / "m"), "--prompts", write_prompts(home / "prompts.jsonl"), "--out", home / "out"]
+        assert report(*line)[0] == 0
+    return tables(home / "out")
+
+
+def replace_weights(model: Path, other: Path) -> None:
+    shutil.copy(other / "model.safetensors", model / "aside")
+    (model / "aside").replace(model / "model.safetensors")
+
+
+# --------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_c01_weights_replaced_during_a_run(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the units done with the old weights; a new worker finds other ones, and no table mixes the two."""
+    model, other = plain_model(tmp_path / "m"), plain_model(tmp_path / "n", 1)
+    line = [model, "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
+    assert report(model, "--prompts", prompts, "--out", tmp_path / "old")[0] == 0
+    old = hash_in(tmp_path / "old" / "m")
+
+    def replaced(worker: Any) -> None:
+        replace_weights(model, other)
+        worker._forget()  # as if it had been killed, and another one had taken its place
+
+    with monkeypatch.context() as patched:
+        disturb(patched, 3, replaced)
+        code, _, said = report(*line)
+    assert code == 1
+    assert said.count(f"{model} is not any more what it was when this run began (then {old[:16]}…, now ") == 1
+    assert "Run the same command again: it measures what is there now" in said
+    assert tables(tmp_path / "out") == {}
+    assert report(*line)[0] == 0
+    assert report(model, "--prompts", prompts, "--out", tmp_path / "new")[0] == 0
+    assert tables(tmp_path / "out") == tables(tmp_path / "new") != tables(tmp_path / "old")
+    assert hash_in(tmp_path / "out" / "m") == hash_in(tmp_path / "new" / "m") != old
+
+
+def test_c01_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ln_probe.loading import pretrained
+
+    original = pretrained._in_memory
+
+    def late(model: Any) -> Any:
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"\x55" * 8)
+        return original(model)
+
+    monkeypatch.setattr(pretrained, "_in_memory", late)
+    with pytest.raises(ChangedError, match=r"model\.safetensors changed while it was being read \(SHA-256 .* before"):
+        ln_probe.load_model(folder, device="cpu")
+
+
+def test_c01_a_loaded_model_is_no_view_of_its_file(folder: Path) -> None:
+    """safetensors maps files into memory: weights that are written over in place changed a model being measured."""
+    model = ln_probe.load_model(folder, device="cpu", world="bridge")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\x55" * 4000)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("fault", ["lost", "altered", "another's", "index"])
+def test_c02_a_corpus_shard_that_is_not_what_was_read(
+    fault: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, bytes]
+) -> None:
+    line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
+    from ln_probe.prompting import shards, token_shards
+
+    def spoiled(folder: Path, corpus: Any, shard: int) -> Any:
+        second = shards.shard_file(folder, 1)
+        if fault == "lost":
+            second.unlink(missing_ok=True)
+        elif fault == "altered":
+            second.write_text('{"tokens": [1, 2, 3]}\n')
+        elif fault == "another's":
+            shutil.copy(shards.shard_file(folder, 0), second)
+        else:
+            (folder / shards.INDEX_FILE).write_text("")
+            shards._index.cache_clear()
+        return shards.read_shard(folder, corpus, shard)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(token_shards, "read_shard", spoiled)
+        code, _, said = report(*line)
+    assert code == 1
+    assert "is not what was read from prompts.jsonl when the run began" in said
+    assert "run the same command again, which reads the prompts anew" in said
+    assert tables(tmp_path / "out") == {}
+    shards._index.cache_clear()
+    assert report(*line)[0] == 0
+    assert tables(tmp_path / "out") == undisturbed
+
+
+def test_c02_slices_of_different_prompts_are_not_merged(
+    prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """Token shards and pieces in the place of others, and a piece of another model with the right name."""
+    line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
+    for part in (1, 2):
+        assert report(*line, "--unit", f"{part}/2")[0] == 0
+    units = sorted((tmp_path / "out" / ".ln_probe" / "units").glob("*/prompts-*.safetensors"))
+    whole = units[2].read_bytes()
+    held = store.Stored(units[2], key := json.loads(_header(units[2]))["key"])
+    info = held.info | {"inputs": held.info["inputs"] | {"model": "f" * 64}}
+    store.write(units[2], key, store.Result(held.arrays(""), info=info))
+    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
+    assert code == 1
+    assert f"{units[2]} was made of another model than calibration-00000.safetensors (model ffffffffffffffff…" in said
+    assert f"delete the folder {units[2].parent} and run the same command (or its slices) again" in said
+    assert tables(tmp_path / "out") == {}
+    units[2].write_bytes(whole)
+    shutil.copy(units[0], units[1])
+    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
+    assert code == 1
+    assert f"{units[1]} is the result of something else" in said
+    assert "1 unit (prompts 1) missing: run its slice again" in said
+    for part in (1, 2):
+        assert report(*line, "--unit", f"{part}/2")[0] == 0
+    first, second, _ = sorted((tmp_path / "out" / ".ln_probe" / "tokens").glob("*/*.safetensors"))
+    shutil.copy(first, second)
+    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
+    assert code == 0, "token shards can be made again"
+    assert f"{second} is the result of something else" in said
+    assert tables(tmp_path / "out") == undisturbed
+
+
+def _header(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return str(file.metadata()["ln_probe"])
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def test_c03_two_models_of_one_name(prompts: Path, tmp_path: Path) -> None:
+    one, other = lab_model(tmp_path / "a" / "model"), lab_model(tmp_path / "b" / "model", 1)
+    out = tmp_path / "out"
+    assert report(one, "--prompts", prompts, "--out", out)[0] == 0
+    first = tables(out)
+    assert report(other, "--prompts", prompts, "--out", out)[0] == 0
+    assert sorted(p.name for p in out.glob("*/")) == [".ln_probe", "model", "model-2"]
+    assert first.items() <= tables(out).items()
+    assert hash_in(out / "model") != hash_in(out / "model-2")
+    code, _, said = report(one, other, "--prompts", prompts, "--out", out)
+    assert (code, said.count("already done")) == (0, 2)
+    # the same place, trained on: the report about what it was stays
+    replace_weights(one, lab_model(tmp_path / "c", 2))
+    assert report(one, "--prompts", prompts, "--out", out)[0] == 0
+    assert first.items() <= tables(out).items()
+    assert (out / "model-3" / "report.json").is_file()
+    listed = (out / "index.html").read_text()
+    assert f"{one} (model)" in listed
+    assert f"{one} (model-3)" in listed
+    # a folder that is none of ours is not written into
+    theirs = out / "mine"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("keep")
+    assert report(lab_model(tmp_path / "mine", 3), "--prompts", prompts, "--out", out)[0] == 0
+    assert [p.name for p in theirs.iterdir()] == ["notes.txt"]
+    assert (out / "mine-2" / "report.json").is_file()
+
+
+def test_c04_a_name_that_was_mistyped(prompts: Path, tmp_path: Path) -> None:
+    model, out = lab_model(tmp_path / "m"), tmp_path / "out"
+    code, _, said = report("lm-nane", "--prompts", prompts, "--out", out)
+    assert code == 1
+    assert said.count("No model is called 'lm-nane'") == 1
+    assert not out.exists(), "nothing was done, and something was left behind"
+    code, _, said = report("lm-nane", model, "--prompts", prompts, "--out", out)
+    assert code == 1
+    assert said.count("No model is called 'lm-nane'") == 1
+    code, printed, _ = report(model, "--prompts", prompts, "--out", out, "--json")
+    assert code == 0, "a failure of an earlier command decides how this one ends"
+    earlier, mine = json.loads(printed)["models"]
+    assert (earlier["model"], mine["error"]) == ("lm-nane", None)
+    assert earlier["error"].startswith("in an earlier command (20")
+    assert "in an earlier command" in (out / "index.html").read_text()
+
+
+def test_c04_fresh_keeps_what_was_made_alike_and_removes_the_rest(prompts: Path, tmp_path: Path) -> None:
+    one, other, out = lab_model(tmp_path / "one"), lab_model(tmp_path / "other", 1), tmp_path / "out"
+    line = ["--prompts", prompts, "--out", out]
+    assert report(one, "lm-nane", *line)[0] == 1
+    assert report(other, *line, "--fresh")[0] == 0
+    listed = (out / "index.html").read_text()
+    assert "one" in listed
+    assert "lm-nane" not in listed
+    assert (out / "one" / "report.json").is_file()
+    code, _, said = report(other, *line, "--max-tokens", 3, "--fresh")
+    assert code == 0
+    assert "its report, made in another way, was removed (--fresh)" in said
+    assert not (out / "one").exists()
+    assert str(one) not in (out / "index.html").read_text()
+    assert ln_probe.load_report(out / "other").provenance["arguments"]["max_tokens"] == 3
+
+
+def test_c04_a_lost_or_damaged_run_file(prompts: Path, tmp_path: Path) -> None:
+    model, out = lab_model(tmp_path / "m"), tmp_path / "out"
+    line = [model, "--prompts", prompts, "--out", out]
+    assert report(*line)[0] == 0
+    file = out / ".ln_probe" / "run.json"
+    whole = file.read_text()
+    for content, why in (
+        (whole.replace('"max_tokens": 512', '"max_tokens": 513'), "its content is not what was written"),
+        ('{"format": 4', "not JSON"),
+        ("{}", "no 'format' in it"),
+        ("[]", "list indices"),
+        ("[" * 100_000, "nested deeper than 64 levels"),
+    ):
+        file.write_text(content)
+        for way in (line, None):
+            code, _, said = report(*way) if way else command("merge", out)
+            assert code == 2
+            assert f"{file} is damaged" in said
+            assert why in said
+            assert "delete it and run the same command again (finished reports are kept)" in said
+    file.write_text('{"format": 2}')
+    assert f"{file} has format 2, this ln_probe writes 4: start anew with --fresh" in report(*line)[2]
+    file.unlink()
+    code, _, said = report(*line)
+    assert code == 0
+    assert "already done" in said
+    file.unlink()
+    code, _, said = report(*line, "--max-tokens", 5)
+    assert code == 2
+    assert "holds reports made in another way (m is one), and nothing says how" in said
+
+
+# ----------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--layers", "0-999999999"], "--layers '0-999999999': no model has a layer 999999999"),
+    (["--layers", "9" * 50], "--layers takes numbers and ranges such as 0,3-5, got '99999"),
+    (["--layers", "9"], "no layer 9: {model} has layers 0 … 0"),
+    (["--dtype", "int8"], "dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
+    (["--device", "gpu"], "device must be 'cpu', 'cuda', 'cuda:0', …, got 'gpu'"),
+])  # fmt: skip
+def test_c10_arguments_are_judged_once_and_first(options: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
+    model = lab_model(tmp_path / "m")
+    code, _, heard = report(model, "lm-none", "--prompts", prompts, "--out", tmp_path / "out", *options)
+    assert code == 2
+    assert heard.count(said.format(model=model)) == 1
+    assert len(heard.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_c08_what_stands_in_the_way_is_seen_before_the_work(prompts: Path, tmp_path: Path) -> None:
+    model, out = lab_model(tmp_path / "m"), tmp_path / "out"
+    (out / "index.html").mkdir(parents=True)
+    code, _, said = report(model, "--prompts", prompts, "--out", out)
+    assert code == 2
+    assert f"{out / 'index.html'} is a folder, where a file is to be written" in said
+    assert [p.name for p in out.iterdir()] == ["index.html"]

@@ -1,0 +1,144 @@
+"""Entropy and pattern columns of every kind of attention, against the attention that Hugging Face's own model pays.
+
+What a query sees is written down here from each config: local and sliding windows, ALiBi, interleaved rotary positions,
+norms that do not scale, no norms at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ln_probe
+from ln_probe.loading.worlds import has_hooked_transformer
+
+LENGTH = 23
+TOKENS = torch.randint(3, 50, (1, LENGTH), generator=torch.Generator().manual_seed(11))
+BOUND = 1e-6  # in float64, where no model rounds
+
+# name: (architecture in conftest, further options, window of each layer, worlds besides the bridge)
+CASES: dict[str, tuple[str, dict[str, Any], list[int | None], bool]] = {
+    "gpt_neo_local": ("neo", {"window_size": 8}, [None, 8], True),
+    "mistral": ("mistral", {"sliding_window": 8}, [8, 8], True),
+    "gemma3": ("gemma3", {"sliding_window": 8}, [8, None], False),
+    "gptj": ("gptj", {}, [None, None], False),
+    "mpt": ("mpt", {}, [None, None], False),
+    "mpt_6_heads": ("mpt", {"d_model": 48, "n_heads": 6}, [None, None], False),
+    "bloom": ("bloom", {}, [None, None], False),
+    "bloom_6_heads": ("bloom", {"hidden_size": 48, "n_head": 6}, [None, None], False),
+    "gpt2_norm_free": ("gpt2", {"layer_norm_epsilon": 1e12}, [None, None], True),
+    "gpt2": ("gpt2", {}, [None, None], True),
+    "neox": ("neox", {}, [None, None], True),
+    "opt": ("opt", {}, [None, None], True),
+    "llama": ("llama", {}, [None, None], True),
+    "gemma": ("gemma", {}, [None, None], False),
+    "qwen3": ("qwen3", {}, [None, None], True),
+    "olmo2": ("olmo2", {}, [None, None], False),
+    "bert": ("bert", {}, [None, None], False),
+}
+WORLDS = ["bridge", "hooked"] if has_hooked_transformer() else ["bridge"]
+
+
+def attentions(model: Any, tokens: torch.Tensor = TOKENS) -> list[np.ndarray]:
+    """The pattern of every layer [head query key], by Hugging Face alone."""
+    with torch.no_grad():
+        return [a[0].double().numpy() for a in model(tokens, output_attentions=True).attentions]
+
+
+def expected(pattern: np.ndarray, window: int | None, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Entropy ratio of each head and largest weight of each key, by definition."""
+    entropies, queries = np.zeros(len(pattern)), range(1 if causal else 0, pattern.shape[1])
+    for t in queries:
+        first, last = max(0, t - (window or LENGTH) + 1), t if causal else LENGTH - 1
+        seen = pattern[:, t, first : last + 1]
+        np.testing.assert_allclose(seen.sum(-1), 1, atol=1e-5, err_msg="the window in this test is wrong")
+        logs = np.log(np.where(seen > 0, seen, 1.0))
+        entropies += -(seen * logs).sum(-1) / np.log(last - first + 1)
+    return entropies / len(queries), pattern[:, list(queries)].max(1)
+
+
+def check(report: ln_probe.Report, patterns: list[np.ndarray], windows: list[int | None], causal: bool = True) -> None:
+    for layer, (pattern, window) in enumerate(zip(patterns, windows, strict=True)):
+        entropy, most = expected(pattern, window, causal)
+        place = f"layer == {layer} and space == 'head' and variant == 'intact'"
+        rows = report.heads.query(place).sort_values("head")
+        np.testing.assert_allclose(rows["entropy_ratio"], entropy, atol=BOUND, rtol=0)
+        keys = report.keys.query(place).sort_values(["head", "position"])
+        np.testing.assert_allclose(keys["pattern_max"].to_numpy().reshape(most.shape), most, atol=BOUND, rtol=0)
+        assert (keys["attainable_reachable"].isna() | (keys["attainable_reachable"] >= keys["pattern_max"] - 1)).all()
+        judged = keys["judged_at"].to_numpy()
+        assert (judged - keys["position"] < (window or LENGTH)).all()
+        assert (judged >= keys["position"]).all() or not causal
+        assert keys["first_unselectable_at"].isna().all() == (window is not None or not causal)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", CASES)
+def test_columns_are_those_of_hugging_face(
+    case: str, world: str, make_hugging_face: Callable[..., Any], tmp_path: Path
+) -> None:
+    arch, options, windows, hooked = CASES[case]
+    if world == "hooked" and not hooked:
+        pytest.skip("HookedTransformer does not hold this architecture")
+    original = make_hugging_face(arch, torch.float64, **options)
+    if case == "gpt2_norm_free":
+        with torch.no_grad():
+            for name, parameter in original.named_parameters():
+                if "ln_" in name and name.endswith("weight"):
+                    parameter.mul_(1e6)
+    original.save_pretrained(tmp_path)
+    model = ln_probe.load_model(tmp_path, dtype="float64", device="cpu", world=world)  # type: ignore[arg-type]
+    report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", probes=("selectability", "uniformity"))
+    assert not [n for n in report.notes if "head space was not measured" in n]
+    check(report, attentions(original), windows, causal=arch != "bert")
+
+
+class DyT(nn.Module):
+    """tanh(a x)·gain + bias (Zhu et al. 2025, Transformers without Normalization)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.6))
+        self.weight, self.bias = norm.weight, norm.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.a * x) * self.weight + self.bias
+
+
+def test_dyt_in_place_of_every_norm(make_hugging_face: Callable[..., Any]) -> None:
+    """A Hugging Face model in memory whose norms are no norms."""
+    model = make_hugging_face("neox", torch.float64)
+    for block in model.gpt_neox.layers:
+        block.input_layernorm, block.post_attention_layernorm = map(
+            DyT, (block.input_layernorm, block.post_attention_layernorm)
+        )
+    model.gpt_neox.final_layer_norm = DyT(model.gpt_neox.final_layer_norm)
+    patterns = attentions(model)
+    report = ln_probe.analyze(
+        model, TOKENS, progress=False, keys="all", probes=("decomposition", "selectability", "uniformity")
+    )
+    check(report, patterns, [None, None])
+    assert set(report.layernorms["kind"]) == {"unknown"}
+    assert len(report.layernorms) == 5
+    assert set(report.heads.query("space == 'head'")["queries"]) == {"empirical"}
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer")
+@pytest.mark.parametrize("options", [
+    {"use_local_attn": True, "window_size": 6, "attn_types": ["global", "local"]},
+    {"positional_embedding_type": "alibi"},
+    {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
+    {"normalization_type": None},
+], ids=str)  # fmt: skip
+def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked(**options, dtype=torch.float64)
+    _, cache = model.run_with_cache(TOKENS)
+    patterns = [cache[f"blocks.{i}.attn.hook_pattern"][0].double().numpy() for i in range(2)]
+    report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", probes=("selectability", "uniformity"))
+    check(report, patterns, [None, 6] if "window_size" in options else [None, None])

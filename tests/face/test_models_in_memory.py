@@ -1,0 +1,125 @@
+"""A plain Hugging Face model as `analyze` takes it: the same report as of its folder, the user's model as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import ln_probe
+from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.loading.same_logits import same_weights
+
+TOKENS = torch.arange(3, 21)[None]
+
+
+def state(model: torch.nn.Module) -> dict[str, Any]:
+    """All that a user can see of a model."""
+    return {
+        "weights": {n: (p.data_ptr(), p.clone(), p.requires_grad) for n, p in model.named_parameters()},
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "modules": {n: (id(m), type(m), m.training, len(m._forward_hooks)) for n, m in model.named_modules()},
+        "config": copy.deepcopy(model.config.to_dict()),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one["modules"] == two["modules"]
+    assert (one["config"], one["attention"]) == (two["config"], two["attention"])
+    assert one["weights"].keys() == two["weights"].keys()
+    for name, (place, values, grad) in one["weights"].items():
+        again = two["weights"][name]
+        assert (place, grad) == (again[0], again[2]), name
+        assert torch.equal(values, again[1]), name
+    assert all(torch.equal(b, two["buffers"][n]) for n, b in one["buffers"].items())
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama", "neox", "opt", "bloom", "gemma3", "bert"])
+def test_it_is_measured_and_handed_back_unchanged(
+    arch: str, make_hugging_face: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = make_hugging_face(arch)
+    model.config._attn_implementation = "sdpa" if arch not in ("bloom",) else "eager"
+    model.train()
+    next(model.parameters()).requires_grad_(False)
+    before = state(model)
+    with torch.no_grad():
+        logits = model.eval()(TOKENS).logits
+        model.train()
+    report = ln_probe.analyze(model, TOKENS, progress=False, probes=("decomposition", "selectability", "uniformity"))
+    assert_same(before, state(model))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS).logits, logits)
+    about = report.provenance["model"]
+    assert (about["kind"], about["architecture"], about["world"]) == (
+        "memory",
+        type(model).__name__,
+        "TransformerBridge",
+    )
+    assert about["logits_max_difference"] < 1e-5
+    assert any(n.startswith("the model was in training mode") for n in report.notes)
+
+    make_hugging_face(arch).save_pretrained(tmp_path)
+    folder = ln_probe.load_model(tmp_path, device="cpu", world="bridge")
+    other = ln_probe.analyze(folder, TOKENS, progress=False, probes=("decomposition", "selectability", "uniformity"))
+    for table in (t.name for t in BUILT_IN):
+        assert report.tables[table].equals(other.tables[table]), table
+
+
+def test_texts_need_its_tokenizer(make_hugging_face: Callable[..., Any]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {w: i for i, w in enumerate(["[UNK]", "the", "lamp", "was", "lit", "<s>"])}
+    built = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]", bos_token="<s>")
+    model = make_hugging_face("gpt2")
+    how: dict[str, Any] = {"progress": False, "probes": ("selectability",), "keys": "all"}
+    report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
+    tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
+    assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
+    with pytest.raises(ValueError, match="this model has no tokenizer, so text cannot be turned into tokens"):
+        ln_probe.analyze(model, "the lamp was lit", **how)
+
+
+def test_a_tokenizer_for_a_model_that_brings_its_own(make_bridge: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"tokenizer= is for a Hugging Face model in memory: a TransformerBridge brings"
+    ):
+        ln_probe.analyze(make_bridge("gpt2"), TOKENS, tokenizer=object())
+
+
+def test_what_has_no_head_or_no_bridge_is_refused() -> None:
+    shape = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 32, "vocab_size": 50}
+    headless = transformers.GPT2Model(transformers.GPT2Config(**shape))
+    with pytest.raises(
+        ValueError, match=r"GPT2Model has no language-model head, .*: pass the GPT2LMHeadModel around it"
+    ):
+        ln_probe.analyze(headless, TOKENS)
+    other = transformers.CTRLLMHeadModel(transformers.CTRLConfig(
+        n_embd=32, n_head=4, n_layer=1, dff=64, n_positions=32, vocab_size=50
+    ))  # fmt: skip
+    with pytest.raises(ValueError, match="TransformerLens has no bridge for CTRLLMHeadModel"):
+        ln_probe.analyze(other, TOKENS)
+
+
+def test_a_bridge_that_is_not_the_model_is_refused(make_hugging_face: Callable[..., Any]) -> None:
+    """A GPT-2 without norms: TransformerLens's bridge would compute LayerNorms that the model does not have."""
+    model = make_hugging_face("gpt2")
+    for block in model.transformer.h:
+        block.ln_1 = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge"):
+        ln_probe.analyze(model, TOKENS, progress=False)
+
+
+def test_a_copy_of_the_structure_holds_the_very_same_weights(make_hugging_face: Callable[..., Any]) -> None:
+    model = make_hugging_face("gpt2")
+    other = same_weights(model)
+    assert [p.data_ptr() for p in model.parameters()] == [p.data_ptr() for p in other.parameters()]
+    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}

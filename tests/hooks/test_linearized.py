@@ -1,0 +1,173 @@
+"""Sigma held at every norm: the forward pass stays, gradients are those of the linear map, and other edits nest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks.edits import InterventionError, LostEditError
+from ln_probe.hooks.site import Site
+
+TOKENS = torch.arange(1, 21).view(2, 10)
+ANSWER = 7
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+def gradient_at(model: Any, site: Site, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """A norm's input during `run`, and the gradient of the answer's last logit with respect to it."""
+    seen: list[Tensor] = []
+
+    def keep(_m: Any, args: Any) -> Any:
+        x = args[0].detach().requires_grad_()
+        seen.append(x)
+        return (x, *args[1:])
+
+    handle = site.module.register_forward_pre_hook(keep)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(run()[0, -1, ANSWER], seen[0])
+    handle.remove()
+    return seen[0].detach().double(), gradient.double()
+
+
+def final(model: Any) -> Site:
+    return next(s for s in find_sites(model) if s.reads == "unembed")
+
+
+def analytic(model: Any, site: Site, x: Tensor, *, project: bool = True) -> Tensor:
+    """Jᵀ w of gain·Px / sigma + bias at the last position of the first prompt, sigma held."""
+    g = model.W_U[:, ANSWER].detach().double() * (1.0 if site.gain is None else site.gain.double())
+    g = g - g.mean() if project and site.projects else g
+    out = torch.zeros_like(x)
+    out[0, -1] = g / site.sigma(x)[0, -1]
+    return out
+
+
+@pytest.fixture
+def in_float64(worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]) -> list[tuple[str, Any]]:
+    bridge = [("bridge", make_bridge(arch, torch.float64)) for arch in ("gpt2", "neox", "opt")]
+    return [(n, m.double()) for n, m in worlds if n != "bridge"] + bridge
+
+
+def test_forward_is_unchanged_and_gradients_are_those_of_the_linear_map(in_float64: list[tuple[str, Any]]) -> None:
+    for name, model in in_float64:
+        site = final(model)
+        intact = model(TOKENS).detach()
+        _, bent = gradient_at(model, site, lambda m=model: m(TOKENS))
+        with linearized(model) as names:
+            assert site.name in names
+            assert torch.equal(model(TOKENS), intact), name
+            x, straight = gradient_at(model, site, lambda m=model: m(TOKENS))
+        expected = analytic(model, site, x)
+        assert float((straight - expected).abs().max()) <= 1e-10 * float(expected.abs().max()), name
+        assert float((bent - expected).abs().max()) > 1e-3 * float(expected.abs().max()), name  # sigma answered before
+        assert torch.equal(model(TOKENS), intact)
+        assert not [h for s in find_sites(model) for h in s.module._forward_hooks.values()]
+
+
+def test_hooks_give_the_same_gradients(worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]) -> None:
+    others = [("bridge", make_bridge(arch)) for arch in ("neox", "llama", "gemma", "qwen3")]
+    for name, model in [*worlds, *others]:
+        site = next(s for s in find_sites(model) if s.reads == "mlp")
+        with linearized(model):
+            _, expected = gradient_at(model, site, lambda m=model: m(TOKENS))
+        hooks = linearized.fwd_hooks(model)
+        _, found = gradient_at(model, site, lambda m=model, h=hooks: m.run_with_hooks(TOKENS, fwd_hooks=h))
+        with torch.no_grad():
+            intact, hooked = model(TOKENS), model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        assert float((intact - hooked).abs().max()) <= 5e-6 * float(intact.abs().max()), name
+        assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
+
+
+def test_sigmas_of_another_run(worlds: list[tuple[str, Any]]) -> None:
+    other = TOKENS.flip(1)
+    for name, model in worlds:
+        site = final(model)
+        sigmas = linearized.sigmas(model, other)
+        assert set(sigmas) == {s.name for s in find_sites(model)}
+        own = linearized.sigmas(model, TOKENS)
+        with torch.no_grad(), linearized(model, sigma=own):
+            same = model(TOKENS)
+        with torch.no_grad():
+            assert float((same - model(TOKENS)).abs().max()) <= 5e-6 * float(same.abs().max()), name
+        seen: list[Tensor] = []
+        handle = site.module.register_forward_pre_hook(lambda _m, args, s=seen: s.append(args[0]))
+        with torch.no_grad(), linearized(model, sigma={site.name: sigmas[site.name]}):
+            found = model(TOKENS)
+        handle.remove()
+        x = seen[-1]
+        with torch.no_grad():
+            by_hand = model.unembed(site.affine(site.project(x) / sigmas[site.name][..., None]))
+        assert float((found - by_hand).abs().max()) <= 1e-5 * float(found.abs().max()), name
+        said = r"sigma was given for tokens \[2, 10\], and the norm's input is"
+        with pytest.raises(InterventionError, match=said), linearized(model, sigma=sigmas):
+            model(TOKENS[:, :5])
+
+
+@pytest.mark.parametrize("what", ["projection", "scaling", "both"])
+def test_it_nests_with_without_in_either_order(what: str, worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        site = final(model)
+        with without(model, what, sites=[site.name], scale=3.0):
+            alone = model(TOKENS).detach()
+            with linearized(model):
+                inside = model(TOKENS).detach()
+                x, one = gradient_at(model, site, lambda m=model: m(TOKENS))
+        with linearized(model), without(model, what, sites=[site.name], scale=3.0):
+            outside = model(TOKENS).detach()
+            _, two = gradient_at(model, site, lambda m=model: m(TOKENS))
+        size = float(alone.abs().max())
+        assert float((inside - alone).abs().max()) <= 5e-6 * size, name
+        assert float((outside - alone).abs().max()) <= 5e-6 * size, name
+        expected = analytic(model, site, x, project=what == "scaling")
+        if what != "projection":  # scaling is gone: a constant divides
+            expected = expected * site.sigma(x) / 3.0
+        for found in (one, two):
+            assert float((found - expected).abs().max()) <= 2e-6 * float(expected.abs().max()), name
+
+
+def test_keys_alone_can_be_edited_under_it(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        with torch.no_grad(), without(model, "scaling", scale=3.0, only="keys"):
+            alone = model(TOKENS)
+        with torch.no_grad(), linearized(model), without(model, "scaling", scale=3.0, only="keys"):
+            assert float((model(TOKENS) - alone).abs().max()) <= 5e-6 * float(alone.abs().max()), name
+
+
+def test_a_lost_edit_is_named(make_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_lab()
+    site = find_sites(model)[1]
+    handle = site.module.register_forward_hook(lambda _m, args, y: y + args[0].pow(2) - args[0].detach().pow(2))
+    said = rf"^{site.name}: holding sigma was lost: the gradient through this norm"
+    with pytest.raises(LostEditError, match=said), linearized(model):
+        pass
+    handle.remove()
+    block = model.blocks[1]
+    monkeypatch.setattr(block, "forward", lambda resid: resid)  # a block that calls none of its norms
+    with pytest.raises(LostEditError, match=r"blocks.1.ln1"), linearized(model):
+        pass
+
+
+def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    good = linearized.sigmas(model, TOKENS)
+    for sigma, said in (
+        ("frozen", "sigma must be 'own' or a mapping from names of norms, got 'frozen'"),
+        ({"blocks.9.ln1": good["ln_final"]}, "sigma is given for 'blocks.9.ln1', which is no norm of this model"),
+        ({"ln_final": -good["ln_final"]}, "sigma of ln_final must be positive and finite everywhere, its least is -"),
+        ({"ln_final": 3.0}, "sigma of ln_final must be a tensor with a number per token, got 3.0"),
+    ):
+        with pytest.raises(InterventionError) as error, linearized(model, sigma=sigma):  # type: ignore[arg-type]
+            pass
+        assert said in str(error.value)
+    said = r"blocks.0.ln1 is linearized already"
+    with linearized(model), pytest.raises(InterventionError, match=said), linearized(model):
+        pass
+    bare = make_lab(norm=None, norm_mlp=None, norm_final=None)
+    with pytest.raises(InterventionError, match="no normalization: it is linear there already"), linearized(bare):
+        pass

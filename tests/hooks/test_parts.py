@@ -1,0 +1,126 @@
+"""What every norm reads is a sum of parts: of which, found by what a pass shows, in every kind of block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ln_probe.hooks.recorded import Split, outside_attention, record
+from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.wiring import END, find_wiring
+from ln_probe.hooks.writes import SplitError, Writers
+
+TOKENS = torch.arange(1, 11)
+ROWS = [0, 4, 9]
+# architecture: what the second norm of the second block reads, in our words
+KINDS = {
+    "gpt2": "embed + pos_embed + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "neox": "embed + blocks.0.attn + blocks.0.mlp",  # attention and MLP side by side
+    "opt": "embed + pos_embed + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "llama": "embed + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "qwen3": "embed + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "gemma": "embed + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "gemma2": "embed + blocks.0.ln1_post + blocks.0.ln2_post + blocks.1.ln1_post",  # norms of what is written
+    "bloom": "embed_ln + blocks.0.attn + blocks.0.mlp + blocks.1.attn",
+    "olmo2": "blocks.1.mlp",  # no norm but behind the writers
+    "bert": "blocks.1.ln1 + blocks.1.mlp",  # norms in the stream itself
+}
+
+
+def split_of(model: Any, tokens: Tensor = TOKENS, rows: list[int] = ROWS) -> Split:
+    sites = find_sites(model)
+    wiring = find_wiring(model, sites)
+    return Split(Writers(model), wiring, sites, record(model, tokens, rows, sites))
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_every_norm_reads_its_parts(arch: str, make_bridge: Callable[..., Any]) -> None:
+    split = split_of(make_bridge(arch))
+    expression = split.wiring.at("blocks.1.ln2")
+    assert set(expression.values()) == {1.0}
+    assert " + ".join(sorted(map(str, expression))) == " + ".join(sorted(KINDS[arch].split(" + ")))
+    f = torch.randn(len(ROWS), 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for site in outside_attention(split.sites):
+        if arch == "bert" and site.name == "ln_final":  # behind the head's own map and activation
+            with pytest.raises(SplitError, match=r"written after blocks.1.ln2, the last place where the sum closes"):
+                split.read("ln_final", f)
+            continue
+        assert split.check(site.name) <= 5e-7
+        whole = torch.einsum("rd,rfd->rf", split.input(site.name), f)
+        summed = torch.stack(list(split.read(site.name, f).values())).sum(0)
+        assert float((summed - whole).abs().max()) <= 2e-6 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama"])
+def test_a_head_is_what_goes_when_its_z_is_zeroed(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Another way to the same vector: edit the head away and see what attention writes less."""
+    model = make_bridge(arch, torch.float64)
+    split = split_of(model)
+    basis = torch.eye(32, dtype=torch.float64).expand(len(ROWS), -1, -1)
+    parts = {p.name: v for p, v in split.read("ln_final", basis).items()}
+
+    def attention_out(head: int | None) -> Tensor:
+        seen: list[Tensor] = []
+
+        def drop(z: Tensor, hook: Any) -> Tensor:
+            out = z.clone().reshape(*z.shape[:2], 4, -1)
+            if head is not None:
+                out[:, :, head] = 0
+            return out.reshape(z.shape)
+
+        def keep(out: Tensor, hook: Any) -> None:
+            seen.append(out)
+
+        with torch.no_grad():
+            hooks = [("blocks.1.attn.hook_z", drop), ("blocks.1.hook_attn_out", keep)]
+            model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
+        return seen[0][0, ROWS]
+
+    for head in range(4):
+        less = attention_out(None) - attention_out(head)
+        assert float((parts[f"L1H{head}"] - less).abs().max()) <= 1e-12
+
+
+def test_scaled_embeddings_come_out_with_their_factor(make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    model.blocks[0].register_forward_pre_hook(lambda _m, args: (5.5 * args[0],))
+    expression = split_of(model).wiring.at("ln_final")
+    assert {str(s): round(f, 5) for s, f in expression.items()} == {
+        "embed": 5.5, "pos_embed": 5.5, "blocks.0.attn": 1.0, "blocks.0.mlp": 1.0, "blocks.1.attn": 1.0,
+        "blocks.1.mlp": 1.0,
+    }  # fmt: skip
+
+
+def test_an_unknown_writer_is_missed_and_placed(make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    extra = torch.nn.Linear(32, 32)
+    model.blocks[0].register_forward_hook(lambda _m, _args, out: out + extra(out).tanh().detach())
+    sites = find_sites(model)
+    wiring = find_wiring(model, sites)
+    assert set(wiring.reads) == {"blocks.0.ln1", "blocks.0.ln2", END}  # (the end is what the last norm wrote)
+    said = r"at ln_final is not the sum .*e-0[12] of its size is left over .*written after blocks.0.ln2, the last place"
+    with pytest.raises(SplitError, match=said):
+        wiring.at("ln_final")
+
+
+def test_an_edit_that_was_active_is_noticed(make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    sites = find_sites(model)
+    wiring = find_wiring(model, sites)
+    model.blocks[1].register_forward_pre_hook(lambda _m, args: (args[0] + 0.01,))
+    split = Split(Writers(model), wiring, sites, record(model, TOKENS, ROWS, sites))
+    assert split.check("blocks.0.ln2") < 1e-6
+    with pytest.raises(SplitError, match=r"read at blocks.1.ln1 do not add up to it: .* Something else wrote"):
+        split.check("blocks.1.ln1")
+
+
+def test_a_stream_without_norms_ends_somewhere_too(make_lab: Callable[..., Any]) -> None:
+    split = split_of(make_lab(norm=None, norm_mlp=None, norm_final=None))
+    assert split.sites == []
+    assert split.check(END) <= 5e-7
+    with pytest.raises(SplitError, match=r"ln_final is no norm of the residual stream: there are the end"):
+        split.check("ln_final")
