@@ -3,8 +3,9 @@
     score = (W_Q LN(x_q) + b_Q)ᵀ R (W_K LN(x_k) + b_K) / divisor
 
 is bilinear in the parts of both sides once both sigmas are held (Elhage et al. 2021, section on QK circuits, has it
-without norms; `docs/attribution.md`). A QK-norm holds its own sigma too. Against another key, or the mean over the keys
-that the query sees, it is the difference of two such sums: what softmax depends on.
+without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a pair of its own, "position
+bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such sums: what
+softmax depends on.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def attribute_scores(
         TypeError: not a TransformerLens model.
         AttributionError: a layer, head or position out of range; a key that the query does not see; attention that
             reads no norm.
-        UnsupportedAttentionError: scores that are not a scaled dot product (a soft cap, ALiBi).
+        UnsupportedAttentionError: scores that are not a scaled dot product (a soft cap).
         SplitError: the parts do not add up to what the norm reads: names the place and how much is missing.
     """
     hooked = check_model(model)
@@ -271,6 +272,13 @@ def attribute_scores(
 
     keys = one.whole[0] if two is None else one.whole[0] - two.whole[0]
     matrix = queries.whole[0] @ keys.T / heads.divisor
+    q_parts, k_parts = list(queries.parts), list(one.parts)
+    if heads.slopes is not None:  # a pair of its own: what ALiBi adds is of no other part
+        lifts = _position_bias(heads, head, q_at, len(ids))
+        lift = float(lifts[k_at]) - (0.0 if other is None else float(lifts[other].mean()))
+        matrix = torch.block_diag(matrix, torch.full((1, 1), lift, dtype=torch.float64))
+        for parts in (q_parts, k_parts):
+            parts.append(Part("position bias", "bias", layer))
     q_whole = queries.whole.sum(1)[0]
     total = float(matrix.sum())
     terms = [
@@ -288,10 +296,10 @@ def attribute_scores(
     )
     bound = wiring.bound(site.name, seen.x.dtype)
     return ScoreAttribution(
-        pd.DataFrame(matrix.numpy(), index=[p.name for p in queries.parts], columns=[p.name for p in one.parts]),
+        pd.DataFrame(matrix.numpy(), index=[p.name for p in q_parts], columns=[p.name for p in k_parts]),
         pd.DataFrame(
-            [_row("query", p, v) for p, v in zip(queries.parts, matrix.sum(1).tolist(), strict=True)]
-            + [_row("key", p, v) for p, v in zip(one.parts, matrix.sum(0).tolist(), strict=True)],
+            [_row("query", p, v) for p, v in zip(q_parts, matrix.sum(1).tolist(), strict=True)]
+            + [_row("key", p, v) for p, v in zip(k_parts, matrix.sum(0).tolist(), strict=True)],
             columns=list(COLUMNS),
         ),
         pd.DataFrame(terms, columns=["side", "term", "contribution", "meaning"]),
@@ -341,4 +349,11 @@ def _heads(
 def _own_scores(heads: Heads, seen: AttentionInput, head: int, query: int) -> Float64[Tensor, " key"]:
     """Scores of one query from what the norm really put out, on the CPU."""
     q, k = heads.queries(seen.y)[query, head], heads.keys(seen.y)[:, head]
-    return (k @ q / heads.divisor).cpu()
+    scores = (k @ q / heads.divisor).cpu()
+    return scores if heads.slopes is None else scores + _position_bias(heads, head, query, len(scores))
+
+
+def _position_bias(heads: Heads, head: int, query: int, keys: int) -> Float64[Tensor, " key"]:
+    """What ALiBi adds to the scores of one query: −slope·distance, in nats (Press et al. 2022, section 3)."""
+    assert heads.slopes is not None
+    return heads.slopes[head].cpu() * (torch.arange(keys, dtype=torch.float64) - query)
