@@ -209,9 +209,13 @@ class EditedRuns:
         if self.meaningless:
             compared = dict.fromkeys(compared, math.nan)
         return {
-            **losses, **compared, "predicted": float(length - 1), "positions": float(length),
-            "entropy": found.get("entropy", math.nan), "queries": found.get("queries", 0.0),
-        }  # fmt: skip
+            **losses,
+            **compared,
+            "predicted": float(length - 1),
+            "positions": float(length),
+            "entropy": found.get("entropy", math.nan),
+            "queries": found.get("queries", 0.0),
+        }
 
     def _about(self, row: _Row) -> dict[str, Any]:
         """What is known of a row without running it; `no_op`: why nothing changes at any member, empty if it does."""

@@ -228,8 +228,13 @@ class HeadRuns:
         found: dict[tuple[int, int, str], float] = {}
         at_once = max(1, _LOGITS // (len(tokens) * vocabulary_size(self.model)))
         for layer in self.sites:
-            wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in EDITED
-                      if (layer, v) in first.edited]  # fmt: skip
+            wanted = [
+                (h, v)
+                for h in self.heads[layer]
+                if (layer, h) in self.exact
+                for v in EDITED
+                if (layer, v) in first.edited
+            ]
             for at in range(0, len(wanted), at_once):
                 some = wanted[at : at + at_once]
                 for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):

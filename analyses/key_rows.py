@@ -111,10 +111,18 @@ class Collected:
             arrays[f"{place}/lengths"] = np.array(group.lengths, np.int64)
             arrays[f"{place}/measured"] = np.array(group.measured, np.int64)
             arrays |= {f"{place}/{m}": np.concatenate(parts, axis=1) for m, parts in group.measures.items()}
-            rows.append({
-                "layer": r.layer, "space": r.space, "variant": r.variant, "heads": list(r.heads), "dim": r.dim,
-                "theorem": r.theorem, "no_op": r.no_op, "measures": list(group.measures),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "layer": r.layer,
+                    "space": r.space,
+                    "variant": r.variant,
+                    "heads": list(r.heads),
+                    "dim": r.dim,
+                    "theorem": r.theorem,
+                    "no_op": r.no_op,
+                    "measures": list(group.measures),
+                }
+            )
         return Piece(arrays, info={"rows": rows})
 
 

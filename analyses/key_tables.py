@@ -79,9 +79,11 @@ def _intervals(
     """How far a sample's figures may be from those of all keys; NaN where all were measured."""
     ends = {"unselectable_fraction": fraction_interval(unselectable, len(margin))} if sampled else {}
     for name, values, q in (
-        ("margin_median", margin, 0.5), ("margin_p05", margin, 0.05),
-        ("attainable_median", found["attainable"], 0.5), ("attainable_p05", found["attainable"], 0.05),
-    ):  # fmt: skip
+        ("margin_median", margin, 0.5),
+        ("margin_p05", margin, 0.05),
+        ("attainable_median", found["attainable"], 0.5),
+        ("attainable_p05", found["attainable"], 0.05),
+    ):
         if sampled:
             ends[name] = quantile_interval(values, q)
     return {
@@ -117,9 +119,15 @@ def _key_frames(block: Block, token: Callable[[int, int], str], *, every: bool, 
         for variant, found in here.items():
             frame = pd.DataFrame({m: a[picked] for m, a in found.items()})
             frame = frame.assign(
-                layer=first.layer, head=head, space=first.space, variant=variant, prompt=prompt[picked],
-                position=position[picked], token=names, verdict=NAMES[found["verdict"][picked]],
-            )  # fmt: skip
+                layer=first.layer,
+                head=head,
+                space=first.space,
+                variant=variant,
+                prompt=prompt[picked],
+                position=position[picked],
+                token=names,
+                verdict=NAMES[found["verdict"][picked]],
+            )
             yield frame[KEYS.names]
 
 

@@ -56,9 +56,17 @@ class _Sums:
 
 @compiled
 def _measure(
-    x: NDArray[Any], y: NDArray[Any], gain: NDArray[np.float64], bias: NDArray[np.float64], projects: bool,
-    scales: bool, eps: float, stretch: float, constant: float, out: NDArray[np.float64],
-) -> tuple[float, float]:  # fmt: skip
+    x: NDArray[Any],
+    y: NDArray[Any],
+    gain: NDArray[np.float64],
+    bias: NDArray[np.float64],
+    projects: bool,
+    scales: bool,
+    eps: float,
+    stretch: float,
+    constant: float,
+    out: NDArray[np.float64],
+) -> tuple[float, float]:
     """Share, (angle), |x|, |y|, 1/sigma and sigma of each position into `out`; largest error and |entry| of y.
 
     What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
@@ -122,9 +130,17 @@ class SiteStatistics:
         site = self.site
         stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
         error, largest = _measure(
-            before, after, self._gain, self._bias, site.projects, site.scales, site.eps, stretch, site.constant_scale,
+            before,
+            after,
+            self._gain,
+            self._bias,
+            site.projects,
+            site.scales,
+            site.eps,
+            stretch,
+            site.constant_scale,
             values,
-        )  # fmt: skip
+        )
         self.error, self.largest = max(self.error, error), max(self.largest, largest)
         self.out_square += float(np.square(values[:, 3]).sum())
         values[:, 1] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, 0], 0, 1))))
@@ -165,20 +181,32 @@ class SiteStatistics:
         if site.bias is not None:
             bias_norm = float(site.bias.double().norm())
         row: dict[str, object] = {
-            "site": site.name, "layer": site.layer, "kind": site.kind, "reads": site.reads, "state": site.state,
-            "tokens": self.everywhere.count, "gain_mean": math.nan if gain is None else float(gain.mean()),
+            "site": site.name,
+            "layer": site.layer,
+            "kind": site.kind,
+            "reads": site.reads,
+            "state": site.state,
+            "tokens": self.everywhere.count,
+            "gain_mean": math.nan if gain is None else float(gain.mean()),
             "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
-            "bias_norm": bias_norm, "eps": site.eps if site.scales else math.nan, "evidence": site.evidence,
-            "reconstruction_error": self.reconstruction_error, "reconstruction_bound": self.reconstruction_bound,
-            "sigma_mean": self.everywhere.mean(5), "sigma_mean_tail": self.tail.mean(5),
-        }  # fmt: skip
+            "bias_norm": bias_norm,
+            "eps": site.eps if site.scales else math.nan,
+            "evidence": site.evidence,
+            "reconstruction_error": self.reconstruction_error,
+            "reconstruction_bound": self.reconstruction_bound,
+            "sigma_mean": self.everywhere.mean(5),
+            "sigma_mean_tail": self.tail.mean(5),
+        }
         for sums, ending in ((self.everywhere, ""), (self.tail, "_tail")):
             row |= {
-                f"mean_share{ending}": sums.mean(0), f"angle_to_ones_deg{ending}": sums.mean(1),
-                f"norm_before_mean{ending}": sums.mean(2), f"norm_before_cv{ending}": sums.cv(2),
-                f"norm_after_mean{ending}": sums.mean(3), f"scale_mean{ending}": sums.mean(4),
+                f"mean_share{ending}": sums.mean(0),
+                f"angle_to_ones_deg{ending}": sums.mean(1),
+                f"norm_before_mean{ending}": sums.mean(2),
+                f"norm_before_cv{ending}": sums.cv(2),
+                f"norm_after_mean{ending}": sums.mean(3),
+                f"scale_mean{ending}": sums.mean(4),
                 f"scale_cv{ending}": sums.cv(4),
-            }  # fmt: skip
+            }
         return row
 
 

@@ -152,8 +152,11 @@ class PromptOutliers:
     def _follow(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         if site.reads == "other":
             return
-        fed = [f"the {part} of block {site.layer + (self.post and part == 'attention')}"
-               for part in ("attention", "mlp") if part in site.reads.split("+")]  # fmt: skip
+        fed = [
+            f"the {part} of block {site.layer + (self.post and part == 'attention')}"
+            for part in ("attention", "mlp")
+            if part in site.reads.split("+")
+        ]
         now = y if self.post else x
         if self._stream is not None and not self.post and torch.equal(now, self._stream):  # parallel attention and MLP
             self._writers += fed

@@ -53,9 +53,17 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 def report(out: Path, *options: str, workers: int) -> list[str]:
     return [
-        sys.executable, "-m", "ln_probe.cli", "report", "--quiet", "--out", str(out), "--workers", str(workers),
+        sys.executable,
+        "-m",
+        "ln_probe.cli",
+        "report",
+        "--quiet",
+        "--out",
+        str(out),
+        "--workers",
+        str(workers),
         *options,
-    ]  # fmt: skip
+    ]
 
 
 def write_prompts(path: Path, rows: list[list[int]]) -> str:

@@ -41,9 +41,18 @@ def gpt2_small(world: str) -> Any:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
 
         config = HookedTransformerConfig(
-            n_layers=12, d_model=768, n_heads=12, d_head=64, d_mlp=3072, d_vocab=50257, n_ctx=1024, act_fn="gelu_new",
-            normalization_type="LN", default_prepend_bos=False, device="cpu",
-        )  # fmt: skip
+            n_layers=12,
+            d_model=768,
+            n_heads=12,
+            d_head=64,
+            d_mlp=3072,
+            d_vocab=50257,
+            n_ctx=1024,
+            act_fn="gelu_new",
+            normalization_type="LN",
+            default_prepend_bos=False,
+            device="cpu",
+        )
         return HookedTransformer(config).eval()
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformers import GPT2Config, GPT2LMHeadModel

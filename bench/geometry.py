@@ -313,8 +313,14 @@ def mgm_keys(number: int) -> np.ndarray:
 
 
 SECTIONS = {
-    "speed": speed, "verdicts": verdicts, "hard": hard, "worst": worst, "checks": checks, "heads": heads, "pool": pool,
-}  # fmt: skip
+    "speed": speed,
+    "verdicts": verdicts,
+    "hard": hard,
+    "worst": worst,
+    "checks": checks,
+    "heads": heads,
+    "pool": pool,
+}
 
 
 def main() -> None:

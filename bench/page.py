@@ -39,9 +39,20 @@ def made_up() -> Exhibits:
     shares = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
     verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
     shown = PromptAttention(
-        0, tuple(f" w{i}" for i in range(TOKENS)), tuple(range(LAYERS)), tuple(range(HEADS)), bin_edges(TOKENS), cells,
-        verdicts[0], shares[0], shares[1], verdicts[1], shares[2], to_bytes(shares[2].astype(float)), full,
-    )  # fmt: skip
+        0,
+        tuple(f" w{i}" for i in range(TOKENS)),
+        tuple(range(LAYERS)),
+        tuple(range(HEADS)),
+        bin_edges(TOKENS),
+        cells,
+        verdicts[0],
+        shares[0],
+        shares[1],
+        verdicts[1],
+        shares[2],
+        to_bytes(shares[2].astype(float)),
+        full,
+    )
     return Exhibits((shown,))
 
 

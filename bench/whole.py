@@ -71,9 +71,13 @@ def _measured(command: list[str], checkout: Path) -> dict[str, float]:
     env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     began, most = time.perf_counter(), 0.0
     process = subprocess.Popen(
-        [sys.executable, "-c", inner, json.dumps(command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=env, cwd=checkout,
-    )  # fmt: skip
+        [sys.executable, "-c", inner, json.dumps(command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=checkout,
+    )
     while process.poll() is None:
         most = max(most, _memory(process.pid))
         try:

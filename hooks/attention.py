@@ -119,9 +119,13 @@ class Heads:
         """Attention that these queries pay to these keys, in some of the heads."""
         bias = self.bias(len(k))
         return attention_pattern(
-            q[:, some], k[:, some], self.divisor, causal=self.causal, window=self.window,
+            q[:, some],
+            k[:, some],
+            self.divisor,
+            causal=self.causal,
+            window=self.window,
             bias=None if bias is None else bias[some],
-        )  # fmt: skip
+        )
 
     def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
         """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""

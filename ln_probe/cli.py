@@ -119,10 +119,15 @@ def lab_run(
     folder = out or Path("lab-runs") / name
     commands.writable(folder)
     request = experiments.Request(
-        out=folder, seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))), quick=quick,
-        texts=tuple(text or ()), tokenizer=tokenizer, jobs=jobs, collect=collect,
+        out=folder,
+        seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))),
+        quick=quick,
+        texts=tuple(text or ()),
+        tokenizer=tokenizer,
+        jobs=jobs,
+        collect=collect,
         progress=not quiet and sys.stderr.isatty(),
-    )  # fmt: skip
+    )
     from ln_probe.measuring.live import Live
 
     command = shlex.join(["ln-probe", *sys.argv[1:]])

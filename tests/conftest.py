@@ -56,9 +56,13 @@ pytest.raises = lambda *expected, **options: _AsUsersMeetThem(_raises(*expected,
 
 D, HEADS, VOCAB, CONTEXT = 32, 4, 50, 32
 _LLAMA = {
-    "hidden_size": D, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 80,
-    "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
-}  # fmt: skip
+    "hidden_size": D,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "intermediate_size": 80,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": CONTEXT,
+}
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
         "n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB,
@@ -190,9 +194,18 @@ def make_hooked() -> Callable[..., Any]:
     def make(**options: Any) -> Any:
         torch.manual_seed(0)
         settings = {
-            "n_layers": 2, "d_model": D, "n_heads": HEADS, "d_head": 8, "d_mlp": 80, "d_vocab": VOCAB, "n_ctx": CONTEXT,
-            "act_fn": "gelu", "normalization_type": "LN", "default_prepend_bos": False, "device": "cpu",
-        }  # fmt: skip
+            "n_layers": 2,
+            "d_model": D,
+            "n_heads": HEADS,
+            "d_head": 8,
+            "d_mlp": 80,
+            "d_vocab": VOCAB,
+            "n_ctx": CONTEXT,
+            "act_fn": "gelu",
+            "normalization_type": "LN",
+            "default_prepend_bos": False,
+            "device": "cpu",
+        }
         model = HookedTransformer(HookedTransformerConfig(**(settings | options)))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -246,6 +246,12 @@ def _table(split: Split, final: Site | None, where: str, asked: Direction) -> tu
 
 def _row(part: Part, without: float, taken: float, bias: float) -> Mapping[str, object]:
     return {
-        "part": part.name, "kind": part.kind, "layer": part.layer, "index": part.index,
-        "contribution": without + taken + bias, "without_projection": without, "projection": taken, "bias": bias,
-    }  # fmt: skip
+        "part": part.name,
+        "kind": part.kind,
+        "layer": part.layer,
+        "index": part.index,
+        "contribution": without + taken + bias,
+        "without_projection": without,
+        "projection": taken,
+        "bias": bias,
+    }

@@ -3,9 +3,9 @@
     score = (W_Q LN(x_q) + b_Q)ᵀ R (W_K LN(x_k) + b_K) / divisor
 
 is bilinear in the parts of both sides once both sigmas are held (Elhage et al. 2021, section on QK circuits, has it
-without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a pair of its own, "position
-bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such sums: what
-softmax depends on.
+without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a pair of its own,
+"position bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such
+sums: what softmax depends on.
 """
 
 from __future__ import annotations
@@ -303,16 +303,24 @@ def attribute_scores(
             columns=list(COLUMNS),
         ),
         pd.DataFrame(terms, columns=["side", "term", "contribution", "meaning"]),
-        total, from_model, max(float(own[visible].abs().max()), 1e-300), bound,
-        float(seen.pattern[head, q_at, k_at]), label,
-    )  # fmt: skip
+        total,
+        from_model,
+        max(float(own[visible].abs().max()), 1e-300),
+        bound,
+        float(seen.pattern[head, q_at, k_at]),
+        label,
+    )
 
 
 def _row(side: str, part: Part, value: float) -> dict[str, object]:
     return {
-        "side": side, "part": part.name, "kind": part.kind, "layer": part.layer, "index": part.index,
+        "side": side,
+        "part": part.name,
+        "kind": part.kind,
+        "layer": part.layer,
+        "index": part.index,
         "contribution": value,
-    }  # fmt: skip
+    }
 
 
 def _ranges(visible: list[int]) -> str:

@@ -138,9 +138,16 @@ def rebuild(
 
 @compiled
 def refine(
-    points: Floats, e: Floats, inverse: Floats, right: Floats, found: Floats, m: int, bordering: float, x: Floats,
+    points: Floats,
+    e: Floats,
+    inverse: Floats,
+    right: Floats,
+    found: Floats,
+    m: int,
+    bordering: float,
+    x: Floats,
     border: Floats,
-) -> None:  # fmt: skip
+) -> None:
     """One step of iterative refinement of `G found = right`, with residuals from the points (in `x` and `border`)."""
     dim = points.shape[1]
     total = 0.0

@@ -70,9 +70,16 @@ def _substitute(factor: Floats, right: Floats, size: int) -> None:
 
 @compiled
 def _shifted_solve(
-    spread: Floats, many: int, gram: Floats, small: bool, shift: float, factor: Floats, known: bool,
-    right: Floats, short: Floats,
-) -> None:  # fmt: skip
+    spread: Floats,
+    many: int,
+    gram: Floats,
+    small: bool,
+    shift: float,
+    factor: Floats,
+    known: bool,
+    right: Floats,
+    short: Floats,
+) -> None:
     """`right <- (spreadᵀ spread + shift)⁻¹ right`, through the smaller Gram matrix."""
     dim = right.shape[0]
     if not small:
@@ -129,9 +136,16 @@ def _gram(spread: Floats, many: int, small: bool, gram: Floats) -> None:
 
 @compiled
 def _model_minimum(
-    spread: Floats, many: int, gram: Floats, factor: Floats, short: Floats, u: Floats, gradient: Floats,
-    v: Floats, work: Floats,
-) -> int:  # fmt: skip
+    spread: Floats,
+    many: int,
+    gram: Floats,
+    factor: Floats,
+    short: Floats,
+    u: Floats,
+    gradient: Floats,
+    v: Floats,
+    work: Floats,
+) -> int:
     """Minimize `g·(v-u) + |spread (v-u)|²/2` over the unit ball; returns multiply-adds, but for those of the Gram."""
     dim = u.shape[0]
     small = many < dim
@@ -268,9 +282,15 @@ def _line_search(
 
 
 def largest_weights(
-    rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float,
-    most: int, budget: float = BUDGET,
-) -> tuple[Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
+    rows: Floats,
+    columns: Floats,
+    offset: Floats,
+    targets: Ints,
+    starts: Floats,
+    tolerance: float,
+    most: int,
+    budget: float = BUDGET,
+) -> tuple[Floats, Floats, Floats, Floats, Ints]:
     """Largest softmax weight of each target over the unit ball of `u`, for scores `offset + rows @ u`.
 
     Args:
@@ -293,9 +313,15 @@ def largest_weights(
 
 @compiled
 def _largest_weights(
-    rows: Floats, columns: Floats, offset: Floats, targets: Ints, starts: Floats, tolerance: float,
-    most: int, budget: float,
-) -> tuple[Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
+    rows: Floats,
+    columns: Floats,
+    offset: Floats,
+    targets: Ints,
+    starts: Floats,
+    tolerance: float,
+    most: int,
+    budget: float,
+) -> tuple[Floats, Floats, Floats, Floats, Ints]:
     count, dim = rows.shape
     number = targets.shape[0]
     found, bound = room(number), room(number)

@@ -358,9 +358,9 @@ class Checker:
 
     def _miss(self, space: Space, targets: Ints, weights: Rows) -> tuple[Between, Means]:
         """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; infinite for weights that are not convex."""
-        found = Means(*_means(
-            space.rows, space.noise, targets, weights.start, weights.index, weights.value, space.upwards
-        ))  # fmt: skip
+        found = Means(
+            *_means(space.rows, space.noise, targets, weights.start, weights.index, weights.value, space.upwards)
+        )
         terms = (np.diff(weights.start) + space.rows.shape[1] + 8) * _AMPLE * _EPS
         error = found.noise + terms * found.size
         bad = ~found.convex
@@ -393,9 +393,14 @@ class Means:
 
 @compiled
 def _means(
-    rows: Float64[np.ndarray, "key dim"], noise: Floats, targets: Ints, start: Ints, index: Ints, value: Floats,
+    rows: Float64[np.ndarray, "key dim"],
+    noise: Floats,
+    targets: Ints,
+    start: Ints,
+    index: Ints,
+    value: Floats,
     upwards: bool,
-) -> tuple[Bool[np.ndarray, " row"], Floats, Floats, Floats, Floats, Ints, Bool[np.ndarray, " row"]]:  # fmt: skip
+) -> tuple[Bool[np.ndarray, " row"], Floats, Floats, Floats, Floats, Ints, Bool[np.ndarray, " row"]]:
     number, dim = targets.shape[0], rows.shape[1]
     convex, own = np.ones(number, np.bool_), np.zeros(number, np.bool_)
     length, size, doubt, nearest = np.zeros(number), np.zeros(number), np.zeros(number), np.full(number, np.inf)

@@ -105,9 +105,18 @@ def _probe(sets: KeyCoordinates, targets: Ints, counts: Ints) -> tuple[Ints, Flo
         rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
         stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
         ended[todo], _, _, queries, sizes, weights, indices = nearest_points(
-            rows, np.ascontiguousarray(rows.T), targets[todo], counts[todo], np.full(len(todo), -1),
-            sets.lifted, stretch, slope, TAU, -1.0, careful,
-        )  # fmt: skip
+            rows,
+            np.ascontiguousarray(rows.T),
+            targets[todo],
+            counts[todo],
+            np.full(len(todo), -1),
+            sets.lifted,
+            stretch,
+            slope,
+            TAU,
+            -1.0,
+            careful,
+        )
         units[todo] = to_query(queries)
         first = np.concatenate([[0], np.cumsum(sizes)])
         for a, k in enumerate(todo):

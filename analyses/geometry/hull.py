@@ -204,8 +204,12 @@ class KeyGeometry:
             queries = None if self._queries is None else self._queries[b]
             certify(
                 Checker(self._keys[b], bias, queries, self.tau, name),
-                found.proved, found.margins, found.first, found.attainable, found.representative,
-            )  # fmt: skip
+                found.proved,
+                found.margins,
+                found.first,
+                found.attainable,
+                found.representative,
+            )
             for i, verdict in found.proved.exact.items():
                 axes, center = (None, None) if queries is None else (queries.axes, queries.center)
                 axes = axes if queries is None or queries.given is None else queries.given

@@ -265,7 +265,15 @@ def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " 
         if lifted:
             white = np.concatenate([white, rest[:, None] / slope[rank]], axis=1)
     return KeyCoordinates(
-        normalized=normalized, representative=representative, leaders=leaders, white=white,
-        basis=basis, stretch=stretch, slope=slope, lifted=lifted, biased=biased, scale=scale,
+        normalized=normalized,
+        representative=representative,
+        leaders=leaders,
+        white=white,
+        basis=basis,
+        stretch=stretch,
+        slope=slope,
+        lifted=lifted,
+        biased=biased,
+        scale=scale,
         bias_scale=bias_scale,
-    )  # fmt: skip
+    )

@@ -153,9 +153,20 @@ def _distances(
     here = np.ascontiguousarray(space.rows[names])
     targets = np.searchsorted(names, keys)
     _, _, _, queries, sizes, values, indices = nearest_points(
-        here, np.ascontiguousarray(here.T), targets, np.full(len(targets), len(here)), np.full(len(targets), -1),
-        space.upwards, np.ones(here.shape[1]), np.ones(1), ZERO * space.size, gap, True, None, budget,
-    )  # fmt: skip
+        here,
+        np.ascontiguousarray(here.T),
+        targets,
+        np.full(len(targets), len(here)),
+        np.full(len(targets), -1),
+        space.upwards,
+        np.ones(here.shape[1]),
+        np.ones(1),
+        ZERO * space.size,
+        gap,
+        True,
+        None,
+        budget,
+    )
     keep = indices >= 0  # the ray is not a key
     if not keep.all():
         sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))

@@ -105,9 +105,17 @@ def _lowest_of_all(
 
 @compiled
 def _put(
-    rows: Floats, scale: Floats, target: int, points: Floats, e: Floats, weight: Floats, index: Ints, m: int, new: int,
+    rows: Floats,
+    scale: Floats,
+    target: int,
+    points: Floats,
+    e: Floats,
+    weight: Floats,
+    index: Ints,
+    m: int,
+    new: int,
     largest: float,
-) -> None:  # fmt: skip
+) -> None:
     """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
     dim = points.shape[1]
     if new < 0:
@@ -124,9 +132,18 @@ def _put(
 
 @compiled
 def _to_affine_minimizer(
-    points: Floats, e: Floats, weight: Floats, index: Ints, inverse: Floats, solution: Floats, border: Floats, m: int,
-    x: Floats, bordering: float, careful: bool,
-) -> tuple[bool, int, float]:  # fmt: skip
+    points: Floats,
+    e: Floats,
+    weight: Floats,
+    index: Ints,
+    inverse: Floats,
+    solution: Floats,
+    border: Floats,
+    m: int,
+    x: Floats,
+    bordering: float,
+    careful: bool,
+) -> tuple[bool, int, float]:
     """Wolfe's minor cycle: to the affine minimizer, as far as the weights stay convex, without the points that block.
 
     Returns:
@@ -338,9 +355,20 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
 
 
 def nearest_points(
-    rows: Floats, columns: Floats, targets: Ints, counts: Ints, starts: Ints, ray: bool, stretch: Floats,
-    slope: Floats, tau: float, gap: float, careful: bool, scaled: bool | None = None, budget: float = BUDGET,
-) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:  # fmt: skip
+    rows: Floats,
+    columns: Floats,
+    targets: Ints,
+    counts: Ints,
+    starts: Ints,
+    ray: bool,
+    stretch: Floats,
+    slope: Floats,
+    tau: float,
+    gap: float,
+    careful: bool,
+    scaled: bool | None = None,
+    budget: float = BUDGET,
+) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:
     """`nearest_point` for many targets of one set of keys; a negative start means the closest key.
 
     Args:
@@ -367,9 +395,20 @@ def nearest_points(
 
 @compiled
 def _nearest_points(
-    rows: Floats, columns: Floats, targets: Ints, counts: Ints, starts: Ints, ray: bool, stretch: Floats,
-    slope: Floats, tau: float, gap: float, careful: bool, scaled: bool, budget: float,
-) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:  # fmt: skip
+    rows: Floats,
+    columns: Floats,
+    targets: Ints,
+    counts: Ints,
+    starts: Ints,
+    ray: bool,
+    stretch: Floats,
+    slope: Floats,
+    tau: float,
+    gap: float,
+    careful: bool,
+    scaled: bool,
+    budget: float,
+) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:
     number, dim = targets.shape[0], rows.shape[1]
     capacity = dim + 2
     ended, sizes = np.empty(number, np.int64), np.empty(number, np.int64)
@@ -427,9 +466,16 @@ def _start(search: Search, start: int, shorten: bool, squares: Floats, scores: F
 
 @compiled
 def _attempt(
-    search: Search, start: int, careful: bool, shortened: bool, active: ActiveSet, x: Floats, best: Floats,
-    scores: Floats, budget: float,
-) -> tuple[int, int, float, float, float]:  # fmt: skip
+    search: Search,
+    start: int,
+    careful: bool,
+    shortened: bool,
+    active: ActiveSet,
+    x: Floats,
+    best: Floats,
+    scores: Floats,
+    budget: float,
+) -> tuple[int, int, float, float, float]:
     """`nearest_point`, polished where it ends without an answer; results as there, weights of the keys themselves."""
     ended, m, lower, upper, spent = nearest_point(search, start, 1 if careful else -1, active, x, best, scores, budget)
     if shortened:

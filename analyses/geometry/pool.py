@@ -37,9 +37,18 @@ _ROUNDS = 200
 
 @compiled
 def _by_columns(
-    rows: Floats, columns: Floats, keys: Floats, own: Ints, ray: bool, stretch: Floats, slope: Floats,
-    near: float, tau: float, most: int, budget: float,
-) -> tuple[Ints, Floats, Ints, Floats, Ints]:  # fmt: skip
+    rows: Floats,
+    columns: Floats,
+    keys: Floats,
+    own: Ints,
+    ray: bool,
+    stretch: Floats,
+    slope: Floats,
+    near: float,
+    tau: float,
+    most: int,
+    budget: float,
+) -> tuple[Ints, Floats, Ints, Floats, Ints]:
     """`nearest_point` of each key among many generators, by fetching columns as they are needed.
 
     Args:
@@ -232,9 +241,19 @@ class Pool:
             rows = np.concatenate([points, self.white[some]])
             targets = len(points) + np.arange(len(some))
             _, _, upper, _, sizes, weights, indices = nearest_points(
-                rows, columns, targets, np.full(len(some), len(points)), np.full(len(some), -1),
-                self.sets.lifted, self.sets.stretch, self.sets.slope, self.near, 1.0, False, True,
-            )  # fmt: skip
+                rows,
+                columns,
+                targets,
+                np.full(len(some), len(points)),
+                np.full(len(some), -1),
+                self.sets.lifted,
+                self.sets.stretch,
+                self.sets.slope,
+                self.near,
+                1.0,
+                False,
+                True,
+            )
             hit = upper <= self.near
             entries = np.repeat(hit, sizes)
             return some[hit], sizes[hit], weights[entries], indices[entries]
@@ -255,9 +274,18 @@ class Pool:
 
         def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints, Floats, Ints]:
             state, queries, sizes, weights, indices = _by_columns(
-                points, columns, self.white[some], place[some], self.sets.lifted, self.sets.stretch,
-                self.sets.slope, self.near, TAU, 1024, self.budget,
-            )  # fmt: skip
+                points,
+                columns,
+                self.white[some],
+                place[some],
+                self.sets.lifted,
+                self.sets.stretch,
+                self.sets.slope,
+                self.near,
+                TAU,
+                1024,
+                self.budget,
+            )
             return some, state, queries, sizes, weights, indices
 
         asking: list[Ints] = []

@@ -155,9 +155,20 @@ def _proposals(sets: KeyCoordinates, i: int, budget: float) -> Iterator[tuple[Fl
     slope = np.zeros(dim - sets.biased + 1)
     slope[-1] = 1.0
     _, _, _, queries, _, weights, indices = nearest_points(
-        points, np.ascontiguousarray(points.T), np.array([len(others)]), np.array([len(others)]), np.array([-1]),
-        sets.biased, np.ones(dim - sets.biased), slope, TAU, -1.0, True, None, budget,
-    )  # fmt: skip
+        points,
+        np.ascontiguousarray(points.T),
+        np.array([len(others)]),
+        np.array([len(others)]),
+        np.array([-1]),
+        sets.biased,
+        np.ones(dim - sets.biased),
+        slope,
+        TAU,
+        -1.0,
+        True,
+        None,
+        budget,
+    )
     keep = indices >= 0
     yield _counting(sets, i, others, unit_rows(queries)), others[indices[keep]], weights[keep]
     if len(others) <= LARGE:
@@ -175,9 +186,15 @@ def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Fl
 
 
 def prove_margins(
-    checker: Checker, sets: KeyCoordinates, where: Judged, verdicts: Verdicts, through_queries: bool, gap: float,
-    only: Ints | None = None, budget: float = BUDGET,
-) -> Margins:  # fmt: skip
+    checker: Checker,
+    sets: KeyCoordinates,
+    where: Judged,
+    verdicts: Verdicts,
+    through_queries: bool,
+    gap: float,
+    only: Ints | None = None,
+    budget: float = BUDGET,
+) -> Margins:
     """Bracket the margin of every key (or of these only)."""
     number = len(verdicts.code)
     asked = np.arange(number) if only is None else only
@@ -226,9 +243,16 @@ def prove_margins(
 
 
 def _other_proposals(
-    space: Measured, verdicts: Verdicts, i: int, gap: float, lower: Floats, upper: Floats,
-    point: Float64[np.ndarray, "some r"], k: int, budget: float,
-) -> Iterator[tuple[Floats, Ints, Floats]]:  # fmt: skip
+    space: Measured,
+    verdicts: Verdicts,
+    i: int,
+    gap: float,
+    lower: Floats,
+    upper: Floats,
+    point: Float64[np.ndarray, "some r"],
+    k: int,
+    budget: float,
+) -> Iterator[tuple[Floats, Ints, Floats]]:
     """Another query and other weights for one margin: what proved the verdict, then another solver."""
     if verdicts.code[i] == UNSELECTABLE:
         yield (np.zeros(space.rows.shape[1]) if space.level is None else space.level), *verdicts.row(i)

@@ -215,10 +215,20 @@ class _Deciding:
         stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
         size, dim = sets.white.shape
         _, _, _, queries, sizes, weights, indices = nearest_points(
-            points, np.ascontiguousarray(points.T), todo, np.full(len(todo), len(sets.leaders)),
-            self.starts[todo], sets.lifted, stretch, slope, TAU, -1.0, careful, None,
+            points,
+            np.ascontiguousarray(points.T),
+            todo,
+            np.full(len(todo), len(sets.leaders)),
+            self.starts[todo],
+            sets.lifted,
+            stretch,
+            slope,
+            TAU,
+            -1.0,
+            careful,
+            None,
             self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim))),
-        )  # fmt: skip
+        )
         self._try_weights(todo, sizes, weights, indices)
         self._try_queries(todo, to_query(queries))
 

@@ -29,9 +29,18 @@ Keys = dict[str, Any]
 def page() -> str:
     """The whole page."""
     parts = (
-        _head, _rules, _verdicts, _majority, _random_keys, _language_model, _depth, _compare, _approximation, _counting,
+        _head,
+        _rules,
+        _verdicts,
+        _majority,
+        _random_keys,
+        _language_model,
+        _depth,
+        _compare,
+        _approximation,
+        _counting,
         _long,
-    )  # fmt: skip
+    )
     return "\n".join(line for part in parts for line in part()).rstrip() + "\n"
 
 
@@ -185,10 +194,14 @@ def _majority() -> Iterator[str]:
         angle = cell[cell["measure"] == "angle_deg"].set_index("step")
         last = max(angle.index)
         told = loss["published"].dropna()
-        rows.append((
-            f"`{norm}`, {radius}", *(_range(loss.loc[s], digits=2) if s in loss.index else "–" for s in steps),
-            " / ".join(f"{x:g}" for x in told) if len(told) else "–", f"{_range(angle.loc[last])}° at {last}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"`{norm}`, {radius}",
+                *(_range(loss.loc[s], digits=2) if s in loss.index else "–" for s in steps),
+                " / ".join(f"{x:g}" for x in told) if len(told) else "–",
+                f"{_range(angle.loc[last])}° at {last}",
+            )
+        )
     header = ("norm, radius", *(f"step {s}" for s in steps), "published", "angle of queries to the ones-vector")
     yield from _markdown(header, rows)
     yield from _prose("majority 2")
@@ -212,10 +225,14 @@ def _random_keys() -> Iterator[str]:
     rows = []
     for d in dict.fromkeys(drawn["d"]):
         part = drawn[drawn["d"] == d].set_index("measure")
-        rows.append((
-            str(d), _range(part.loc["any_unselectable"], 100), f"{100 * part.loc['any_unselectable', 'published']:.0f}",
-            _range(part.loc["unselectable_fraction"], 100, 1),
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(d),
+                _range(part.loc["any_unselectable"], 100),
+                f"{100 * part.loc['any_unselectable', 'published']:.0f}",
+                _range(part.loc["unselectable_fraction"], 100, 1),
+            )
+        )
     yield from _markdown(("d", "draws with any", "published, of 100 draws", "keys"), rows)
     yield from _sentences("random_keys", "After LayerNorm")
     heads = summary[(summary["space"] == "a head") & (summary["measure"] == "unselectable_fraction")]
@@ -242,10 +259,14 @@ def _language_model() -> Iterator[str]:
             ordered = part.sort_values("layer")
             published = ordered["published"].dropna()
             name = f"`{norm}`" + ("" if divisor == "-" else f", divisor {divisor}")
-            rows.append((
-                name, str(space), *(_range(row, 100) for _, row in ordered.iterrows()),
-                " / ".join(f"{100 * x:.0f}" for x in published) if len(published) else "–",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    name,
+                    str(space),
+                    *(_range(row, 100) for _, row in ordered.iterrows()),
+                    " / ".join(f"{100 * x:.0f}" for x in published) if len(published) else "–",
+                )
+            )
         yield from _markdown(("trained", "keys", "layer 1", "2", "3", "4", "published"), rows)
         losses = summary[(summary["step"] == training["steps"]) & (summary["measure"] == "valid_loss")]
         said = [
@@ -315,11 +336,16 @@ def _approximation() -> Iterator[str]:
                 cells.append(f"{_power(row['mean'])} [{_power(row['ci_low'])}, {_power(row['ci_high'])}]")
             best = optima[(optima["target"] == target) & (optima["kernel"] == kernel) & (optima["heads"] == heads)]
             published = cell["published"].dropna()
-            rows.append((
-                f"{target} {kernel}", str(heads), str(width) if width else "none", *cells,
-                _power(float(best["mse"].iloc[0])) if len(best) else "–",
-                _power(float(published.iloc[0])) if len(published) else "–",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    f"{target} {kernel}",
+                    str(heads),
+                    str(width) if width else "none",
+                    *cells,
+                    _power(float(best["mse"].iloc[0])) if len(best) else "–",
+                    _power(float(published.iloc[0])) if len(published) else "–",
+                )
+            )
     header = ("target, positions", "heads", "FFN", "trained, lr 1e-2", "trained, lr 1e-3", "attainable", "published")
     yield from _markdown(header, rows)
     yield from _prose("approximation 2")
@@ -332,10 +358,14 @@ def _approximation() -> Iterator[str]:
     yield from _markdown(("", *(f"m = {w}" for w in widths)), rows)
     yield from _prose("approximation 3")
     rows = [
-        (f"`{r['norm']}`, {r['norm_order']}", f"{r['target']} {r['kernel']}, H {r['heads']}",
-         f"{r['factor']:.2g} [{r['low']:.2g}, {r['high']:.2g}]", f"{r['p_holm']:.2g}")
+        (
+            f"`{r['norm']}`, {r['norm_order']}",
+            f"{r['target']} {r['kernel']}, H {r['heads']}",
+            f"{r['factor']:.2g} [{r['low']:.2g}, {r['high']:.2g}]",
+            f"{r['p_holm']:.2g}",
+        )
         for r in _table("approximation", "norm_factors").to_dict("records")
-    ]  # fmt: skip
+    ]
     yield from _markdown(("norm, order", "model", "factor", "Holm"), rows)
 
 

@@ -75,10 +75,20 @@ def _to_the_end(keys: Keys) -> bool:
 
 
 STAGES = (
-    Stage("counting", (0,), lambda k: _counter(k) and k["task"] == "anbn" and k["norm_site"] in ("none", "state"), 27,
-          "weights to trace the cell states of"),
-    Stage("approximation", THREE, lambda k: k["width"] == 0 and k["kernel"] in ("log", "linear"), 72,
-          "4a and 4b without an FFN, as published"),
+    Stage(
+        "counting",
+        (0,),
+        lambda k: _counter(k) and k["task"] == "anbn" and k["norm_site"] in ("none", "state"),
+        27,
+        "weights to trace the cell states of",
+    ),
+    Stage(
+        "approximation",
+        THREE,
+        lambda k: k["width"] == 0 and k["kernel"] in ("log", "linear"),
+        72,
+        "4a and 4b without an FFN, as published",
+    ),
     Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000),
     Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2"),
     Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete"),
@@ -94,7 +104,7 @@ STAGES = (
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
     Stage("counting", (1, 2), _counter, 132, "weights of two more seeds"),
     Stage("depth", TEN[3:], lambda k: k["norm_order"] == "pre", 328, "pre-norm order, ten seeds"),
-)  # fmt: skip
+)
 
 
 def stage_runs(stage: Stage, request: Request, kept: set[tuple[Any, ...]]) -> list[Run]:

@@ -139,16 +139,24 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
             for scale in ("uniform", "resampled")
         }
         idle = variant == "intact" or bool(mine["no_op"].iloc[0])
-        rows.append({
-            "sites": sites, "variant": variant, "loss": _ratio(total["nll"], total["predicted"]),
-            "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-            "delta_loss_low": low, "delta_loss_high": high, **others, "prompts_worse": worse,
-            "p_adjusted": math.nan if idle else prompt_intervals.sign_test(change),
-            "kl": _ratio(total["kl"], total["positions"]),
-            "top1_agreement": _ratio(total["agree"], total["positions"]),
-            "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]), "prompts": len(mine),
-            **mine.iloc[0][["divisor", "divisor_first", "matched", "no_op"]],
-        })  # fmt: skip
+        rows.append(
+            {
+                "sites": sites,
+                "variant": variant,
+                "loss": _ratio(total["nll"], total["predicted"]),
+                "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
+                "delta_loss_low": low,
+                "delta_loss_high": high,
+                **others,
+                "prompts_worse": worse,
+                "p_adjusted": math.nan if idle else prompt_intervals.sign_test(change),
+                "kl": _ratio(total["kl"], total["positions"]),
+                "top1_agreement": _ratio(total["agree"], total["positions"]),
+                "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
+                "prompts": len(mine),
+                **mine.iloc[0][["divisor", "divisor_first", "matched", "no_op"]],
+            }
+        )
     frame = pd.DataFrame(rows, columns=CAUSAL.names)
     return frame.assign(p_adjusted=adjusted(frame))
 

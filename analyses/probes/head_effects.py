@@ -74,9 +74,13 @@ class _Watching(Observer):
         assert view.calibration is not None
         self.sums = list[pd.DataFrame]()
         self.runs = HeadRuns(
-            view.model, view.sites, view.calibration.constants, layers=view.layers, heads=view.heads,
+            view.model,
+            view.sites,
+            view.calibration.constants,
+            layers=view.layers,
+            heads=view.heads,
             meaningless=view.meaningless,
-        )  # fmt: skip
+        )
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         self.sums.append(self.runs.measure(prompt, tokens))
@@ -109,8 +113,10 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
         row |= {
             "prompts_worse": int((exact > 0).sum()) if known else math.nan,
             "p_adjusted": sign_test(exact) if known and not no_op else math.nan,
-            "loss": mine["intact"].sum() / predicted.sum(), "prompts": prompts, "no_op": no_op,
-        }  # fmt: skip
+            "loss": mine["intact"].sum() / predicted.sum(),
+            "prompts": prompts,
+            "no_op": no_op,
+        }
         rows.append(row)
     made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
     made["p_adjusted"] = holm(list(made["p_adjusted"]))

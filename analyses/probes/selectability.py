@@ -136,10 +136,15 @@ class _Watching(Observer):
                         [_measures(part, seen.stop - 1) for part, seen in zip(parts, attended.key_sets, strict=True)]
                     )
             self.collected.add(
-                (attended.layer, NORMALIZED, variant), prompt, attended.length, known[same],
-                heads=(-1,), dim=site.d - 1 if site.projects else site.d, no_op=nothing,
+                (attended.layer, NORMALIZED, variant),
+                prompt,
+                attended.length,
+                known[same],
+                heads=(-1,),
+                dim=site.d - 1 if site.projects else site.d,
+                no_op=nothing,
                 theorem=_theorem(site, NORMALIZED, variant),
-            )  # fmt: skip
+            )
 
     def _heads(self, prompt: int, attended: Attended, dim: int) -> None:
         known: dict[str, dict[str, np.ndarray]] = {}
@@ -149,9 +154,15 @@ class _Watching(Observer):
             if same not in known:
                 known[same] = _in_head_space(attended, same, prompt)
             self.collected.add(
-                (attended.layer, HEAD, variant), prompt, attended.length, known[same],
-                heads=attended.chosen, dim=dim, no_op=nothing, theorem=_theorem(attended.site, HEAD, variant),
-            )  # fmt: skip
+                (attended.layer, HEAD, variant),
+                prompt,
+                attended.length,
+                known[same],
+                heads=attended.chosen,
+                dim=dim,
+                no_op=nothing,
+                theorem=_theorem(attended.site, HEAD, variant),
+            )
 
 
 def _in_head_space(attended: Attended, variant: str, prompt: int) -> dict[str, np.ndarray]:

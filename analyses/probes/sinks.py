@@ -99,17 +99,26 @@ class _Prompt:
         while first < len(x):
             last = min(max(first * 2, 1), len(x)) - 1  # 0, 1, 2-3, 4-7, 8-15, …
             rows = slice(first, last + 1)
-            self.sizes.append({
-                "prompt": self.number, "site": site.name, "layer": site.layer, "first": first,
-                "tokens": last + 1 - first, "outliers": int(sizes.outlier[rows].sum()),
-                **{n: float(getattr(sizes, n)[rows].sum(dtype=torch.float64)) for n in ("sigma", "before", "after")},
-            })  # fmt: skip
+            self.sizes.append(
+                {
+                    "prompt": self.number,
+                    "site": site.name,
+                    "layer": site.layer,
+                    "first": first,
+                    "tokens": last + 1 - first,
+                    "outliers": int(sizes.outlier[rows].sum()),
+                    **{
+                        n: float(getattr(sizes, n)[rows].sum(dtype=torch.float64)) for n in ("sigma", "before", "after")
+                    },
+                }
+            )
             first = last + 1
 
     def attention(self, attended: Attended) -> None:
         pattern, layer = attended.seen.pattern, attended.layer
-        chosen = list(range(len(pattern))) if attended.wanted is None else [
-            h for h in attended.wanted if h < len(pattern)]  # fmt: skip
+        chosen = (
+            list(range(len(pattern))) if attended.wanted is None else [h for h in attended.wanted if h < len(pattern)]
+        )
         pattern = pattern[chosen] if len(chosen) < len(pattern) else pattern
         self.length = pattern.shape[-1]
         if self.length < 2 or not chosen:
@@ -187,14 +196,19 @@ class _Prompt:
         assert longest is not None
         assert massive is not None
         return {
-            "outlier": outlier is not None, "massive": bool(massive[at]),
+            "outlier": outlier is not None,
+            "massive": bool(massive[at]),
             "emerges_at": outlier.emerges.name if outlier else "",
             "emerges_in": float(outlier.emerges.layer) if outlier else math.nan,
-            "writer": outlier.writer if outlier else "", "writer_share": outlier.writer_share if outlier else math.nan,
-            "longest_at": longest.site[at], "length_ratio": float(longest.ratio[at]), "sigma": float(longest.sigma[at]),
-            "length_before": float(longest.before[at]), "length_after": float(longest.after[at]),
+            "writer": outlier.writer if outlier else "",
+            "writer_share": outlier.writer_share if outlier else math.nan,
+            "longest_at": longest.site[at],
+            "length_ratio": float(longest.ratio[at]),
+            "sigma": float(longest.sigma[at]),
+            "length_before": float(longest.before[at]),
+            "length_after": float(longest.after[at]),
             "dimensions": outlier.dimensions if outlier else "",
-        }  # fmt: skip
+        }
 
     def _heads(self, marked: Sequence[int]) -> list[dict[str, Any]]:
         queries, uniform = self.received.queries(self.length), self.received.uniform(self.length)
@@ -204,15 +218,21 @@ class _Prompt:
         for layer in sorted(self.received.much):
             much, total = self.received.much[layer], self.received.total[layer]
             for head in range(len(much)):
-                rows.append({
-                    "prompt": self.number, "layer": layer, "row": head, "queries": seeing,
-                    "much": float(much[head, marked].sum()) if marked else 0.0,
-                    "attention": float(total[head, marked].sum()) if marked else 0.0,
-                    "uniform": float((uniform * queries)[marked].sum()) if marked else 0.0,
-                    "later": later,
-                    "first_uniform": float(uniform[0]) * later,
-                    "first_much": float(much[head, 0]), "first_attention": float(total[head, 0]),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "prompt": self.number,
+                        "layer": layer,
+                        "row": head,
+                        "queries": seeing,
+                        "much": float(much[head, marked].sum()) if marked else 0.0,
+                        "attention": float(total[head, marked].sum()) if marked else 0.0,
+                        "uniform": float((uniform * queries)[marked].sum()) if marked else 0.0,
+                        "later": later,
+                        "first_uniform": float(uniform[0]) * later,
+                        "first_much": float(much[head, 0]),
+                        "first_attention": float(total[head, 0]),
+                    }
+                )
         return rows
 
     def _dimensions(self) -> list[dict[str, Any]]:
@@ -317,12 +337,19 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     names = ["queries", "much", "attention", "uniform", "later", "first_much", "first_attention", "first_uniform"]
     total = sums[names].sum().reset_index()
     seen, later = total["queries"].where(total["queries"] > 0), total["later"].where(total["later"] > 0)
-    made = pd.DataFrame({
-        "layer": total["layer"], "head": total["head"], "queries": total["queries"].astype(np.int64),
-        "sink_rate": total["much"] / seen, "attention": total["attention"] / seen, "uniform": total["uniform"] / seen,
-        "first_rate": total["first_much"] / later, "first_attention": total["first_attention"] / later,
-        "first_uniform": total["first_uniform"] / later,
-    })  # fmt: skip
+    made = pd.DataFrame(
+        {
+            "layer": total["layer"],
+            "head": total["head"],
+            "queries": total["queries"].astype(np.int64),
+            "sink_rate": total["much"] / seen,
+            "attention": total["attention"] / seen,
+            "uniform": total["uniform"] / seen,
+            "first_rate": total["first_much"] / later,
+            "first_attention": total["first_attention"] / later,
+            "first_uniform": total["first_uniform"] / later,
+        }
+    )
     return made[SINK_HEADS.names]
 
 
@@ -332,12 +359,19 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
     names = ["tokens", "outliers", "sigma", "before", "after"]
     total = rows.groupby(["site", "layer", "first"])[names].sum().reset_index()
     total = total.iloc[np.lexsort((total["first"], total["site"].map(order)))].reset_index(drop=True)
-    made = pd.DataFrame({
-        "site": total["site"], "layer": total["layer"], "first": total["first"],
-        "last": np.maximum(2 * total["first"], 1) - 1, "tokens": total["tokens"],
-        "sigma_mean": total["sigma"] / total["tokens"], "length_before_mean": total["before"] / total["tokens"],
-        "length_after_mean": total["after"] / total["tokens"], "outliers": total["outliers"],
-    })  # fmt: skip
+    made = pd.DataFrame(
+        {
+            "site": total["site"],
+            "layer": total["layer"],
+            "first": total["first"],
+            "last": np.maximum(2 * total["first"], 1) - 1,
+            "tokens": total["tokens"],
+            "sigma_mean": total["sigma"] / total["tokens"],
+            "length_before_mean": total["before"] / total["tokens"],
+            "length_after_mean": total["after"] / total["tokens"],
+            "outliers": total["outliers"],
+        }
+    )
     return made[TOKEN_SIZES.names]
 
 

@@ -138,9 +138,11 @@ def measure(
         lower, upper = margins_large(checker, chosen)
         reach = prove_attention(checker, attainable_large(checker, chosen), only=chosen)
         columns = {
-            "margin_lower": lower, "margin_upper": upper,
-            "attainable": reach.weight, "attainable_upper": reach.upper,
-        }  # fmt: skip
+            "margin_lower": lower,
+            "margin_upper": upper,
+            "attainable": reach.weight,
+            "attainable_upper": reach.upper,
+        }
     names = [name(int(i)) for i in chosen]
     made = pd.DataFrame(
         {"token_id": chosen, "token": names, "verdict": NAMES[code[chosen]], **columns}, columns=UNEMBEDDING.names

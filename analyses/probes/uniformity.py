@@ -85,9 +85,14 @@ class _Watching(Observer):
                 uniform, _ = attended.spread(same)
                 found[same] = {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES}
             self.collected.add(
-                (attended.layer, HEAD, variant), prompt, attended.length, found[same],
-                heads=attended.chosen, dim=attended.heads.W_K.shape[-1], no_op=nothing,
-            )  # fmt: skip
+                (attended.layer, HEAD, variant),
+                prompt,
+                attended.length,
+                found[same],
+                heads=attended.chosen,
+                dim=attended.heads.W_K.shape[-1],
+                no_op=nothing,
+            )
 
     def piece(self) -> Piece:
         return self.collected.piece()

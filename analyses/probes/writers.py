@@ -117,9 +117,15 @@ class _Watching(Observer):
         for site, part in self.rows:
             at = self.by_name[site]
             rows.append(
-                {"site": site, "layer": at.layer, "part": part.name, "kind": part.kind, "part_layer": part.layer,
-                 "index": part.index}
-            )  # fmt: skip
+                {
+                    "site": site,
+                    "layer": at.layer,
+                    "part": part.name,
+                    "kind": part.kind,
+                    "part_layer": part.layer,
+                    "index": part.index,
+                }
+            )
         notes = tuple(f"the writers of {site} were not measured: {why}" for site, why in self.open.items())
         if not rows:
             return Piece(notes=notes)
@@ -244,11 +250,15 @@ class _Prompt:
     def _plain_vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
         seen = self.seen[source].double()
         bias = self.of.writers.bias(source, seen)
-        rest = {} if bias is None else {
-            Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer): bias.expand(
-                self.length, -1
-            )
-        }  # fmt: skip
+        rest = (
+            {}
+            if bias is None
+            else {
+                Part(
+                    f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer
+                ): bias.expand(self.length, -1)
+            }
+        )
         if source.kind == "attn":
             W, z = self.of.writers.heads(source.layer, seen), self.of.writers.split(source.layer, seen)
             vectors = einsum(z, W, "pos head k, head k d -> head pos d")

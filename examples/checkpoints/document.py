@@ -21,9 +21,11 @@ GROUPS = ("attention", "mlp", "final", "all")
 _BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PROMPTS = {
-    "own": "its own sequences", "parts": "parts to be made, its own plans", "books": "held-out ends of its books",
+    "own": "its own sequences",
+    "parts": "parts to be made, its own plans",
+    "books": "held-out ends of its books",
     "wikitext": "wikitext-2",
-}  # fmt: skip
+}
 
 
 def cases() -> list[str]:
@@ -155,9 +157,13 @@ def coverage_table() -> str:
 
 
 BLOCKS = {
-    "checkpoints": groups_table, "checkpoints-short": short_table, "checkpoint-prompts": prompts_table,
-    "earlier": earlier_table, "singles": singles_table, "coverage": coverage_table,
-}  # fmt: skip
+    "checkpoints": groups_table,
+    "checkpoints-short": short_table,
+    "checkpoint-prompts": prompts_table,
+    "earlier": earlier_table,
+    "singles": singles_table,
+    "coverage": coverage_table,
+}
 
 
 def made(text: str) -> str:

@@ -90,8 +90,11 @@ def parts(model: Any, limit: int) -> list[list[int]]:
 
 
 SOURCES: dict[str, Callable[[Any, int], list[list[int]]]] = {
-    "books": books, "wikitext": wikitext, "own": own, "parts": parts,
-}  # fmt: skip
+    "books": books,
+    "wikitext": wikitext,
+    "own": own,
+    "parts": parts,
+}
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
 CASES = {
     "capp-gpt-parts": Case("capp-gpt", "parts", 64),

@@ -53,16 +53,18 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> Claime
         placed.append(target if target.error else replace(target, folder=_own_folder(run, target, held, taken, fresh)))
     mine = {t.folder for t in placed if not t.error}
     again = {(t.name, t.revision) for t in placed}
-    earlier = [
-        t for t in held if (not (fresh or (t.name, t.revision) in again) if t.error else t.folder not in mine)
-    ]  # fmt: skip
+    earlier = [t for t in held if (not (fresh or (t.name, t.revision) in again) if t.error else t.folder not in mine)]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     everything = [*earlier, *(replace(t, failed=now) if t.error else t for t in placed)]
     content = {
-        "format": FORMAT, "identity": run.identity, "command": run.command, "allow_pickle": run.allow_pickle,
-        "corpus": asdict(run.corpus), "targets": [asdict(t) for t in everything],
+        "format": FORMAT,
+        "identity": run.identity,
+        "command": run.command,
+        "allow_pickle": run.allow_pickle,
+        "corpus": asdict(run.corpus),
+        "targets": [asdict(t) for t in everything],
         "probes": [asdict(p) for p in run.probes],
-    }  # fmt: skip
+    }
     write_atomically(run.work / RUN_FILE, plain_json.sealed(content))
     return Claimed(placed, earlier, removed)
 
@@ -79,10 +81,15 @@ def reopen(out: Path) -> tuple[Run, list[Target]]:
         raise FileNotFoundError(f"{out} holds no run of ln-probe report (no {path})")
     held = _read(path)
     run = Run(
-        out, Settings.of_plain(held["identity"]), ShardedCorpus(**held["corpus"]), command=held["command"],
-        allow_pickle=held["allow_pickle"], dtype=held["identity"]["dtype"], device=held["identity"]["device"],
+        out,
+        Settings.of_plain(held["identity"]),
+        ShardedCorpus(**held["corpus"]),
+        command=held["command"],
+        allow_pickle=held["allow_pickle"],
+        dtype=held["identity"]["dtype"],
+        device=held["identity"]["device"],
         probes=tuple(Asked(**p) for p in held["probes"]),
-    )  # fmt: skip
+    )
     return run, [Target(**t) for t in held["targets"]]
 
 

@@ -138,9 +138,24 @@ def report(
 ) -> None:
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
     wish = Wish(
-        tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle, vocab, keys_sample, quiet,
-    )  # fmt: skip
+        tuple(model or ()),
+        prompts,
+        probes,
+        layers,
+        keys,
+        max_tokens,
+        max_prompts,
+        shard,
+        seed,
+        dtype,
+        device,
+        revision,
+        checkpoints,
+        allow_pickle,
+        vocab,
+        keys_sample,
+        quiet,
+    )
     if engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if dry_run:
@@ -203,9 +218,23 @@ def plan(
 ) -> None:
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
     wish = Wish(
-        tuple(model or ()), prompts, probes, layers, keys, max_tokens, max_prompts, shard, seed, dtype, device,
-        revision, checkpoints, allow_pickle, vocab, keys_sample,
-    )  # fmt: skip
+        tuple(model or ()),
+        prompts,
+        probes,
+        layers,
+        keys,
+        max_tokens,
+        max_prompts,
+        shard,
+        seed,
+        dtype,
+        device,
+        revision,
+        checkpoints,
+        allow_pickle,
+        vocab,
+        keys_sample,
+    )
     _plan(wish, out, workers, as_json)
 
 
@@ -364,12 +393,14 @@ def _end(
     if as_json:
         models = [
             {
-                "model": t.name, "revision": t.revision, "error": ended.failed.get(t),
+                "model": t.name,
+                "revision": t.revision,
+                "error": ended.failed.get(t),
                 "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
                 "failed_probes": list(ended.probes.get(t, ())),
             }
             for t in (*earlier, *targets)
-        ]  # fmt: skip
+        ]
         typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
     failures = {t: ended.failed[t] for t in targets if t in ended.failed}
     probes = {t: ended.probes[t] for t in targets if t in ended.probes}
@@ -413,11 +444,16 @@ def _plan(wish: Wish, out: Path, workers: int | None, as_json: bool) -> None:
     there = {t: sum(run.path(t, u).is_file() for u in run.units()) for t in targets if not t.error}
     if as_json:
         rows = [
-            {"model": t.name, "revision": t.revision, "error": t.error or None, "folder": str(out / t.folder),
-             "units_there": there.get(t, 0)}
+            {
+                "model": t.name,
+                "revision": t.revision,
+                "error": t.error or None,
+                "folder": str(out / t.folder),
+                "units_there": there.get(t, 0),
+            }
             | {k: None if v != v else v for k, v in ({} if c is None else asdict(c)).items()}
             for t, c in costs
-        ]  # fmt: skip
+        ]
         typer.echo(json.dumps({"workers": count, "shards": run.corpus.shards, "models": rows}, indent=1))
     else:
         typer.echo(cost_table(run, costs, there, count))

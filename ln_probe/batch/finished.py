@@ -21,9 +21,11 @@ from ln_probe.reporting.report import REPORT_FILE
 def mark_done(run: Run, target: Target, missing: Sequence[Failure] = ()) -> None:
     """Write down whose report a folder holds, and what its files are; `missing` probes are still to be joined."""
     content = {
-        "key": run.key(target), "files": _hashes(run.out / target.folder), "missing": [f.probe for f in missing],
+        "key": run.key(target),
+        "files": _hashes(run.out / target.folder),
+        "missing": [f.probe for f in missing],
         "target": asdict(target),
-    }  # fmt: skip
+    }
     write_atomically(done_file(run, target), plain_json.sealed(content))
 
 

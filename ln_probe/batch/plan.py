@@ -137,9 +137,14 @@ class Run:
         versions = dict(_installed())
         versions |= {p.name: p.package for p in self.probes if p.package != OWN}
         content = {
-            "checkpoint": target.identity, "name": target.name, "revision": target.revision, **self.identity,
-            "ln_probe": __version__, "versions": versions, "format": FORMAT,
-        }  # fmt: skip
+            "checkpoint": target.identity,
+            "name": target.name,
+            "revision": target.revision,
+            **self.identity,
+            "ln_probe": __version__,
+            "versions": versions,
+            "format": FORMAT,
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def unit_key(self, target: Target, unit: Unit) -> str:

@@ -19,9 +19,16 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
             rows.append((target.label, "failed:", target.error, "", "", "", ""))
         else:
             rows.append(
-                (target.label, str(c.units), str(there.get(target, 0)), number(c.tokens), duration(c.seconds),
-                 size(c.memory_bytes), size(c.disk_bytes))
-            )  # fmt: skip
+                (
+                    target.label,
+                    str(c.units),
+                    str(there.get(target, 0)),
+                    number(c.tokens),
+                    duration(c.seconds),
+                    size(c.memory_bytes),
+                    size(c.disk_bytes),
+                )
+            )
     seconds = math.fsum(c.seconds for c in known)
     disk = math.fsum(c.disk_bytes for c in known)
     plain = [r for r in rows if r[1] != "failed:"]

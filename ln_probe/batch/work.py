@@ -138,9 +138,12 @@ class Worker:
         if self._target != target or self._passes is None:
             self._forget()  # before the next one is read: never two in memory
             model = load_model(
-                target.name, device=self.run.device, dtype=self.run.dtype, revision=target.revision,
+                target.name,
+                device=self.run.device,
+                dtype=self.run.dtype,
+                revision=target.revision,
                 allow_pickle=self.run.allow_pickle,
-            )  # fmt: skip
+            )
             check_same(target, source_of(model))
             self._passes = Passes(cast(HookedModel, model), self.run.settings)
             self._tokens = TokenShards(self.run, target, model=self._passes.model)

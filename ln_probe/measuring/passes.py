@@ -131,9 +131,13 @@ class Passes:
             length = len(row)
             lengths.append(float(length))
             stream(
-                self.model, row, self.found.read, on_norm=on_norm, layers=self.layers,
+                self.model,
+                row,
+                self.found.read,
+                on_norm=on_norm,
+                layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
-            )  # fmt: skip
+            )
         rows = calibration_tokens(self.model)
         sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
         return_free_memory()
@@ -204,9 +208,13 @@ class Passes:
 
         if norms or attention:
             stream(
-                self.model, row, self.found.read, on_norm=on_norm if norms else None, layers=self.layers,
+                self.model,
+                row,
+                self.found.read,
+                on_norm=on_norm if norms else None,
+                layers=self.layers,
                 on_attention=on_attention if attention else None,
-            )  # fmt: skip
+            )
         for w in watching:
             if w.probe.needs.output:
                 tell(w.probe.name)
@@ -226,10 +234,16 @@ class Passes:
         if not any(p.needs.attention for p in self.probes):
             return Exhibits()
         return recording.record(
-            self.model, self.found.read, prompts, tokens, count=count, attention=self.wants_heads, layers=self.layers,
+            self.model,
+            self.found.read,
+            prompts,
+            tokens,
+            count=count,
+            attention=self.wants_heads,
+            layers=self.layers,
             heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
-        )  # fmt: skip
+        )
 
     @cached_property
     def _meaningless(self) -> str:
@@ -241,9 +255,14 @@ class Passes:
 
     def _view(self, calibration: Calibration | None) -> View:
         return View(
-            self.model, self.sites, self.layers, self.heads, calibration, namer(self.model),
+            self.model,
+            self.sites,
+            self.layers,
+            self.heads,
+            calibration,
+            namer(self.model),
             self._meaningless,
-        )  # fmt: skip
+        )
 
     def _notes(
         self,

@@ -75,9 +75,13 @@ def record(
     for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
         wanted = attention and number in recorder.plan
         stream(
-            model, row, sites, layers=recorder.layers, on_norm=partial(recorder.norm, number),
+            model,
+            row,
+            sites,
+            layers=recorder.layers,
+            on_norm=partial(recorder.norm, number),
             on_attention=partial(recorder.attention, number) if wanted else None,
-        )  # fmt: skip
+        )
     return recorder.exhibits()
 
 
@@ -200,11 +204,21 @@ class _Recorder:
         unknown = np.full(received.shape, VERDICTS.index("not measured"), np.uint8)
         nothing = np.full(received.shape, np.nan, np.float16)
         return PromptAttention(
-            prompt=prompt, tokens=tokens, layers=layers, heads=self.heads[: cells.shape[1]],
-            edges=bin_edges(len(tokens)), cells=cells, verdict=unknown, margin=nothing, attainable=nothing,
-            verdict_frozen=unknown, attainable_frozen=nothing, received=received, full=self.full.get(prompt, {}),
+            prompt=prompt,
+            tokens=tokens,
+            layers=layers,
+            heads=self.heads[: cells.shape[1]],
+            edges=bin_edges(len(tokens)),
+            cells=cells,
+            verdict=unknown,
+            margin=nothing,
+            attainable=nothing,
+            verdict_frozen=unknown,
+            attainable_frozen=nothing,
+            received=received,
+            full=self.full.get(prompt, {}),
             causal=self.causal[prompt],
-        )  # fmt: skip
+        )
 
     def _sample(self, name: str) -> SiteSample:
         site, rows = self.sites[name], self.vectors[name]
@@ -225,11 +239,20 @@ class _Recorder:
             for v in (mean[:, 0] * math.sqrt(site.d), along[:, 0], along[:, 1], length, site.sigma(x)[:, 0])
         )
         return SiteSample(
-            site=site.name, layer=site.layer, kind=site.kind, d=site.d, ones=ones, axis1=axis1, axis2=axis2,
-            length=size, sigma=sigma, axes_share=float(((unit @ axes.T) ** 2).sum(-1).mean()),
-            prompt=prompts.astype(np.int32), position=positions.astype(np.int32),
+            site=site.name,
+            layer=site.layer,
+            kind=site.kind,
+            d=site.d,
+            ones=ones,
+            axis1=axis1,
+            axis2=axis2,
+            length=size,
+            sigma=sigma,
+            axes_share=float(((unit @ axes.T) ** 2).sum(-1).mean()),
+            prompt=prompts.astype(np.int32),
+            position=positions.astype(np.int32),
             tokens=tuple(self.tokens[int(p)][i] for p, i in zip(prompts, positions, strict=True)),
-        )  # fmt: skip
+        )
 
 
 def _received(pattern: Float[np.ndarray, "head query key"], window: int | None) -> Float[np.ndarray, "head key"]:

@@ -117,9 +117,14 @@ def heat_maps(report: Contents, column: str, label: str) -> Figure:
         grid = rows.pivot(index="layer", columns="head", values=column)
         shown = np.ma.masked_invalid(grid.to_numpy(float))
         image = axes.pcolormesh(
-            np.arange(shown.shape[1] + 1) - 0.5, np.arange(shown.shape[0] + 1) - 0.5, shown, vmin=0, vmax=top,
-            cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"), rasterized=shown.size > VECTOR_CELLS,
-        )  # fmt: skip
+            np.arange(shown.shape[1] + 1) - 0.5,
+            np.arange(shown.shape[0] + 1) - 0.5,
+            shown,
+            vmin=0,
+            vmax=top,
+            cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"),
+            rasterized=shown.size > VECTOR_CELLS,
+        )
         axes.set_title(LABELS[variant], fontsize=10)
         for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
             step = -(-len(names) // 8)
@@ -153,9 +158,14 @@ def entropy_by_layer(report: Contents) -> Figure:
     figure, axes = _figure("entropy / log(visible keys)")
     for place, (variant, rows) in enumerate(by_variant(report)):
         axes.plot(
-            rows["layer"] + 0.16 * (place - 1.5), rows["entropy_ratio"], MARKERS[variant], ms=4, alpha=0.6,
-            color=COLOURS[variant], label=LABELS[variant],
-        )  # fmt: skip
+            rows["layer"] + 0.16 * (place - 1.5),
+            rows["entropy_ratio"],
+            MARKERS[variant],
+            ms=4,
+            alpha=0.6,
+            color=COLOURS[variant],
+            label=LABELS[variant],
+        )
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
     return figure
@@ -248,6 +258,12 @@ def legend(axes: mpl.axes.Axes) -> None:
     found = axes.get_legend_handles_labels()[1]
     if found:
         axes.legend(
-            frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(3, len(found)),
-            borderaxespad=0.2, handlelength=1.6, columnspacing=1.2,
-        )  # fmt: skip
+            frameon=False,
+            fontsize=8,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=min(3, len(found)),
+            borderaxespad=0.2,
+            handlelength=1.6,
+            columnspacing=1.2,
+        )

@@ -77,9 +77,14 @@ def heads_map(report: Contents, measure: str = "delta_loss") -> Figure:
     low = -top if about.signed or (shown.count() and float(shown.min()) < 0) else 0.0
     colours = mpl.colormaps["RdBu_r" if low < 0 else "cividis"].with_extremes(bad="#8c8c8c")
     image = axes.pcolormesh(
-        np.arange(shown.shape[1] + 1) - 0.5, np.arange(shown.shape[0] + 1) - 0.5, shown, vmin=low, vmax=top,
-        cmap=colours, rasterized=shown.size > VECTOR_CELLS,
-    )  # fmt: skip
+        np.arange(shown.shape[1] + 1) - 0.5,
+        np.arange(shown.shape[0] + 1) - 0.5,
+        shown,
+        vmin=low,
+        vmax=top,
+        cmap=colours,
+        rasterized=shown.size > VECTOR_CELLS,
+    )
     for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
         step = -(-len(names) // _TICKS) or 1
         axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)

@@ -118,11 +118,20 @@ def _paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
             weight = mine["predicted"].to_numpy(float)
             change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
             low, high = prompt_intervals.interval(change, weight)
-            rows.append({
-                "model": name, "against": names[0], "sites": sites, "variant": variant,
-                "difference": float(change.sum() / weight.sum()), "low": low, "high": high, "prompts": len(mine),
-                "prompts_more": int((change > 0).sum()), "p_adjusted": prompt_intervals.sign_test(change),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": name,
+                    "against": names[0],
+                    "sites": sites,
+                    "variant": variant,
+                    "difference": float(change.sum() / weight.sum()),
+                    "low": low,
+                    "high": high,
+                    "prompts": len(mine),
+                    "prompts_more": int((change > 0).sum()),
+                    "p_adjusted": prompt_intervals.sign_test(change),
+                }
+            )
     found = PAIRED.frame(rows)
     return found.assign(p_adjusted=prompt_intervals.holm(found["p_adjusted"].to_list())) if rows else found
 

@@ -78,10 +78,19 @@ def by_definition(node: Any, word: str, i: int) -> Any:
         case (operator, left, right):
             x, y = by_definition(left, word, i), by_definition(right, word, i)
             table = {
-                "and": lambda: x and y, "or": lambda: x or y, "<": lambda: x < y, "<=": lambda: x <= y,
-                "==": lambda: x == y, "!=": lambda: x != y, ">=": lambda: x >= y, ">": lambda: x > y,
-                "+": lambda: x + y, "-": lambda: x - y, "min": lambda: min(x, y), "max": lambda: max(x, y),
-            }  # fmt: skip
+                "and": lambda: x and y,
+                "or": lambda: x or y,
+                "<": lambda: x < y,
+                "<=": lambda: x <= y,
+                "==": lambda: x == y,
+                "!=": lambda: x != y,
+                ">=": lambda: x >= y,
+                ">": lambda: x > y,
+                "+": lambda: x + y,
+                "-": lambda: x - y,
+                "min": lambda: min(x, y),
+                "max": lambda: max(x, y),
+            }
             return table[operator]()
     raise AssertionError(node)
 

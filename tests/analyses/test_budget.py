@@ -21,9 +21,20 @@ def keys():
 def search(keys, gap, budget, careful=False, scaled=None):
     number, dim = keys.shape
     return nearest_points(
-        keys, np.ascontiguousarray(keys.T), np.arange(number), np.full(number, number), np.full(number, -1), False,
-        np.ones(dim), np.ones(1), 1e-7, gap, careful, scaled, budget,
-    )  # fmt: skip
+        keys,
+        np.ascontiguousarray(keys.T),
+        np.arange(number),
+        np.full(number, number),
+        np.full(number, -1),
+        False,
+        np.ones(dim),
+        np.ones(1),
+        1e-7,
+        gap,
+        careful,
+        scaled,
+        budget,
+    )
 
 
 def certificates(keys, found):
@@ -130,9 +141,20 @@ def test_lengths_of_differences_do_not_stand_in_the_way():
     open_, columns = {}, np.ascontiguousarray(white.T)
     for scaled in (False, True):
         ended, *_ = nearest_points(
-            white, columns, np.arange(N), np.full(N, N), np.full(N, -1), False, stretch, np.ones(1), 1e-7, -1.0, False,
-            scaled, 3e6,
-        )  # fmt: skip
+            white,
+            columns,
+            np.arange(N),
+            np.full(N, N),
+            np.full(N, -1),
+            False,
+            stretch,
+            np.ones(1),
+            1e-7,
+            -1.0,
+            False,
+            scaled,
+            3e6,
+        )
         open_[scaled] = int((ended == EXHAUSTED).sum())
     assert open_[True] <= 5
     assert open_[False] >= 60

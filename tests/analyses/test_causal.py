@@ -102,9 +102,12 @@ def by_hand(model: Any, sites: str, variant: str, constants: dict[str, float], i
         entropy += after - before
         predicted, positions, ratios = predicted + len(row) - 1, positions + len(row), ratios + count
     return {
-        "loss": nll / predicted, "delta_loss": (nll - base) / predicted, "kl": kl / positions,
-        "top1_agreement": agree / positions, "entropy_change": entropy / ratios,
-    }  # fmt: skip
+        "loss": nll / predicted,
+        "delta_loss": (nll - base) / predicted,
+        "kl": kl / positions,
+        "top1_agreement": agree / positions,
+        "entropy_change": entropy / ratios,
+    }
 
 
 @pytest.fixture
@@ -241,8 +244,9 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     """Loaded with a head drawn at random: the report must not show its losses."""
     import transformers
 
-    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=16, vocab_size=40, n_inner=64,
-                                     tie_word_embeddings=False)  # fmt: skip
+    config = transformers.GPT2Config(
+        n_embd=16, n_head=2, n_layer=1, n_positions=16, vocab_size=40, n_inner=64, tie_word_embeddings=False
+    )
     transformers.GPT2Model(config).save_pretrained(tmp_path)
     report = ln_probe.analyze(
         ln_probe.load_model(tmp_path), torch.arange(1, 9)[None], probes=["causal"], progress=False
@@ -255,9 +259,12 @@ def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any]) -> Non
     """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
     raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
     folded.enable_compatibility_mode(
-        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=False,
+        center_unembed=False,
         fold_value_biases=False,
-    )  # fmt: skip
+    )
     (_, one, _), (_, two, notes) = measured(raw), measured(folded)
     one, two = (t.set_index(["variant", "sites"]) for t in (one, two))
     assert (one["no_op"] == "").all()
@@ -288,8 +295,10 @@ def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> N
     rows = causal_table.table(frames).set_index(["sites", "variant"])
     assert rows.loc[("all", "no_scaling"), ["loss", "delta_loss", "delta_loss_low", "kl"]].isna().all()
     assert rows.loc[("all", "no_projection"), NUMBERS].notna().all()
-    assert any("logits are not finite, so there are no numbers: " in n and "all no_scaling" in n
-               for n in causal_table.notes_on(frames))  # fmt: skip
+    assert any(
+        "logits are not finite, so there are no numbers: " in n and "all no_scaling" in n
+        for n in causal_table.notes_on(frames)
+    )
 
 
 def test_the_model_is_left_as_it_was(make_bridge: Callable[..., Any]) -> None:

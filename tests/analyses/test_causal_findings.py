@@ -14,11 +14,25 @@ from ln_probe.analyses.tables import CAUSAL
 
 def row(sites: str, variant: str, change: float = 0.0, half: float = 0.01, **values: Any) -> dict[str, Any]:
     return {
-        "sites": sites, "variant": variant, "loss": 4.0 + change, "delta_loss": change, "delta_loss_low": change - half,
-        "delta_loss_high": change + half, "delta_loss_uniform": change, "delta_loss_resampled": change,
-        "prompts_worse": 30, "p_adjusted": 0.001, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.0,
-        "prompts": 32, "divisor": math.nan, "divisor_first": math.nan, "matched": True, "no_op": "",
-    } | values  # fmt: skip
+        "sites": sites,
+        "variant": variant,
+        "loss": 4.0 + change,
+        "delta_loss": change,
+        "delta_loss_low": change - half,
+        "delta_loss_high": change + half,
+        "delta_loss_uniform": change,
+        "delta_loss_resampled": change,
+        "prompts_worse": 30,
+        "p_adjusted": 0.001,
+        "kl": 0.1,
+        "top1_agreement": 0.9,
+        "entropy_change": 0.0,
+        "prompts": 32,
+        "divisor": math.nan,
+        "divisor_first": math.nan,
+        "matched": True,
+        "no_op": "",
+    } | values
 
 
 def table(*rows: dict[str, Any]) -> pd.DataFrame:
@@ -28,11 +42,15 @@ def table(*rows: dict[str, Any]) -> pd.DataFrame:
 
 def test_the_largest_effect_is_first_whatever_the_order_of_the_table() -> None:
     """D3: lm-layernorm's largest effect (all norms, +0.327 [0.278, 0.371]) was in none of the findings."""
-    found = said(table(
-        row("attention", "no_scaling", 0.02, 0.03), row("mlp", "no_scaling", 0.14),
-        row("all", "no_scaling", 0.327, 0.05), row("all", "no_projection", -0.007, 0.02),
-        row("all", "neither", 0.33, 0.05),
-    ))  # fmt: skip
+    found = said(
+        table(
+            row("attention", "no_scaling", 0.02, 0.03),
+            row("mlp", "no_scaling", 0.14),
+            row("all", "no_scaling", 0.327, 0.05),
+            row("all", "no_projection", -0.007, 0.02),
+            row("all", "neither", 0.33, 0.05),
+        )
+    )
     first = max(found, key=lambda f: (-f.rank, f.size))
     assert first.text == (
         "Without scaling at every norm the loss rises by 0.327 nats per token (95 % interval 0.277 to 0.377), from 4 "

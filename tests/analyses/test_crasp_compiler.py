@@ -44,7 +44,7 @@ PROGRAMS = {
     "cases": f"{CASES} y := 2 * #[x > 1] != #[x <= 1] + 1",
     "layers of counts": "x := #[#[Q_a] > 1 and Q_b] + #[Q_a] > 2 ? 1 : 0 y := x == 1 or Q_b",
     "large factors": "x := 1000000 * #[Q_a] < 999999 * #[Q_b]",
-}  # fmt: skip
+}
 
 
 def every_word(compiled: CompiledProgram, length: int) -> list[tuple[str, ...]]:

@@ -125,12 +125,15 @@ def test_statistics_are_those_of_numpy() -> None:
         share = 16 * mu**2 / length**2
         sigma = np.sqrt(rows.var(-1) + 1e-5)
         expected = {
-            "mean_share": share.mean(), "angle_to_ones_deg": np.degrees(np.arccos(np.sqrt(share))).mean(),
-            "norm_before_mean": length.mean(), "norm_before_cv": length.std() / length.mean(),
-            "scale_mean": (1 / sigma).mean(), "scale_cv": (1 / sigma).std() / (1 / sigma).mean(),
+            "mean_share": share.mean(),
+            "angle_to_ones_deg": np.degrees(np.arccos(np.sqrt(share))).mean(),
+            "norm_before_mean": length.mean(),
+            "norm_before_cv": length.std() / length.mean(),
+            "scale_mean": (1 / sigma).mean(),
+            "scale_cv": (1 / sigma).std() / (1 / sigma).mean(),
             "sigma_mean": sigma.mean(),
             "norm_after_mean": np.linalg.norm(site.module(torch.tensor(rows)).detach().numpy(), axis=-1).mean(),
-        }  # fmt: skip
+        }
         for name, value in expected.items():
             assert row[name + ending] == pytest.approx(value, rel=1e-9), name + ending
     gain = site.gain

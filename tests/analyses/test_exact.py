@@ -61,9 +61,15 @@ def test_exact_copies_of_a_vertex_and_of_an_interior_key():
     square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
     keys = np.concatenate([square, square[:1], [[0.0, -0.0], [0.0, 0.0]], square[1:2] + np.array([ULP, 0.0])])
     assert codes(keys) == [
-        "duplicate", "unselectable", "selectable", "selectable", "duplicate", "unselectable", "unselectable",
+        "duplicate",
+        "unselectable",
         "selectable",
-    ]  # fmt: skip
+        "selectable",
+        "duplicate",
+        "unselectable",
+        "unselectable",
+        "selectable",
+    ]
 
 
 def test_weights_are_exact():

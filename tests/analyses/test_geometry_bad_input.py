@@ -96,7 +96,12 @@ def unannotated():
 def test_what_is_dense_and_floating_is_taken():
     expected = ln_probe.key_geometry(KEYS).verdict
     for keys in (
-        torch.tensor(KEYS, requires_grad=True), torch.tensor(KEYS).T.contiguous().T, KEYS[:, ::-1][:, ::-1],
-        np.asfortranarray(KEYS), KEYS.astype(np.longdouble), KEYS.astype(">f8"), KEYS.tolist(),
-    ):  # fmt: skip
+        torch.tensor(KEYS, requires_grad=True),
+        torch.tensor(KEYS).T.contiguous().T,
+        KEYS[:, ::-1][:, ::-1],
+        np.asfortranarray(KEYS),
+        KEYS.astype(np.longdouble),
+        KEYS.astype(">f8"),
+        KEYS.tolist(),
+    ):
         assert (ln_probe.key_geometry(keys).verdict == expected).all()

@@ -39,13 +39,11 @@ def overlap(low, high, other_low, other_high, slack=0.0):
 def same(here, there, order=None, slack=0.0, weight_slack=1e-9):
     """Bounds of two geometries of the same keys; `order[i]` is the place of key i in the second."""
     order = np.arange(len(here.verdict)) if order is None else order
-    assert overlap(
-        here.margin_lower, here.margin_upper, there.margin_lower[order], there.margin_upper[order], slack
-    )  # fmt: skip
+    assert overlap(here.margin_lower, here.margin_upper, there.margin_lower[order], there.margin_upper[order], slack)
     if np.isfinite(here.attainable).any():
         assert overlap(
             here.attainable, here.attainable_upper, there.attainable[order], there.attainable_upper[order], weight_slack
-        )  # fmt: skip
+        )
 
 
 def may_differ(case: Case, close: float, *geometries) -> np.ndarray:

@@ -151,9 +151,14 @@ def test_the_table_and_what_is_said_of_it() -> None:
 
 
 def test_agreement_needs_heads_that_were_run() -> None:
-    made = pd.DataFrame({
-        "variant": "no_scaling", "delta_loss": [1.0, 2.0, 3.0, np.nan], "estimate": [0.1, 0.3, 0.2, 9.0], "no_op": "",
-    })  # fmt: skip
+    made = pd.DataFrame(
+        {
+            "variant": "no_scaling",
+            "delta_loss": [1.0, 2.0, 3.0, np.nan],
+            "estimate": [0.1, 0.3, 0.2, 9.0],
+            "no_op": "",
+        }
+    )
     assert agreement(made) == ["estimates and exact effects of no_scaling over 3 heads: rank correlation 0.50"]
     assert agreement(made.iloc[:2]) == []
 

@@ -88,9 +88,17 @@ def test_duplicates_of_a_vertex_and_of_an_interior_point():
     keys = np.concatenate([circle(6), circle(6)[2:3], [[0.1, 0.0], [0.1, 0.0], [0.1, 1e-9]]])
     geometry = ln_probe.key_geometry(keys, causal=True)
     assert geometry.verdict.tolist() == [
-        "selectable", "selectable", "duplicate", "selectable", "selectable", "selectable", "duplicate",
-        "unselectable", "unselectable", "unselectable",
-    ]  # fmt: skip
+        "selectable",
+        "selectable",
+        "duplicate",
+        "selectable",
+        "selectable",
+        "selectable",
+        "duplicate",
+        "unselectable",
+        "unselectable",
+        "unselectable",
+    ]
     assert geometry.representative.tolist() == [0, 1, 2, 3, 4, 5, 2, 7, 7, 7]
     # A copy leaves no margin; 1e-9 away it leaves no more than that.
     assert (geometry.margin_lower[[2, 6, 7, 8, 9]] == 0).all()

@@ -10,9 +10,12 @@ from ln_probe.analyses.geometry.hull import KeyGeometry, key_geometry
 
 def fingerprint(geometry: KeyGeometry) -> bytes:
     arrays = (
-        geometry.margin_lower, geometry.margin_upper, geometry.attainable, geometry.attainable_upper,
+        geometry.margin_lower,
+        geometry.margin_upper,
+        geometry.attainable,
+        geometry.attainable_upper,
         geometry.first_unselectable_at,
-    )  # fmt: skip
+    )
     return b"".join(np.ascontiguousarray(a).tobytes() for a in arrays) + "".join(geometry.verdict.ravel()).encode()
 
 

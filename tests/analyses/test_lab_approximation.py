@@ -44,9 +44,14 @@ def random_inputs(size: int, length: int = LENGTH, seed: int = 0) -> torch.Tenso
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kernel=st.sampled_from(KERNELS), dot_product=st.booleans(), norm=st.sampled_from(NORM_KINDS),
-    order=st.sampled_from(NORM_ORDERS), heads=st.integers(1, 4), width=st.integers(0, 5), seed=st.integers(0, 99),
-)  # fmt: skip
+    kernel=st.sampled_from(KERNELS),
+    dot_product=st.booleans(),
+    norm=st.sampled_from(NORM_KINDS),
+    order=st.sampled_from(NORM_ORDERS),
+    heads=st.integers(1, 4),
+    width=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
 def test_the_model_is_its_definition(
     kernel: str, dot_product: bool, norm: str, order: str, heads: int, width: int, seed: int
 ) -> None:
@@ -275,8 +280,12 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ratios = normed.to_numpy() / plain.to_numpy()
     assert results.tables["norm_factors"]["factor"].tolist() == pytest.approx([np.sqrt(ratios.prod())])
     assert {"heads.png", "norms.png"} <= {p.name for p in request.out.iterdir()}
-    again = run("approximation", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="",
-                ln_probe_version="0")  # fmt: skip
+    again = run(
+        "approximation",
+        Request(out=request.out, seeds=(0, 1), quick=True, collect=True),
+        command="",
+        ln_probe_version="0",
+    )
     pd.testing.assert_frame_equal(again.summary, results.summary)
 
 

@@ -59,9 +59,10 @@ def test_a_run_from_end_to_end(text: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(approximation_text, "D_VOCAB", 300)
     monkeypatch.setattr(approximation_text, "N_CTX", 16)
     monkeypatch.setattr(
-        approximation_text, "training",
+        approximation_text,
+        "training",
         lambda quick, seed: TrainConfig(steps=4, batch=2, seed=seed, evaluate_every=4, state_every=2),
-    )  # fmt: skip
+    )
     request = Request(out=tmp_path / "out", seeds=(0, 1), quick=True, texts=(text,), progress=False)
     results = run("approximation_text", request, command="", ln_probe_version="0")
     assert len(results.summary) == len(approximation_text.grid(quick=True))

@@ -192,8 +192,10 @@ def test_each_term_acts_on_the_state() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 30, 4)
     for norm, has_mean, has_size in (
-        ("layernorm", False, False), ("projection_only", False, True), ("scaling_only", True, False),
-    ):  # fmt: skip
+        ("layernorm", False, False),
+        ("projection_only", False, True),
+        ("scaling_only", True, False),
+    ):
         layer = RecurrentConfig("rnn_relu", 2, 2, norm=norm, norm_site="state", eps=0.0).build().layers[0]
         with torch.no_grad():
             states = layer(x)
@@ -288,9 +290,12 @@ def test_the_grid_has_what_must_be_shown() -> None:
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = (
-        counting.Cell("L5", "lstm"), counting.Cell("L5", "qrnn x2"), counting.Cell("L5", "lstm", "layernorm", "state"),
-        counting.Cell("L5", "transformer", "none", "blocks"), counting.Cell("anbn", "gru"),
-    )  # fmt: skip
+        counting.Cell("L5", "lstm"),
+        counting.Cell("L5", "qrnn x2"),
+        counting.Cell("L5", "lstm", "layernorm", "state"),
+        counting.Cell("L5", "transformer", "none", "blocks"),
+        counting.Cell("anbn", "gru"),
+    )
     monkeypatch.setattr(counting, "grid", lambda quick: cells)
     monkeypatch.setattr(counting_tasks, "EVALUATION_LABELS", 500)
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
@@ -311,8 +316,9 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"gate.png", "lengths.png", "norms_over_lengths.png", "effects.png", "exact.png"} <= {
         p.name for p in request.out.iterdir()
     }
-    again = run("counting", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="",
-                ln_probe_version="0")  # fmt: skip
+    again = run(
+        "counting", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="", ln_probe_version="0"
+    )
     pd.testing.assert_frame_equal(again.summary, results.summary)
 
 

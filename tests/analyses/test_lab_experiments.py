@@ -135,9 +135,14 @@ def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
 
     def plan(cells: list[int]) -> list[Run]:
         return planned(
-            cells, request, keys=lambda d: {"d": d}, name=lambda d: f"d{d // 10}", task=lambda *_: task,
-            spec=lambda d: LabConfig(1, d, 1, 6, 12), training=lambda d, seed: TrainConfig(steps=d, batch=1, seed=seed),
-        )  # fmt: skip
+            cells,
+            request,
+            keys=lambda d: {"d": d},
+            name=lambda d: f"d{d // 10}",
+            task=lambda *_: task,
+            spec=lambda d: LabConfig(1, d, 1, 6, 12),
+            training=lambda d, seed: TrainConfig(steps=d, batch=1, seed=seed),
+        )
 
     runs = plan([10, 20])
     assert [(r.keys["d"], r.seed, r.training.steps) for r in runs] == [
@@ -147,7 +152,10 @@ def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
         (20, 3, 20),
     ]
     assert [str(r.folder.relative_to(tmp_path)) for r in runs] == [
-        "runs/d1-seed0", "runs/d2-seed0", "runs/d1-seed3", "runs/d2-seed3",
-    ]  # fmt: skip
+        "runs/d1-seed0",
+        "runs/d2-seed0",
+        "runs/d1-seed3",
+        "runs/d2-seed3",
+    ]
     with pytest.raises(ValueError, match="two cells are called 'd1', so their runs would share a folder"):
         plan([10, 11])

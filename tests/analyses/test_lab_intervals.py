@@ -58,8 +58,10 @@ def test_logarithms() -> None:
 @given(st.lists(st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3), min_size=2, max_size=8))
 def test_the_sign_test_by_all_signs(differences: list[float]) -> None:
     total = abs(sum(differences))
-    worse = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= total - 1e-9
-             for signs in itertools.product((1, -1), repeat=len(differences))]  # fmt: skip
+    worse = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= total - 1e-9
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
     assert sign_flip_p(np.array(differences)) == pytest.approx(np.mean(worse))
 
 

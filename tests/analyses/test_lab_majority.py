@@ -236,9 +236,17 @@ def test_evaluation(task: MajorityTask) -> None:
 def test_interrupted_at_any_step(task: MajorityTask, tmp_path: Path) -> None:
     """Stopped after 1, 5 and 6 steps (an epoch has 4) and gone on with by a fresh task: the same bits."""
     config = TrainConfig(
-        steps=9, batch=100, warmup=0, clip=0.0, optimizer="adam", schedule="linear", decay_steps=90, evaluate_every=4,
-        state_every=100, save_at=(0, 5),
-    )  # fmt: skip
+        steps=9,
+        batch=100,
+        warmup=0,
+        clip=0.0,
+        optimizer="adam",
+        schedule="linear",
+        decay_steps=90,
+        evaluate_every=4,
+        state_every=100,
+        save_at=(0, 5),
+    )
     spec = majority_model("projection_only", size=SMALL)
     whole = train(task, spec, config, tmp_path / "whole", progress=False)
     for until in (1, 5, 6, None):
@@ -284,8 +292,15 @@ def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) ->
             rows = [{"step": 500, "train_loss": 2.0}, {"step": 1000, "train_loss": end, "test_accuracy": 0.5}]
             (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
             config = TrainConfig(steps=1000, batch=10, seed=seed)
-            runs.append(Run({"norm": norm, "radius": radius}, MajorityTask(seed, SMALL), LabConfig(1, 8, 1, 6, 12),
-                            config, place))  # fmt: skip
+            runs.append(
+                Run(
+                    {"norm": norm, "radius": radius},
+                    MajorityTask(seed, SMALL),
+                    LabConfig(1, 8, 1, 6, 12),
+                    config,
+                    place,
+                )
+            )
     return runs
 
 
@@ -306,8 +321,10 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
     assert "most of the published gap is due to size, not projection" in found.conclusions[0]
     assert "costs something of its own (0.10 [0.10, 0.10] nats; seeds: 2)" in found.conclusions[0]
     assert loss["size 1/sqrt(d) of values alone"] == pytest.approx(0.1)
-    assert any("size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s
-               for s in found.conclusions)  # fmt: skip
+    assert any(
+        "size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s
+        for s in found.conclusions
+    )
     tested = found.tables["contrasts"].set_index(["contrast", "measure"])["p"]
     assert tested["the published gap", "train_loss"] < 1e-10  # two equal differences, but for rounding
     assert np.isnan(tested["the published gap", "test_accuracy"])
@@ -376,10 +393,15 @@ def test_side_by_side_the_first_refusal_stops_all(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "thesis.txt").write_text("mine")
     runs = [
-        Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
-            TrainConfig(steps=20_000, batch=50, warmup=0, seed=seed), tmp_path / str(seed))
+        Run(
+            {"norm": "layernorm"},
+            MajorityTask(seed, SMALL),
+            majority_model("layernorm", size=SMALL),
+            TrainConfig(steps=20_000, batch=50, warmup=0, seed=seed),
+            tmp_path / str(seed),
+        )
         for seed in range(6)
-    ]  # fmt: skip
+    ]
     with pytest.raises(FileExistsError, match="is not empty and holds no lab run"):
         train_all(runs, jobs=2, progress=False)
     assert not (tmp_path / "5").exists()

@@ -106,8 +106,14 @@ def test_norm_order_is_torchs(order: str) -> None:
 
 def test_what_is_left_out_is_not_there() -> None:
     model = build(
-        norm=None, norm_mlp=None, norm_final=None, bias_qkv=False, bias_out=False, bias_mlp=False, bias_unembed=False,
-    )  # fmt: skip
+        norm=None,
+        norm_mlp=None,
+        norm_final=None,
+        bias_qkv=False,
+        bias_out=False,
+        bias_mlp=False,
+        bias_unembed=False,
+    )
     leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
     assert leaves == {"W_E", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out"}
     assert model.b_U is None

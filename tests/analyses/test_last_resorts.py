@@ -38,9 +38,14 @@ def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
     def stalled(rows, columns, targets, *rest):
         none = np.zeros(len(targets))
         return (
-            np.full(len(targets), STALLED), none, none, np.zeros((len(targets), rows.shape[1])),
-            np.zeros(len(targets), np.int64), np.empty(0), np.empty(0, np.int64),
-        )  # fmt: skip
+            np.full(len(targets), STALLED),
+            none,
+            none,
+            np.zeros((len(targets), rows.shape[1])),
+            np.zeros(len(targets), np.int64),
+            np.empty(0),
+            np.empty(0, np.int64),
+        )
 
     monkeypatch.setattr(verdicts, "nearest_points", stalled)
     geometry = ln_probe.key_geometry(keys, bias=bias, margins=False)
@@ -55,9 +60,14 @@ def test_what_nothing_decides_is_undecided(monkeypatch):
     def stalled(rows, columns, targets, *rest):
         none = np.zeros(len(targets))
         return (
-            np.full(len(targets), STALLED), none, none, np.zeros((len(targets), rows.shape[1])),
-            np.zeros(len(targets), np.int64), np.empty(0), np.empty(0, np.int64),
-        )  # fmt: skip
+            np.full(len(targets), STALLED),
+            none,
+            none,
+            np.zeros((len(targets), rows.shape[1])),
+            np.zeros(len(targets), np.int64),
+            np.empty(0),
+            np.empty(0, np.int64),
+        )
 
     for module in (verdicts, proofs):
         monkeypatch.setattr(module, "nearest_points", stalled)

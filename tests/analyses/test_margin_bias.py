@@ -14,9 +14,18 @@ def distances(keys, bias, gap):
     rows = np.ascontiguousarray(np.column_stack([keys, bias]))
     every = np.arange(len(rows))
     _, lower, upper, *_ = nearest_points(
-        rows, np.ascontiguousarray(rows.T), every, np.full(len(rows), len(rows)), np.full(len(rows), -1),
-        True, np.ones(rows.shape[1]), np.ones(1), 1e-12, gap, True,
-    )  # fmt: skip
+        rows,
+        np.ascontiguousarray(rows.T),
+        every,
+        np.full(len(rows), len(rows)),
+        np.full(len(rows), -1),
+        True,
+        np.ones(rows.shape[1]),
+        np.ones(1),
+        1e-12,
+        gap,
+        True,
+    )
     return lower, upper
 
 

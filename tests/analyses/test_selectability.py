@@ -198,9 +198,12 @@ def test_keys_of_a_folded_model_ignore_the_mean(dtype: torch.dtype, make_bridge:
     vectors do change, and so do the keys of a raw model."""
     raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
     folded.enable_compatibility_mode(
-        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=False,
+        center_unembed=False,
         fold_value_biases=False,
-    )  # fmt: skip
+    )
     for model, expected in ((raw, False), (folded, True)):
         report = ln_probe.analyze(model.to(dtype), TOKENS[None], probes=["selectability"], progress=False)
         rows = report.heads[report.heads["variant"] == "no_projection"].groupby("space")["no_op"]
@@ -212,10 +215,18 @@ def test_keys_of_a_folded_model_ignore_the_mean(dtype: torch.dtype, make_bridge:
 def test_attainable_attention_stands_beside_an_even_share_and_not_beside_what_was_received() -> None:
     """D4: weights from the last position were set beside the largest over all queries (1.5 % "can", 1.7 % "got")."""
     rows = [
-        {"layer": 0, "head": 0, "space": "head", "variant": v, "no_op": "", "attainable_median": m, "attainable_p05": p,
-         "pattern_max_median": 0.8}
+        {
+            "layer": 0,
+            "head": 0,
+            "space": "head",
+            "variant": v,
+            "no_op": "",
+            "attainable_median": m,
+            "attainable_p05": p,
+            "pattern_max_median": 0.8,
+        }
         for v, m, p in (("intact", 0.3, 0.01), ("no_scaling", 0.2, 0.005))
-    ]  # fmt: skip
+    ]
     (finding,) = selectability._attainable(pd.DataFrame(rows), 1 / 128)
     assert finding.text == (
         "From queries of the size that occur, a typical key can get 30 % of the attention of the last position (20 % "

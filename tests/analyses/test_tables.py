@@ -19,10 +19,19 @@ from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
 
 EVERY = (*tables.BUILT_IN, *tables.ON_REQUEST, tables.TOKENS, tables.SUMMARY, BY_HEAD)
-PAIRS = Table("pairs", "Pairs", "A row per pair.", ("a", "b"), (
-    Column("a", "int", "one"), Column("b", "text", "other"), Column("x", "float", "first"),
-    Column("n", "int", "count"), Column("why", "text", "reason"),
-))  # fmt: skip
+PAIRS = Table(
+    "pairs",
+    "Pairs",
+    "A row per pair.",
+    ("a", "b"),
+    (
+        Column("a", "int", "one"),
+        Column("b", "text", "other"),
+        Column("x", "float", "first"),
+        Column("n", "int", "count"),
+        Column("why", "text", "reason"),
+    ),
+)
 
 
 @pytest.mark.parametrize("table", EVERY, ids=lambda t: t.name)

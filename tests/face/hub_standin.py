@@ -127,10 +127,17 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.hub.held[repository][branch]
         if what == "tree":
             return self._json([_entry(name, data, "path") for name, data in files.items()])
-        return self._json({
-            "id": repository, "modelId": repository, "sha": self.hub.commit(repository, branch), "private": False,
-            "gated": False, "tags": [], "siblings": [_entry(name, data, "rfilename") for name, data in files.items()],
-        })  # fmt: skip
+        return self._json(
+            {
+                "id": repository,
+                "modelId": repository,
+                "sha": self.hub.commit(repository, branch),
+                "private": False,
+                "gated": False,
+                "tags": [],
+                "siblings": [_entry(name, data, "rfilename") for name, data in files.items()],
+            }
+        )
 
     def _json(self, content: Any) -> None:
         self._answer(200, json.dumps(content).encode(), "application/json")

@@ -94,9 +94,7 @@ def test_tables_are_those_of_analyze(whole: Path, lab_suite: list[Path], prompts
 def test_tables_do_not_depend_on_the_shards(
     shard: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
 ) -> None:
-    code, _, said = report(
-        *lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard
-    )  # fmt: skip
+    code, _, said = report(*lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard)
     assert code == 0, said
     assert tables(tmp_path) == tables(whole)
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
@@ -196,7 +194,7 @@ def test_one_failing_model_among_five(lab_suite: list[Path], capp: Path, prompts
     models = [lab_suite[0], damaged, lab_suite[1], "lm-layernorm", "lm-projection_only"]
     code, printed, said = report(
         *models, "--prompts", prompts, "--out", out, "--max-tokens", 6, "--probes", "decomposition", "--json"
-    )  # fmt: skip
+    )
     assert code == 1
     entries = {e["model"]: e for e in json.loads(printed)["models"]}
     assert sum(e["error"] is None for e in entries.values()) == 4
@@ -239,9 +237,16 @@ def test_a_folder_of_checkpoints_is_a_suite(hf_model: Callable[[str], Any], tmp_
     assert [t.folder for t in found] == ["training-checkpoint-0", "training-checkpoint-1000"]
     assert not any(t.error for t in found)
     code, _, said = report(
-        tmp_path / "training", "--checkpoints", "all", "--out", tmp_path / "out", "--max-tokens", 6,
-        "--probes", "decomposition",
-    )  # fmt: skip
+        tmp_path / "training",
+        "--checkpoints",
+        "all",
+        "--out",
+        tmp_path / "out",
+        "--max-tokens",
+        6,
+        "--probes",
+        "decomposition",
+    )
     assert code == 0, said
     assert "no tokenizer" in (tmp_path / "out" / "training-checkpoint-0" / "report.json").read_text()
 

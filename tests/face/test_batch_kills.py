@@ -28,9 +28,17 @@ class Batch:
         self.prompts = home / "pröm pts.jsonl"
         self.prompts.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
         self.arguments = [
-            *map(str, models), "--prompts", str(self.prompts), "--shard", "1", "--max-tokens", "12",
-            "--workers", str(workers), *options,
-        ]  # fmt: skip
+            *map(str, models),
+            "--prompts",
+            str(self.prompts),
+            "--shard",
+            "1",
+            "--max-tokens",
+            "12",
+            "--workers",
+            str(workers),
+            *options,
+        ]
 
     def start(self, out: Path, limit: int | None = None) -> subprocess.Popen[str]:
         def restrict() -> None:
@@ -39,9 +47,12 @@ class Batch:
 
         return subprocess.Popen(
             [sys.executable, "-m", "ln_probe.cli", "report", *self.arguments, "--out", str(out)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=restrict,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=restrict,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def finish(self, out: Path, limit: int | None = None) -> tuple[int, str]:
         process = self.start(out, limit)

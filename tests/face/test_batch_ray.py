@@ -47,10 +47,20 @@ class Cluster:
     def _start(self, *options: str) -> psutil.Process:
         ray = Path(sys.executable).with_name("ray")
         node = subprocess.Popen(
-            [str(ray), "start", "--block", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
-             "--object-store-memory=100000000", *options],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment,
-        )  # fmt: skip
+            [
+                str(ray),
+                "start",
+                "--block",
+                "--num-cpus=1",
+                "--node-ip-address=127.0.0.1",
+                "--disable-usage-stats",
+                "--object-store-memory=100000000",
+                *options,
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self.environment,
+        )
         return psutil.Process(node.pid)
 
     def workers(self, node: int) -> list[psutil.Process]:
@@ -86,10 +96,31 @@ def start(
     models: list[Path], prompts: Path, out: Path, *options: str, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "ln_probe.cli", "report", *map(str, models), "--checkpoints", "all", "--prompts",
-         str(prompts), "--shard", "1", "--max-tokens", "10", "--workers", "2", "--out", str(out), *options],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "ln_probe.cli",
+            "report",
+            *map(str, models),
+            "--checkpoints",
+            "all",
+            "--prompts",
+            str(prompts),
+            "--shard",
+            "1",
+            "--max-tokens",
+            "10",
+            "--workers",
+            "2",
+            "--out",
+            str(out),
+            *options,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
 
 
 def test_a_node_is_lost(lab_suite: list[Path], cluster: Cluster, tmp_path: Path) -> None:

@@ -374,9 +374,11 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
     figure.subplots().plot([0, 1])
     values = pd.DataFrame({"norm": ["none", "layernorm", "</td><script>fired()</script>"], "seed": 0})
     results = Results(
-        summarize(values.assign(value=[0.2, 0.1, 0.3]), ["norm"]), figures={"curve": figure},
-        conclusions=("<script>fired()</script>",), settings={"steps": 7},
-    )  # fmt: skip
+        summarize(values.assign(value=[0.2, 0.1, 0.3]), ["norm"]),
+        figures={"curve": figure},
+        conclusions=("<script>fired()</script>",),
+        settings={"steps": 7},
+    )
     write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
     opened = visit(write_lab_page(tmp_path).read_text())
     page = opened.page
@@ -384,6 +386,8 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
     assert page.locator("img").evaluate("image => image.naturalWidth") > 50
     page.locator("#table-summary th button", has_text="mean").click()
     assert page.locator("#table-summary tbody td:first-child").all_inner_texts() == [
-        "layernorm", "none", "</td><script>fired()</script>",
-    ]  # fmt: skip
+        "layernorm",
+        "none",
+        "</td><script>fired()</script>",
+    ]
     opened.quiet()

@@ -62,8 +62,10 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
             assert abs(low - row["delta_loss_low"]) < 1e-3 * size
             assert abs(high - row["delta_loss_high"]) < 1e-3 * size
     idle = (table["variant"] == "intact") | table["no_op"].notna()
-    signs = [math.nan if i else prompt_intervals.sign_test(by_row[s, v]["delta_loss"].to_numpy())
-             for i, s, v in zip(idle, table["sites"], table["variant"], strict=True)]  # fmt: skip
+    signs = [
+        math.nan if i else prompt_intervals.sign_test(by_row[s, v]["delta_loss"].to_numpy())
+        for i, s, v in zip(idle, table["sites"], table["variant"], strict=True)
+    ]
     np.testing.assert_allclose(table["p_adjusted"], adjusted(table.assign(p_adjusted=signs)), rtol=1e-5)
     about = json.loads((folder / "about.json").read_text())
     assert about["command"] == f"python examples/checkpoints/measure.py {folder.name}"
@@ -78,8 +80,17 @@ def test_predictions_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
         assert each["column"] in CAUSAL.names
         assert measure.CASES[each["case"]].revision
         assert each["case"] not in {f.name for f in FOLDERS}  # not measured yet
-    rows = [{"sites": s["sites"], "variant": s["variant"], "delta_loss": 0.05, "delta_loss_low": 0.01,
-             "delta_loss_uniform": 5.0} for s in said if s["case"] == "gpt2"]  # fmt: skip
+    rows = [
+        {
+            "sites": s["sites"],
+            "variant": s["variant"],
+            "delta_loss": 0.05,
+            "delta_loss_low": 0.01,
+            "delta_loss_uniform": 5.0,
+        }
+        for s in said
+        if s["case"] == "gpt2"
+    ]
     table = pd.DataFrame(rows).drop_duplicates(["sites", "variant"])
     assert checked.check("gpt2", table) == [False, True, True, True]
     assert capsys.readouterr().out.startswith(

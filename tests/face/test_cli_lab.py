@@ -36,9 +36,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toy_experiment", module)
     monkeypatch.setitem(
-        EXPERIMENTS, "toy",
+        EXPERIMENTS,
+        "toy",
         Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration="1 s", quick_duration="1 s"),
-    )  # fmt: skip
+    )
     return seen
 
 

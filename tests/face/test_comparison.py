@@ -52,8 +52,13 @@ def test_models_of_different_shape(report: Report, long_report: Report) -> None:
 
 
 def test_names_are_told_apart(report: Report) -> None:
-    reports = [named(report, "p", revision="step0"), named(report, "p", revision="step1000"), named(report, "q"),
-               named(report, "q"), named(report, "p", revision="main")]  # fmt: skip
+    reports = [
+        named(report, "p", revision="step0"),
+        named(report, "p", revision="step1000"),
+        named(report, "q"),
+        named(report, "q"),
+        named(report, "p", revision="main"),
+    ]
     assert told_apart(reports) == ("p step 0", "p step 1000", "q", "q (2)", "p")
     assert ln_probe.compare(reports).names == told_apart(reports)
 
@@ -114,11 +119,12 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
     values = {"prompt": np.arange(40), "sites": "all", "variant": "no_scaling", "predicted": 10, "loss": 4.0}
     kept = {
         name: pd.DataFrame(
-            values | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
+            values
+            | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
             | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0)
         )
         for name, more in (("a", 0.0), ("b", 0.1))
-    }  # fmt: skip
+    }
     one, two = (named(report.with_tables(causal_prompts=CAUSAL_PROMPTS.check(kept[n])), n) for n in "ab")
     (row,) = ln_probe.compare([one, two]).paired.to_dict("records")
     assert row["difference"] == pytest.approx(np.mean(kept["b"]["delta_loss"] - kept["a"]["delta_loss"]))

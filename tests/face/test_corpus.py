@@ -81,8 +81,11 @@ def test_names_of_data_sets() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.one_of(st.text(min_size=1), st.lists(st.integers(0, 99), min_size=1)), min_size=1, max_size=12),
-       st.integers(1, 5), st.integers(1, 5))  # fmt: skip
+@given(
+    st.lists(st.one_of(st.text(min_size=1), st.lists(st.integers(0, 99), min_size=1)), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
 def test_shards_hold_every_prompt_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str | list[int]], one: int, two: int
 ) -> None:

@@ -41,6 +41,9 @@ def test_the_pictures_of_the_readme_can_be_drawn(report: Report, monkeypatch: py
 
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
     assert {p.stem for p in NOTEBOOKS} == {
-        "does_projection_matter", "tour", "where_does_this_logit_come_from", "why_attend_to_position_0",
+        "does_projection_matter",
+        "tour",
+        "where_does_this_logit_come_from",
+        "why_attend_to_position_0",
         "your_own_checkpoint",
-    }  # fmt: skip
+    }

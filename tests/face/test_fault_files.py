@@ -370,9 +370,10 @@ def test_c09_half_a_surrogate_pair(report: Report, tmp_path: Path) -> None:
     shown, sample = report.exhibits.attention[0], report.exhibits.samples[0]
     tokens = ("\ud800", *shown.tokens[1:])
     exhibits = replace(
-        report.exhibits, attention=(replace(shown, tokens=tokens),),
+        report.exhibits,
+        attention=(replace(shown, tokens=tokens),),
         samples=(replace(sample, tokens=("x\udfff",) * len(sample.tokens)),),
-    )  # fmt: skip
+    )
     said = {**report.provenance, "command": "\udc80"}
     dirty = replace(report, exhibits=exhibits, notes=("half \ud800",), provenance=said)
     folder = dirty.save(tmp_path / "r")

@@ -22,9 +22,11 @@ NAMES = ("a/model", "b/model", "other")
 IDENTITIES = ("1" * 64, "2" * 64, "")  # empty: it cannot be loaded
 
 targets = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.sampled_from(IDENTITIES), st.booleans()), min_size=1, max_size=3,
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(IDENTITIES), st.booleans()),
+    min_size=1,
+    max_size=3,
     unique_by=lambda t: t[0],
-)  # fmt: skip
+)
 
 
 class Folder(RuleBasedStateMachine):

@@ -259,9 +259,12 @@ class Process:
     def __init__(self, case: Home) -> None:
         self.started = subprocess.Popen(
             [sys.executable, "-m", "ln_probe.cli", "report", *map(str, case.line), "--workers=1", "--probes", PROBES],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def end(self) -> tuple[int, str]:
         said, _ = self.started.communicate(timeout=900)

@@ -19,10 +19,16 @@ from ln_probe.reporting.exhibits import SiteSample
 from ln_probe.reporting.report import Report
 
 DRAWN: list[Callable[[Report], Figure]] = [
-    figures.norms_over_depth, figures.projection_over_depth, figures.margins_over_depth, figures.attainable_over_depth,
-    figures.unselectable_by_head, figures.margins_by_head, figures.uniform_angle_by_layer, figures.entropy_by_layer,
+    figures.norms_over_depth,
+    figures.projection_over_depth,
+    figures.margins_over_depth,
+    figures.attainable_over_depth,
+    figures.unselectable_by_head,
+    figures.margins_by_head,
+    figures.uniform_angle_by_layer,
+    figures.entropy_by_layer,
     geometry.geometry,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda d: d.__name__)
@@ -70,9 +76,20 @@ def sample(kind: str, n: int = 40) -> SiteSample:
     length = np.linalg.norm(kept, axis=1)
     sigma = np.linalg.norm(kept if kind == "layernorm" else x, axis=1) / np.sqrt(8)
     return SiteSample(
-        "s", 0, kind, 8, x.sum(1) / np.sqrt(8), kept[:, 0], kept[:, 1], length, sigma, 0.5, np.zeros(n, int),
-        np.arange(n), tuple("t" * n),
-    )  # fmt: skip
+        "s",
+        0,
+        kind,
+        8,
+        x.sum(1) / np.sqrt(8),
+        kept[:, 0],
+        kept[:, 1],
+        length,
+        sigma,
+        0.5,
+        np.zeros(n, int),
+        np.arange(n),
+        tuple("t" * n),
+    )
 
 
 def test_steps_of_a_layernorm_end_on_the_sphere() -> None:

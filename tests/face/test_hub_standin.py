@@ -204,15 +204,30 @@ def test_the_readmes_line(folders: dict[str, Path], tmp_path: Path) -> None:
         served.add("gpt2", {"main": folders["gpt2"]})
         served.add("EleutherAI/pythia-70m", {"main": folders["main"]})
         environment = os.environ | {
-            "HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
+            "HF_ENDPOINT": served.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+        }
         environment.pop("HF_HUB_CACHE", None)
         begun = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-c", "from ln_probe.cli import app; app()", "report", "gpt2", "pythia-70m", "--out",
-             str(tmp_path / "reports"), "--max-tokens", "32"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                "from ln_probe.cli import app; app()",
+                "report",
+                "gpt2",
+                "pythia-70m",
+                "--out",
+                str(tmp_path / "reports"),
+                "--max-tokens",
+                "32",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
         assert process.stdout is not None
         lines = [(time.monotonic() - begun, line) for line in process.stdout]
         assert process.wait() == 0, lines

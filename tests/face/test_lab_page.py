@@ -17,9 +17,12 @@ def test_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
     figure.subplots().plot([0, 1])
     values = pd.DataFrame({"norm": [f"<b>{i}</b>" for i in range(300)], "seed": 0, "value": 0.25})
     results = Results(
-        summarize(values, ["norm"]), figures={"a_curve": figure}, diverged=("seed 9",), settings={"steps": 7},
+        summarize(values, ["norm"]),
+        figures={"a_curve": figure},
+        diverged=("seed 9",),
+        settings={"steps": 7},
         conclusions=("2 < 3 & so on", *(f"finding {i}" for i in range(FIRST + 4))),
-    )  # fmt: skip
+    )
     write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
     text = write_lab_page(tmp_path).read_text()
     for shown in ("ln-probe lab run toy", "2 &lt; 3 &amp; so on", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):

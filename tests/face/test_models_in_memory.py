@@ -102,9 +102,9 @@ def test_what_has_no_head_or_no_bridge_is_refused() -> None:
         ValueError, match=r"GPT2Model has no language-model head, .*: pass the GPT2LMHeadModel around it"
     ):
         ln_probe.analyze(headless, TOKENS)
-    other = transformers.CTRLLMHeadModel(transformers.CTRLConfig(
-        n_embd=32, n_head=4, n_layer=1, dff=64, n_positions=32, vocab_size=50
-    ))  # fmt: skip
+    other = transformers.CTRLLMHeadModel(
+        transformers.CTRLConfig(n_embd=32, n_head=4, n_layer=1, dff=64, n_positions=32, vocab_size=50)
+    )
     with pytest.raises(ValueError, match="TransformerLens has no bridge for CTRLLMHeadModel"):
         ln_probe.analyze(other, TOKENS)
 

@@ -43,10 +43,21 @@ def made_up(rng: np.random.Generator) -> Exhibits:
         tokens = tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS))
         shown.append(
             PromptAttention(
-                prompt, tokens, tuple(range(LAYERS)), tuple(range(HEADS)), bin_edges(TOKENS), cells, verdicts[0],
-                numbers[0], numbers[1], verdicts[1], numbers[2], received, full if whole else {},
+                prompt,
+                tokens,
+                tuple(range(LAYERS)),
+                tuple(range(HEADS)),
+                bin_edges(TOKENS),
+                cells,
+                verdicts[0],
+                numbers[0],
+                numbers[1],
+                verdicts[1],
+                numbers[2],
+                received,
+                full if whole else {},
             )
-        )  # fmt: skip
+        )
     return Exhibits(tuple(shown))
 
 

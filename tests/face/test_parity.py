@@ -250,8 +250,11 @@ def test_every_column_is_compared() -> None:
     searched = {"verdict", "margin_lower", "margin_upper", "first_unselectable_at", "margin_median", "margin_p05"}
     searched |= {f"{name}_{end}" for name in INTERVALS for end in ("low", "high")}  # of samples: NaN in both here
     for table, columns in (
-        ("layernorms", LAYERNORMS.names), ("heads", HEADS.names), ("keys", KEYS.names), ("causal", CAUSAL.names),
-    ):  # fmt: skip
+        ("layernorms", LAYERNORMS.names),
+        ("heads", HEADS.names),
+        ("keys", KEYS.names),
+        ("causal", CAUSAL.names),
+    ):
         known = {*SAME[table], *CLOSED_FORM[table], *BRACKETED.get(table, []), *searched}
         assert set(columns) - known == ({"reconstruction_error", "evidence"} if table == "layernorms" else set()), table
 

@@ -36,10 +36,18 @@ def unpacked(text: str) -> Any:
 
 def test_what_is_packed_arrives(hostile: list[str]) -> None:
     sent = {
-        "text": hostile, "none": None, "yes": True, "nan": float("nan"), "n": np.int64(3), "x": np.float32(0.5),
-        "u": np.arange(5, dtype=np.uint8), "h": np.array([0.5, np.nan], np.float16), "i": np.arange(3),
-        "f": np.array([[1.5, -2.0]]), "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
-    }  # fmt: skip
+        "text": hostile,
+        "none": None,
+        "yes": True,
+        "nan": float("nan"),
+        "n": np.int64(3),
+        "x": np.float32(0.5),
+        "u": np.arange(5, dtype=np.uint8),
+        "h": np.array([0.5, np.nan], np.float16),
+        "i": np.arange(3),
+        "f": np.array([[1.5, -2.0]]),
+        "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
+    }
     found = unpacked(packed(sent))
     assert found["text"] == hostile
     assert (found["none"], found["yes"], found["nan"], found["n"], found["x"]) == (None, True, None, 3, 0.5)

@@ -134,9 +134,24 @@ def test_a_batch_run_that_is_killed_and_resumed(
     path = os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     line = [
-        sys.executable, "-m", "ln_probe.cli", "report", str(lab_suite[0]), "--prompts", str(prompts), "--shard", "1",
-        "--max-tokens", "12", "--workers", "1", "--probes", "lengths,causal", "--quiet", "--out",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ln_probe.cli",
+        "report",
+        str(lab_suite[0]),
+        "--prompts",
+        str(prompts),
+        "--shard",
+        "1",
+        "--max-tokens",
+        "12",
+        "--workers",
+        "1",
+        "--probes",
+        "lengths,causal",
+        "--quiet",
+        "--out",
+    ]
 
     def tables(out: Path) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
@@ -192,9 +207,16 @@ def test_pieces_where_its_package_is_gone(
 
 # ------------------------------------------------------------------------------------------------------- bad probes
 
-TABLE = Table("sizes", "Sizes", "A row per prompt.", ("prompt",), (
-    Column("prompt", "int", "its number"), Column("size", "float", "tokens"),
-))  # fmt: skip
+TABLE = Table(
+    "sizes",
+    "Sizes",
+    "A row per prompt.",
+    ("prompt",),
+    (
+        Column("prompt", "int", "its number"),
+        Column("size", "float", "tokens"),
+    ),
+)
 
 
 class Sizes(Probe):

@@ -14,22 +14,31 @@ from ln_probe.reporting.token_places import by_token
 def shown(tokens: list[str], attainable: list[float], frozen: list[float], **options: object) -> PromptAttention:
     n = len(tokens)
     values = {
-        "prompt": 0, "tokens": tuple(tokens), "layers": (0,), "heads": (0,), "edges": np.arange(n + 1),
-        "cells": np.zeros((1, 1, n, n), np.uint8), "verdict": np.zeros((1, 1, n), np.uint8),
-        "margin": np.ones((1, 1, n), np.float16), "attainable": np.array([[attainable]], np.float16),
-        "verdict_frozen": np.zeros((1, 1, n), np.uint8), "attainable_frozen": np.array([[frozen]], np.float16),
+        "prompt": 0,
+        "tokens": tuple(tokens),
+        "layers": (0,),
+        "heads": (0,),
+        "edges": np.arange(n + 1),
+        "cells": np.zeros((1, 1, n, n), np.uint8),
+        "verdict": np.zeros((1, 1, n), np.uint8),
+        "margin": np.ones((1, 1, n), np.float16),
+        "attainable": np.array([[attainable]], np.float16),
+        "verdict_frozen": np.zeros((1, 1, n), np.uint8),
+        "attainable_frozen": np.array([[frozen]], np.float16),
         "received": np.zeros((1, 1, n), np.uint8),
-    }  # fmt: skip
+    }
     return PromptAttention(**(values | options))  # type: ignore[arg-type]
 
 
 def test_tokens_that_lose_come_first_and_position_0_and_sinks_stand_apart() -> None:
     tokens = ["a", "b", "c", "b", *"x" * 10]
     one = shown(
-        tokens, [0.9, 0.5, 0.5, 0.7, *[0.5] * 10], [0.9, 0.25, 0.75, 0.25, *[0.5] * 10],
+        tokens,
+        [0.9, 0.5, 0.5, 0.7, *[0.5] * 10],
+        [0.9, 0.25, 0.75, 0.25, *[0.5] * 10],
         received=to_bytes(np.array([[[0.1, 0.1, 0.4, 0.0, *[0.0] * 9, 0.9]]])),
         verdict_frozen=np.array([[[0, 1, 0, 2, *[0] * 10]]], np.uint8),
-    )  # fmt: skip
+    )
     table = by_token(Exhibits((one,)))
     assert list(table.columns) == TOKENS.names
     assert table[["token", "place", "keys"]].to_numpy().tolist() == [

@@ -72,9 +72,14 @@ def edit_by_hand(hf: Any, what: str, heads: dict[int, list[int]]) -> None:
         norm.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0]))
 
         def forward(
-            hidden_states: Tensor, *_: Any, attn: Any = attn, norm: Any = norm, seen: Any = seen, chosen: Any = chosen,
+            hidden_states: Tensor,
+            *_: Any,
+            attn: Any = attn,
+            norm: Any = norm,
+            seen: Any = seen,
+            chosen: Any = chosen,
             **options: Any,
-        ) -> tuple[Tensor, None]:  # fmt: skip
+        ) -> tuple[Tensor, None]:
             rotary = options.get("position_embeddings")
             z = heads_by_hand(attn, hidden_states, rotary)
             edited = heads_by_hand(attn, without_term(norm, seen[-1], what), rotary)

@@ -197,16 +197,30 @@ def test_lab_norms(kind: str, what: str, make_lab: Callable[..., Any]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(NORM_KINDS), variant=st.sampled_from(VARIANTS), seed=st.integers(0, 10**6),
-    shift=st.floats(-5, 5), constant=st.floats(0.01, 100),
-)  # fmt: skip
+    kind=st.sampled_from(NORM_KINDS),
+    variant=st.sampled_from(VARIANTS),
+    seed=st.integers(0, 10**6),
+    shift=st.floats(-5, 5),
+    constant=st.floats(0.01, 100),
+)
 def test_a_changed_output_is_gain_times_the_variant_plus_bias(
     kind: str, variant: str, seed: int, shift: float, constant: float
 ) -> None:
     site = Site(
-        "a site", 0, kind, "attention", "raw", "", nn.Identity(), 32, GAIN, BIAS, eps=1e-5, radius=math.sqrt(32),
+        "a site",
+        0,
+        kind,
+        "attention",
+        "raw",
+        "",
+        nn.Identity(),
+        32,
+        GAIN,
+        BIAS,
+        eps=1e-5,
+        radius=math.sqrt(32),
         constant_scale=1.7,
-    )  # fmt: skip
+    )
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
     y = site.affine((x - x.mean(-1, keepdim=True) if site.projects else x) / site.sigma(x))
     expected = site.affine(normalized(site, variant, x, constant))
@@ -238,9 +252,12 @@ def test_projection_of_a_folded_model_changes_nothing_and_says_why(make_bridge: 
     """`fold_ln` centres the weights that read a norm, so that they do not see the mean."""
     model = make_bridge("gpt2")
     model.enable_compatibility_mode(
-        disable_warnings=True, fold_ln=True, center_writing_weights=False, center_unembed=False,
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=False,
+        center_unembed=False,
         fold_value_biases=False,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         intact = model(TOKENS)
         with (

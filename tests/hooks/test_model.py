@@ -40,9 +40,10 @@ def test_weights_on_several_devices(make_bridge: Callable[..., Any]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         block.weight = torch.nn.Parameter(torch.empty(32, device="cuda"))
     refuses(
-        model, r"weights are on several devices \(transformer\.wte\.weight on cpu, "
+        model,
+        r"weights are on several devices \(transformer\.wte\.weight on cpu, "
         r"transformer\.h\.1\.ln_1\.weight on cuda:0\): move it to one, model\.to\('cpu'\)",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")

@@ -67,8 +67,12 @@ def test_the_three_parts_together_are_the_whole(make_bridge: Callable[..., Any],
         with torch.no_grad():
             with without(model, "scaling", sites="attention", scale=2.0):
                 whole = model(TOKENS)
-            edits = [make_edit(s, "no_scaling", Constant.of(2.0), only=p)
-                     for s in find_sites(model) if s.reads == "attention" for p in PARTS]  # fmt: skip
+            edits = [
+                make_edit(s, "no_scaling", Constant.of(2.0), only=p)
+                for s in find_sites(model)
+                if s.reads == "attention"
+                for p in PARTS
+            ]
             with installed(model, edits):
                 parts = model(TOKENS)
         assert difference(parts, whole) < 1e-12

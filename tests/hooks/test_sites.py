@@ -56,8 +56,9 @@ def test_parameters_are_the_ones_that_act(arch: str, make_bridge: Callable[..., 
 def test_qk_norms_are_sites(make_bridge: Callable[..., Any]) -> None:
     found = {(s.name, s.reads, s.d) for s in find_sites(make_bridge("qwen3")) if s.d == 8}
     assert {(n, r) for n, r, _ in found if n.startswith("blocks.0")} == {
-        ("blocks.0.attn.q_norm", "query"), ("blocks.0.attn.k_norm", "key"),
-    }  # fmt: skip
+        ("blocks.0.attn.q_norm", "query"),
+        ("blocks.0.attn.k_norm", "key"),
+    }
 
 
 @pytest.mark.parametrize("parallel", [False, True])

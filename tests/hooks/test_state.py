@@ -49,8 +49,11 @@ def test_what_folding_leaves_alone_stays_raw(make_folded: Callable[..., Any]) ->
     assert {s.state for s in find_sites(make_folded("qwen3")) if s.reads in ("query", "key")} == {"raw"}
     post = {s.name: s.state for s in find_sites(make_folded("gemma2")) if s.layer == 0}
     assert post == {
-        "blocks.0.ln1": "folded", "blocks.0.ln1_post": "raw", "blocks.0.ln2": "folded", "blocks.0.ln2_post": "raw",
-    }  # fmt: skip
+        "blocks.0.ln1": "folded",
+        "blocks.0.ln1_post": "raw",
+        "blocks.0.ln2": "folded",
+        "blocks.0.ln2_post": "raw",
+    }
 
 
 def test_a_unit_gain_alone_is_not_folded(make_bridge: Callable[..., Any]) -> None:
@@ -127,8 +130,10 @@ def test_every_weight_is_shown(arch: str, make_bridge: Callable[..., Any]) -> No
     read = [w.name for w in reading_weights(model, "attention+mlp", [1])]
     gated = arch in ("llama", "gemma", "gemma2", "qwen3", "olmo2")
     assert read == [
-        *(f"blocks.1.attn.W_{n}" for n in "QKV"), "blocks.1.mlp.W_in", *(["blocks.1.mlp.W_gate"] if gated else []),
-    ]  # fmt: skip
+        *(f"blocks.1.attn.W_{n}" for n in "QKV"),
+        "blocks.1.mlp.W_in",
+        *(["blocks.1.mlp.W_gate"] if gated else []),
+    ]
 
 
 def test_off_centre_is_the_largest_mean_over_the_rms() -> None:

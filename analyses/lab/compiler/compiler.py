@@ -169,12 +169,20 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             shares[measure] = float(right.all(1).mean())
             shares[f"{measure}_answers"] = float(right.mean())
         about = {
-            "program": name, "construction": construction, "norm": norm, "suffices": enough, "depth": program.depth,
-            "layers": made.layers, "attending": made.attending, "d_model": made.model.cfg.d_model,
+            "program": name,
+            "construction": construction,
+            "norm": norm,
+            "suffices": enough,
+            "depth": program.depth,
+            "layers": made.layers,
+            "attending": made.attending,
+            "d_model": made.model.cfg.d_model,
             "bits": made.precision.bits if made.precision else None,
             "fraction": made.precision.fraction if made.precision else None,
-            "every_word_to": every_word_to, "words": len(long) if enough else FEW_WORDS, "seed": seed,
-        }  # fmt: skip
+            "every_word_to": every_word_to,
+            "words": len(long) if enough else FEW_WORDS,
+            "seed": seed,
+        }
         rows += [{**about, "measure": measure, "value": value} for measure, value in shares.items()]
     return rows
 
@@ -190,8 +198,10 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
         words = random_words("ab", LETTERS, FEW_WORDS, step_generator(seed, 1))
         truth = interpreted(program, words)
         row: dict[str, Any] = {
-            "operation": operation, "program": source.replace("\n", "  "), "output": program.output.expression.kind
-        }  # fmt: skip
+            "operation": operation,
+            "program": source.replace("\n", "  "),
+            "output": program.output.expression.kind,
+        }
         for name, means in MEANS.items():
             if means.construction == "rounding" and row["output"] == "count":
                 row[name] = float("nan")
@@ -250,12 +260,17 @@ def run(request: Request) -> Results:
         figures={"operations": operations_map(operations, list(MEANS)), "lengths": length_curves(lengths)},
         conclusions=(*_conclusions(table), *_operation_conclusions(operations)),
         settings={
-            "every_word_to": EVERY_WORD_TO, "letters": LETTERS, "words": words, "few_words": FEW_WORDS,
-            "short_clip": SHORT_CLIP, "lengths_program": LENGTHS_PROGRAM, "arithmetic": "float64",
+            "every_word_to": EVERY_WORD_TO,
+            "letters": LETTERS,
+            "words": words,
+            "few_words": FEW_WORDS,
+            "short_clip": SHORT_CLIP,
+            "lengths_program": LENGTHS_PROGRAM,
+            "arithmetic": "float64",
             "rounding": "down (the largest number of the grid that is not above), everywhere but inside attention",
             "published": "the equivalence at every depth and the construction with LayerNorm are theorems, not figures",
         },
-    )  # fmt: skip
+    )
 
 
 def _conclusions(table: pd.DataFrame) -> Iterator[str]:

@@ -24,9 +24,12 @@ def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
         shown = "exact" if value == 1 else f"{min(value, 0.999):.1%}"
         ax.text(column, row, shown, ha="center", va="center", fontsize=8, color="k" if value > 0.8 else "w")
     ax.set(
-        xticks=range(len(means)), xticklabels=means, yticks=range(len(operations)), yticklabels=operations["operation"],
+        xticks=range(len(means)),
+        xticklabels=means,
+        yticks=range(len(operations)),
+        yticklabels=operations["operation"],
         title="Answers right on random words of 200 letters",
-    )  # fmt: skip
+    )
     ax.tick_params(labelsize=8)
     return figure
 

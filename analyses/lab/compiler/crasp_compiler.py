@@ -155,8 +155,12 @@ def compile_program(
         raise ValueError(f"the alphabet has a symbol twice: {', '.join(alphabet)}")
     output = program.output.expression
     if construction == "rounding" and output.kind == "count":
-        raise _refuse(program, (output.line, output.column), "unsupported: the output is a count",
-                      "a Boolean, since fixed precision has no room for counts, or another construction")  # fmt: skip
+        raise _refuse(
+            program,
+            (output.line, output.column),
+            "unsupported: the output is a count",
+            "a Boolean, since fixed precision has no room for counts, or another construction",
+        )
     lowered = lower(program, letters, max_layers)
     steps = plan(lowered, construction)
     _check_size(lowered, steps, n_ctx, max_layers)
@@ -206,8 +210,12 @@ def _check_size(lowered: Lowered, steps: Sequence[Step], n_ctx: int, max_layers:
     """Raise CRaspError if there are too many blocks, or numbers of which float64 does not tell the signs."""
     output = lowered.program.output.expression
     if len(steps) > max_layers:
-        raise _refuse(lowered.program, (output.line, output.column), f"too deep: this takes {len(steps)} layers",
-                      f"at most {max_layers} (max_layers)")  # fmt: skip
+        raise _refuse(
+            lowered.program,
+            (output.line, output.column),
+            f"too deep: this takes {len(steps)} layers",
+            f"at most {max_layers} (max_layers)",
+        )
     off = 0.0  # what truth values may be off by, so far
     for step in steps:
         sizes = [(lowered.size(lowered.sum_of(v)), lowered.places[v]) for v in step.asked]

@@ -180,10 +180,13 @@ def findings(values: pd.DataFrame) -> Results:
         figures={"states": _draw(summary)},
         conclusions=tuple(_sentences(summary)),
         settings={
-            "hidden": HIDDEN, "draws": DRAWS, "cap": CAP, "seeds": sorted({int(s) for s in values["seed"]}),
+            "hidden": HIDDEN,
+            "draws": DRAWS,
+            "cap": CAP,
+            "seeds": sorted({int(s) for s in values["seed"]}),
             "published": "theorems, no figures: O(1) states but for LSTM and ifo-pooling (Merrill et al., section 3)",
         },
-    )  # fmt: skip
+    )
 
 
 def _sentences(summary: pd.DataFrame) -> Iterator[str]:

@@ -77,7 +77,10 @@ def findings(
         },
         figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
         conclusions=(
-            *_conclusions(hits), *_separations(swept), *_term_sentences(terms), *_compare_conclusions(hand_built)
+            *_conclusions(hits),
+            *_separations(swept),
+            *_term_sentences(terms),
+            *_compare_conclusions(hand_built),
         ),
         settings={
             "train_lengths": TRAIN_LENGTHS,
@@ -90,7 +93,7 @@ def findings(
             "seed, the best of four configurations, blocks with a third norm",
         },
         diverged=lost,
-    )  # fmt: skip
+    )
 
 
 def published_table() -> pd.DataFrame:

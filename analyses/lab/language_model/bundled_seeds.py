@@ -141,15 +141,20 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
     compared = contrasts(values)
     return Results(
         summary,
-        tables={"seeds": values[values["layer"].eq(ALL_LAYERS) & (values["measure"] == LOSS) | values["layer"].ge(0)],
-                "contrasts": compared},
+        tables={
+            "seeds": values[values["layer"].eq(ALL_LAYERS) & (values["measure"] == LOSS) | values["layer"].ge(0)],
+            "contrasts": compared,
+        },
         figures={} if values.empty else {"seeds": draw(values)},
         conclusions=tuple(sentences(compared)),
-        settings={"model": {k: v for k, v in bundled_model("none").to_dict().items() if k != "norm"},
-                  "training": {k: v for k, v in vars(training(False, 0)).items() if k != "seed"},
-                  "contexts": CONTEXTS, "seeds": sorted({int(seed) for seed in values["seed"]})},
+        settings={
+            "model": {k: v for k, v in bundled_model("none").to_dict().items() if k != "norm"},
+            "training": {k: v for k, v in vars(training(False, 0)).items() if k != "seed"},
+            "contexts": CONTEXTS,
+            "seeds": sorted({int(seed) for seed in values["seed"]}),
+        },
         diverged=lost,
-    )  # fmt: skip
+    )
 
 
 def over_layers(values: pd.DataFrame) -> pd.DataFrame:

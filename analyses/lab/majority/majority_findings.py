@@ -89,10 +89,13 @@ def findings(
         tables={"contrasts": contrasts, "curves": table, "steps_to": times},
         figures={"curves": _plot(table)},
         conclusions=(*_sentences(contrasts, summary, steps), *_part_sentences(contrasts), *_speed(times)),
-        settings={**(settings or {}), "published": "read off the plots of figures 1 to 3",
-                  "seeds": sorted({int(seed) for seed in table["seed"]})},
+        settings={
+            **(settings or {}),
+            "published": "read off the plots of figures 1 to 3",
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+        },
         diverged=lost,
-    )  # fmt: skip
+    )
 
 
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:

@@ -118,9 +118,11 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
     for row in maps.to_dict("records"):
         trials = row["seeds"] * (HEAD_DRAWS if row["space"] == WHOLE_HEAD else draws)
         any_of = row["measure"] == MEASURES[0]
-        found = binomial_interval(round(row["mean"] * trials), trials) if any_of else (
-            share_interval_of(row["mean"], row["sd"], row["seeds"])
-        )  # fmt: skip
+        found = (
+            binomial_interval(round(row["mean"] * trials), trials)
+            if any_of
+            else (share_interval_of(row["mean"], row["sd"], row["seeds"]))
+        )
         bounds.append(found)
     low, high = zip(*bounds, strict=True) if bounds else ((), ())
     maps = maps.assign(ci_low=list(low), ci_high=list(high))

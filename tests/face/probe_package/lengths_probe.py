@@ -8,9 +8,12 @@ from ln_probe.analyses.schema import Column, Table
 PROMPT = Column("prompt", "int", "number of the prompt")
 LONGEST = Column("longest", "float", "length of the longest vector", "L2 norm")
 LENGTHS = Table(
-    "lengths", "Lengths", "A row per norm and prompt.", ("site", "prompt"),
+    "lengths",
+    "Lengths",
+    "A row per norm and prompt.",
+    ("site", "prompt"),
     (Column("site", "text", "the norm that reads"), PROMPT, LONGEST),
-)  # fmt: skip
+)
 
 
 class Watching(Observer):
