@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
@@ -54,106 +54,153 @@ def into_world(
         ValueError: the world asked for cannot hold the model; no world reproduces its logits; or processing
             changed its log-probabilities.
     """
-    hugging_face = cast(Any, pretrained.model)
     tokens = same_logits.probe_tokens(pretrained.config, device)
     # Before any wrapping: the bridge changes the very model it wraps.
-    original = same_logits.same_weights(hugging_face)
-    try:
-        if reference is None:
-            reference = same_logits.logits_of(lambda ids: hugging_face(ids).logits, tokens)
-    except Exception as error:
-        raise ValueError(
-            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
-            f"{device}: {type(error).__name__}: {error}"
-        ) from error
-    if not bool(reference.isfinite().all()):
-        raise ValueError(
-            f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
-            "ordinary tokens. Load it in float32 or bfloat16."
-        )
-    bound = same_logits.CONVERSION_BOUND[source.dtype]
-
-    obstacle = hooked_obstacle(pretrained)
-    if world == "hooked" and obstacle is not None:
-        raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
-    notes = list(source.notes)
-    if world is not None:
-        candidates: tuple[World, ...] = (world,)
-    elif obstacle is not None:
-        candidates = ("bridge",)
-        if has_hooked_transformer():  # where there is none, there is nothing to explain
-            notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
-    else:
-        candidates = ("hooked", "bridge")
-
+    original = same_logits.same_weights(cast(Any, pretrained.model))
+    target = _Original(original, tokens, _reference(pretrained, source, tokens) if reference is None else reference)
+    _check_finite(target, source)
+    candidates, notes = _candidates(pretrained, source, world)
+    made: _Made | None = None
     for chosen in candidates:
-        last = chosen == candidates[-1]
-        class_name = CLASS_OF_WORLD[chosen]
-        try:
-            if chosen == "hooked":
-                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
-            else:
-                model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
-            logits = same_logits.logits_of(cast(Any, model), tokens)
-            difference = relative_difference(logits, reference)
-            if bound < difference < same_logits.SUSPICIOUS[source.dtype]:
-                own = same_logits.own_rounding(original, source.dtype, tokens, reference)
-                bound = max(bound, same_logits.OWN_ROUNDINGS * own)
-                if difference <= bound:
-                    notes.append(
-                        f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
-                        f"rounds its own by {own:.1e} in {source.dtype}: rounding"
-                    )
-            failure = f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
-            cause = None
-        except Exception as error:  # whatever TransformerLens stumbles over, another world may do
-            difference = float("inf")
-            failure, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
-        if difference <= bound:
+        made, failure, cause = _tried(pretrained, source, device, dtype, chosen, hub_name, target)
+        if made is not None:
             break
-        if last:
+        if chosen == candidates[-1]:
             raise ValueError(
-                f"{source.name} ({source.architecture}) could not be loaded faithfully as {class_name} of "
+                f"{source.name} ({source.architecture}) could not be loaded faithfully as {CLASS_OF_WORLD[chosen]} of "
                 f"TransformerLens {source.transformer_lens_version}: {failure}. No results are "
                 "better than results about another model."
             ) from cause
         notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
-
+    assert made is not None
+    notes += made.notes
     if processing.names():
-        _check_centring(model, source, processing)
-        raw = same_logits.logits_of(cast(Any, model), tokens)
-        with _explained(source, processing):
-            process(model, chosen, processing)
-            processed = same_logits.logits_of(cast(Any, model), tokens)
-        change = relative_difference(centred(processed), centred(raw))
-        allowed = PROCESSING_BOUND[dtype]
-        if not change <= allowed:
-            raise ValueError(
-                f"{source.name}: after {', '.join(processing.names())} the model is no longer the same: "
-                f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
-                f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: the "
-                "square input matrix of an MLP as wide as the residual stream is folded the wrong way round)."
-            )
-        done = ", ".join(processing.names())
-        if change == 0:
-            notes.append(f"{done} changed nothing: not done for this architecture")
-        notes.append(f"log-probabilities before and after {done} agree to {change:.1e}")
+        notes += _processed(made, source, dtype, processing, tokens)
     if pretrained.tokenizer is not None:
-        notes.extend(_settle_tokenizer(model, pretrained))
+        notes += _settle_tokenizer(made.model, pretrained)
     # Conversion to HookedTransformer drops them; a bridge would hand a plain assignment on to what it wraps.
     kinds = ("eos", "bos", "pad")
-    model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
+    made.model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
     remember(
-        model,
+        made.model,
         replace(
             source,
-            world=class_name,
+            world=CLASS_OF_WORLD[made.world],
             processing=processing.names(),
-            logits_max_difference=difference,
+            logits_max_difference=made.difference,
             notes=tuple(notes),
         ),
     )
-    return model
+    return made.model
+
+
+@dataclass(frozen=True, eq=False)
+class _Original:
+    """What a converted model is compared with: the same weights elsewhere, on `tokens`, and the logits they gave."""
+
+    weights: Any
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A model in one of TransformerLens's worlds, and how far its logits are off the original's."""
+
+    model: nn.Module
+    world: World
+    difference: float
+    notes: tuple[str, ...]
+
+
+def _reference(pretrained: Pretrained, source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
+    hugging_face = cast(Any, pretrained.model)
+    try:
+        return same_logits.logits_of(lambda ids: hugging_face(ids).logits, tokens)
+    except Exception as error:
+        raise ValueError(
+            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
+            f"{tokens.device}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_finite(target: _Original, source: ModelSource) -> None:
+    if not bool(target.logits.isfinite().all()):
+        raise ValueError(
+            f"{source.name}: the original's own logits are not finite in {source.dtype} on {target.tokens.numel()} "
+            "ordinary tokens. Load it in float32 or bfloat16."
+        )
+
+
+def _candidates(
+    pretrained: Pretrained, source: ModelSource, world: World | None
+) -> tuple[tuple[World, ...], list[str]]:
+    """The worlds to try, in order, and the notes so far."""
+    obstacle = hooked_obstacle(pretrained)
+    notes = list(source.notes)
+    if world == "hooked" and obstacle is not None:
+        raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
+    if world is not None:
+        return (world,), notes
+    if obstacle is None:
+        return ("hooked", "bridge"), notes
+    if has_hooked_transformer():  # where there is none, there is nothing to explain
+        notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
+    return ("bridge",), notes
+
+
+def _tried(
+    pretrained: Pretrained,
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    world: World,
+    hub_name: str | None,
+    target: _Original,
+) -> tuple[_Made | None, str, Exception | None]:
+    """The model in this world if it is still the same; else None, what is wrong, and the exception behind it."""
+    bound, notes = same_logits.CONVERSION_BOUND[source.dtype], []
+    try:
+        if world == "hooked":
+            model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
+        else:
+            model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
+        difference = relative_difference(same_logits.logits_of(cast(Any, model), target.tokens), target.logits)
+        if bound < difference < same_logits.SUSPICIOUS[source.dtype]:
+            own = same_logits.own_rounding(target.weights, source.dtype, target.tokens, target.logits)
+            bound = max(bound, same_logits.OWN_ROUNDINGS * own)
+            notes.append(
+                f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
+                f"rounds its own by {own:.1e} in {source.dtype}: rounding"
+            )
+    except Exception as error:  # whatever TransformerLens stumbles over, another world may do
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
+    if difference <= bound:
+        return _Made(model, world, difference, tuple(notes)), "", None
+    return None, f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})", None
+
+
+def _processed(
+    made: _Made, source: ModelSource, dtype: torch.dtype, processing: Processing, tokens: torch.Tensor
+) -> list[str]:
+    """Change the basis, compare the model with what it was, and say what was done."""
+    _check_centring(made.model, source, processing)
+    raw = same_logits.logits_of(cast(Any, made.model), tokens)
+    with _explained(source, processing):
+        process(made.model, made.world, processing)
+        processed = same_logits.logits_of(cast(Any, made.model), tokens)
+    change = relative_difference(centred(processed), centred(raw))
+    allowed = PROCESSING_BOUND[dtype]
+    done = ", ".join(processing.names())
+    if not change <= allowed:
+        raise ValueError(
+            f"{source.name}: after {done} the model is no longer the same: "
+            f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
+            f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: the "
+            "square input matrix of an MLP as wide as the residual stream is folded the wrong way round)."
+        )
+    nothing = [f"{done} changed nothing: not done for this architecture"] if change == 0 else []
+    return [*nothing, f"log-probabilities before and after {done} agree to {change:.1e}"]
 
 
 def _settle_tokenizer(model: Any, pretrained: Pretrained) -> tuple[str, ...]:
