@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jaxtyping
 import pytest
 import torch
@@ -16,6 +17,8 @@ import transformers
 from jaxtyping import _import_hook, install_import_hook
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
+hypothesis.settings.load_profile("ln_probe")
 
 # Every call in every test is checked against its annotations, shapes of tensors and arrays included (jaxtyping with
 # beartype). Not so the compiled kernels: numba takes the bare function and cannot compile a wrapper around it; what

@@ -21,6 +21,11 @@ def test_shares_stay_between_0_and_1_and_hold_their_mean(shares: list[float]) ->
     assert 0 <= low <= center <= high <= 1
 
 
+def test_seeds_that_differ_by_rounding_agree() -> None:
+    """Three times 0.1 has a mean of 0.10000000000000002 and a standard deviation of 1.7e-17: no 10^32 trials."""
+    assert share_interval(np.full(3, 0.1)) == pytest.approx((0.1, *binomial_interval(0.3, 3)))
+
+
 def test_seeds_that_agree_count_as_one_trial_each() -> None:
     assert share_interval(np.ones(3))[1:] == pytest.approx((0.025 ** (1 / 3), 1))  # 0.2924, by hand
     assert share_interval(np.zeros(10))[1:] == pytest.approx((0, 1 - 0.025**0.1))
