@@ -99,7 +99,7 @@ def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: 
     (tmp_path / "o" / "experiment.json").write_text("{")
     result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")])
     assert result.exit_code == 2
-    assert "experiment.json is not JSON" in result.stderr
+    assert "experiment.json: not JSON" in result.stderr
     (tmp_path / "o" / "experiment.json").write_text("[]")
     assert (
         "experiment.json is damaged" in runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")]).stderr

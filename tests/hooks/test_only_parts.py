@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ln_probe.hooks import without
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.edits import PARTS, installed
+from ln_probe.hooks.edits import PARTS, PartEdit, installed
 from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.interventions import LostEditError, make_edit
 from ln_probe.hooks.sites import find_sites
@@ -68,7 +69,7 @@ def test_the_three_parts_together_are_the_whole(make_bridge: Callable[..., Any],
             with without(model, "scaling", sites="attention", scale=2.0):
                 whole = model(TOKENS)
             edits = [
-                make_edit(s, "no_scaling", Constant.of(2.0), only=p)
+                make_edit(s, "no_scaling", Constant.of(2.0), make=partial(PartEdit, part=p))
                 for s in find_sites(model)
                 if s.reads == "attention"
                 for p in PARTS

@@ -54,7 +54,8 @@ def test_resampled_sigmas_are_those_of_other_tokens() -> None:
     values = drawn.at(first, torch.zeros(3, 7, 4))
     assert set(values[:, 0].flatten().tolist()) <= {100, 101, 102, 103}
     assert set(values[:, 1:].flatten().tolist()) == {1, 2, 3, 4, 5}
-    assert not torch.equal(values, drawn.at(first, torch.zeros(3, 7, 4)))
+    assert torch.equal(values, drawn.at(first, torch.zeros(3, 7, 4)))  # asked again for the same vectors
+    assert not torch.equal(values, drawn.at(first, torch.ones(3, 7, 4)))
 
 
 def test_resampling_repeats_with_its_seed(make_bridge: Callable[..., Any]) -> None:
