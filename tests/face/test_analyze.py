@@ -15,7 +15,9 @@ from ln_probe.analyses.tables import BUILT_IN
 
 
 def test_a_report_says_where_it_came_from(capp: Path) -> None:
-    report = ln_probe.analyze(ln_probe.load_model(capp), ln_probe.sampled(), max_tokens=16, layers=[1], progress=False)
+    model = ln_probe.load_model(capp)
+    asked = {"max_tokens": 16, "layers": [1], "probes": ("decomposition", "uniformity")}
+    report = ln_probe.analyze(model, ln_probe.sampled(), **asked, progress=False)
     provenance = report.provenance
     assert provenance["model"]["kind"] == "folder"
     assert len(provenance["model"]["weights_sha256"]) == 64

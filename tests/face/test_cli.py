@@ -26,7 +26,8 @@ def report(*args: object) -> tuple[int, str, str]:
 
 def test_one_real_checkpoint(capp: Path, tmp_path: Path) -> None:
     out = tmp_path / "reports"
-    code, printed, said = report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3", "--json")
+    asked = ("--max-tokens", 24, "--layers", "0,2-3", "--probes", "decomposition,uniformity")
+    code, printed, said = report(capp, "--out", out, *asked, "--json")
     assert code == 0, said
     assert json.loads(printed)["models"][0]["error"] is None
     assert (out / "index.html").exists()
@@ -34,10 +35,10 @@ def test_one_real_checkpoint(capp: Path, tmp_path: Path) -> None:
     assert set(made.heads["layer"]) == {0, 2, 3}
     assert made.provenance["request"]["max_tokens"] == 24
     stamp = (out / "capp_gpt" / "report.json").stat().st_mtime_ns
-    assert "already done" in report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3")[2]
+    assert "already done" in report(capp, "--out", out, *asked)[2]
     assert (out / "capp_gpt" / "report.json").stat().st_mtime_ns == stamp
     (out / "capp_gpt" / "heads.parquet").write_bytes(b"PAR1")
-    code, _, said = report(capp, "--out", out, "--max-tokens", 24, "--layers", "0,2-3")
+    code, _, said = report(capp, "--out", out, *asked)
     assert code == 0
     assert "doing it again" in said
     assert len(ln_probe.load_report(out / "capp_gpt").heads) > 0

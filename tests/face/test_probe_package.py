@@ -128,6 +128,7 @@ def test_the_command_line_lists_it(home: Path) -> None:
     assert f"lengths: how long the vectors are that each norm reads ({PACKAGE})" in said
 
 
+@pytest.mark.slow
 def test_a_batch_run_that_is_killed_and_resumed(
     home: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path
 ) -> None:
