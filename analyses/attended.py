@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -28,19 +28,29 @@ class Attended:
 
     Args:
         seen: what the pass shows of the layer.
-        heads: its maps; None if its scores are of a kind that is not supported (no head space then).
+        read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
+            space then).
         calibration: of the model.
         wanted: heads looked at; None: all.
     """
 
     def __init__(
-        self, seen: AttentionInput, heads: Heads | None, calibration: Calibration, wanted: Sequence[int] | None = None
+        self,
+        seen: AttentionInput,
+        read: Callable[[], Heads | None],
+        calibration: Calibration,
+        wanted: Sequence[int] | None = None,
     ) -> None:
-        self.seen, self.heads, self.calibration, self.wanted = seen, heads, calibration, wanted
+        self.seen, self._read, self.calibration, self.wanted = seen, read, calibration, wanted
         self._keys: dict[str, Tensor] = {}
         self._spread: dict[str, tuple[Uniformity, np.ndarray]] = {}
         self._ellipsoids: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._sets: dict[tuple[str, int], tuple[np.ndarray, np.ndarray] | None] = {}  # by kind and position
+
+    @cached_property
+    def heads(self) -> Heads | None:
+        """The layer's maps; None if its scores are of a kind that is not supported."""
+        return self._read()
 
     @property
     def layer(self) -> int:

@@ -41,7 +41,7 @@ from ln_probe.analyses.shared_passes import Job, SharedPasses
 from ln_probe.hooks.edits import Edit
 from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
-from ln_probe.hooks.masks import window_of
+from ln_probe.hooks.masks import is_causal, window_of
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
@@ -249,7 +249,7 @@ class EditedRuns:
         wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
         if self.causal is None or self.causal:
             if self.causal is None and len(pattern[0]) > 1:
-                self.causal = not bool(pattern.triu(1).any())
+                self.causal = is_causal(pattern)
             if self.causal is not False:
                 return entropy_ratio(wide, window=window_of(self._layers[layer], wide))[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])

@@ -70,7 +70,7 @@ def main() -> None:
         print(f"GPT-2 small's shape, {TOKENS} tokens, bare forward pass: {bare:.2f} s of processor time")
         if args.part != "estimates":
             passes_module.calibration_tokens = lambda _model: [tokens]  # not to sample them from a model of this size
-            passes = Passes(model, Settings(probes=("sinks",)), progress=False, probes=chosen(["sinks"]))
+            passes = Passes(model, Settings(probes=("sinks",)), probes=chosen(["sinks"]))
             calibration = passes.calibrate([(0, tokens)])
             watched = seconds(lambda: passes.measure([(0, tokens)], calibration), args.repeats)
             print(f"sinks: {watched / bare:.2f} forward passes a prompt")

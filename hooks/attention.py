@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.masks import visible_keys, window_of
+from ln_probe.hooks.masks import is_causal, visible_keys, window_of
 from ln_probe.hooks.site import Site
 from ln_probe.hooks.variants import ignored_below
 
@@ -101,6 +101,11 @@ class Heads:
     def n_heads(self) -> int:
         return int(self.W_Q.shape[0])
 
+    @property
+    def form(self) -> Form:
+        """What had to be found out about the scores."""
+        return Form(self.divisor, self.slopes)
+
     def _make(self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor) -> Tensor:
         made = torch.einsum("pd,hdk->phk", y.double(), W) + b
         if norm is not None:
@@ -136,6 +141,12 @@ class Heads:
     ) -> Float[Tensor, "key head d_head"]:
         """The same for norm outputs that stand at some positions alone."""
         return self._make(y, self.W_K, self.b_K, self.k_norm, positions)
+
+    def queries_at(
+        self, y: Float[Tensor, "query d_model"], positions: Int[Tensor, " query"]
+    ) -> Float[Tensor, "query head d_head"]:
+        """Queries (before the division by `divisor`) of norm outputs that stand at some positions alone."""
+        return self._make(y, self.W_Q, self.b_Q, self.q_norm, positions)
 
     def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
         """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
@@ -191,6 +202,19 @@ class Heads:
         table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
         spun = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
         return table(center[None], here[:1])[0], rearrange(spun, "wide head d_head -> head d_head wide")
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What of a layer's scores its weights do not tell: what q·k is divided by, and ALiBi's slopes, if any."""
+
+    divisor: float
+    slopes: Float[Tensor, " head"] | None
+
+    def of(self, heads: Heads) -> Heads:
+        """These maps with scores of this form."""
+        slopes = None if self.slopes is None else self.slopes.to(heads.W_Q.device)
+        return replace(heads, divisor=self.divisor, slopes=slopes)
 
 
 def _normed(norm: Site, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
@@ -326,6 +350,8 @@ def read_heads(
     norm_output: Float[Tensor, "pos d_model"],
     pattern: Float[Tensor, "head query key"],
     cos_sin: tuple[Tensor, Tensor] | None,
+    known: Form | None = None,
+    causal: bool | None = None,
 ) -> Heads:
     """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
 
@@ -336,13 +362,15 @@ def read_heads(
         norm_output: what attention read for the prompt.
         pattern: its attention pattern for the prompt.
         cos_sin: rotary tables seen in the pass (bridge), or None.
+        known: the form of the layer's scores, where it was checked on this prompt before: it is not checked again.
+        causal: whether no query of the pattern pays attention to a later key, where that is known.
 
     Raises:
         UnsupportedAttentionError: the layer declares scores of a form that is not supported (a soft cap, ALiBi in both
             directions: by name), or no known form gives that pattern.
     """
     module = cast(Any, attn)
-    causal = not bool(pattern.triu(1).any())
+    causal = is_causal(pattern) if causal is None else causal
     if obstacle := _obstacle(module, causal):
         raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
     try:
@@ -363,10 +391,12 @@ def read_heads(
         causal,
         window_of(attn, pattern),
     )
+    if known is not None:
+        return known.of(plain)
     nearest, worst = plain, math.inf
     for divisor in dict.fromkeys(_divisors(module, int(W_Q.shape[-1]))):
         for slopes in _slopes(module, n_heads, divisor):
-            heads = replace(plain, divisor=divisor, slopes=None if slopes is None else slopes.to(W_Q.device))
+            heads = Form(divisor, slopes).of(plain)
             difference = _disagreement(heads, norm_output, pattern)
             if difference < worst:
                 nearest, worst = heads, difference

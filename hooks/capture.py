@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.exclusive import exclusive
-from ln_probe.hooks.masks import window_of
+from ln_probe.hooks.masks import is_causal, window_of
 from ln_probe.hooks.model import HookedModel, blocks, run
 from ln_probe.hooks.site import Site
 
@@ -51,10 +52,10 @@ class AttentionInput:
     attn: nn.Module
     site: Site
 
-    @property
+    @functools.cached_property
     def causal(self) -> bool:
         """Whether no query paid attention to a later key."""
-        return not bool(self.pattern.triu(1).any())
+        return is_causal(self.pattern)
 
     @functools.cached_property
     def window(self) -> int | None:
@@ -92,14 +93,29 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return found
 
 
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_GROWTH = 64 << 20  # bytes: less than this is not worth the page faults of getting it again
+_kept = 0  # bytes in memory after the last time
+
+
 def return_free_memory() -> None:
     """Give memory that glibc's allocator holds for later back to the system; nothing on other systems.
 
     What a layer's measures allocate and free would otherwise pile up over the layers, beside the forward pass's own
-    memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5.
+    memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5. It has its
+    price (pages that are given back are zeroed when they are needed again: done twice a layer, 0.7 of a forward pass),
+    so it is called around what takes much memory, and does something only where the process has grown since.
     """
-    if (trim := _malloc_trim()) is not None:
+    global _kept
+    if (trim := _malloc_trim()) is not None and _resident() > _kept + _GROWTH:
         trim(0)
+        _kept = _resident()
 
 
 def _by_position(site: Site, value: Tensor, length: int) -> Float[Tensor, "rows d"]:
@@ -188,10 +204,8 @@ class _Pass:
             if seen is None or "hook_pattern" not in seen.tensors:
                 return
             t = seen.tensors
-            return_free_memory()
             cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
             on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, self.before[layer]))
-            return_free_memory()
 
         return hook
 
@@ -242,5 +256,3 @@ def stream(
         for module, hook in under_way.hooks(model):
             stack.callback(module.register_forward_hook(hook).remove)
         run(model, tokens[None])
-    if on_attention is not None:
-        return_free_memory()

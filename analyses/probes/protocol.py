@@ -41,12 +41,14 @@ class Needs:
     Attributes:
         norms: inputs and outputs of every norm (`Observer.norm`).
         attention: every attention layer that reads a norm (`Observer.attention`).
+        variants: that it makes keys and attention under every variant: much memory, given back after each layer.
         output: every prompt itself, to run the model on it as it likes (`Observer.prompt`).
         calibration: constants, query radii and the norms' statistics; whoever sees prompts has it too.
     """
 
     norms: bool = False
     attention: bool = False
+    variants: bool = False
     output: bool = False
     calibration: bool = False
 

@@ -65,7 +65,7 @@ class Selectability(Probe):
     name = "selectability"
     summary = "which keys a query can select, by what margin"
     tables = (Part(HEADS, tuple(c for c in HEADS.names if c not in _UNIFORMITY)), KEYS)
-    needs = Needs(attention=True, calibration=True)
+    needs = Needs(attention=True, variants=True, calibration=True)
     prompts = GEOMETRY_PROMPTS
     samples_keys = True
     thresholds = {  # noqa: RUF012 - a constant of the class

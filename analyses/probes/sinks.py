@@ -37,6 +37,7 @@ from ln_probe.analyses.probes.protocol import (
     View,
 )
 from ln_probe.analyses.wording import percent, visible
+from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.sites import Site
 
 MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
@@ -45,6 +46,17 @@ SINK_SHARE = (
 )
 LEAST_QUERIES = 10  # that see a position: the few that see the last tokens often have nothing better
 _NAMED = 3  # tokens named in a finding
+
+
+_SIZES = ("sigma", "before", "after")
+
+
+def _starts(length: int) -> list[int]:
+    """Where the groups of positions begin whose sizes are summed: 0, 1, 2-3, 4-7, 8-15, …"""
+    starts = [0]
+    while (after := max(1, 2 * starts[-1])) < length:
+        starts.append(after)
+    return starts
 
 
 @dataclass
@@ -95,24 +107,21 @@ class _Prompt:
         if sizes is None:
             return
         self.length = len(x)
-        first = 0
-        while first < len(x):
-            last = min(max(first * 2, 1), len(x)) - 1  # 0, 1, 2-3, 4-7, 8-15, …
-            rows = slice(first, last + 1)
+        starts = _starts(len(x))
+        stacked = torch.stack([sizes.outlier.double(), *(getattr(sizes, n).double() for n in _SIZES)])
+        sums = np.add.reduceat(stacked.cpu().numpy(), starts, axis=1)
+        for column, first in enumerate(starts):
             self.sizes.append(
                 {
                     "prompt": self.number,
                     "site": site.name,
                     "layer": site.layer,
                     "first": first,
-                    "tokens": last + 1 - first,
-                    "outliers": int(sizes.outlier[rows].sum()),
-                    **{
-                        n: float(getattr(sizes, n)[rows].sum(dtype=torch.float64)) for n in ("sigma", "before", "after")
-                    },
+                    "tokens": ([*starts, len(x)])[column + 1] - first,
+                    "outliers": int(sums[0, column]),
+                    **{n: float(sums[i, column]) for i, n in enumerate(_SIZES, start=1)},
                 }
             )
-            first = last + 1
 
     def attention(self, attended: Attended) -> None:
         pattern, layer = attended.seen.pattern, attended.layer
@@ -125,10 +134,12 @@ class _Prompt:
             return
         self.received.causal = attended.seen.causal
         rows = pattern[:, 1 if self.received.causal else 0 :]
-        self.received.much[layer] = (rows > MUCH).sum(1).double().cpu()
+        rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+        # (a sum of booleans takes four times as long)
+        self.received.much[layer] = (rows > MUCH).view(torch.uint8).sum(1, dtype=torch.int32).double().cpu()
         self.received.total[layer] = rows.sum(1, dtype=torch.float32).double().cpu()
         wanted = sorted({*self.outliers.found, *self._sinks(layer).nonzero().flatten().tolist()})
-        if attended.heads is not None and attended.site.scales and wanted:
+        if wanted and attended.site.scales and attended.heads is not None:
             self._alone(attended, chosen, rows, wanted)
 
     def _rates(self, layer: int) -> Float[Tensor, " key"]:
@@ -149,10 +160,11 @@ class _Prompt:
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
         change = heads.keys_at(unscaled, positions) - heads.keys_at(seen.y[positions].double(), positions)
-        q = heads.queries(seen.y)[len(seen.y) - rows.shape[1] :]
-        delta = torch.einsum("qhd,khd->hqk", q[:, chosen], change[:, chosen]) / heads.divisor
+        delta = _scores(heads, seen.y[len(seen.y) - rows.shape[1] :], change, chosen, len(seen.y))
         weight = rows[..., positions].double()
-        others = rows.sum(-1, dtype=torch.float64)[..., None] - weight
+        rest = torch.ones(self.length, len(wanted), dtype=rows.dtype, device=rows.device)
+        rest[positions, torch.arange(len(wanted), device=rows.device)] = 0.0
+        others = torch.matmul(rows, rest).double()  # summed without the weight: what is left beside 0.9999 is exact too
         # e^Δ over- and underflows: both sides are divided by the larger of them.
         top = delta.clamp_min(0.0)
         lifted = weight * (delta - top).exp()
@@ -238,6 +250,22 @@ class _Prompt:
     def _dimensions(self) -> list[dict[str, Any]]:
         found = self.outliers.dimensions.items()
         return [{"prompt": self.number, "site": s, "dimension": d, "ratio": ratio} for (s, d), ratio in found]
+
+
+def _scores(
+    heads: Heads,
+    y: Float[Tensor, "query d_model"],
+    change: Float[Tensor, "key head d_head"],
+    chosen: Sequence[int],
+    length: int,
+) -> Float[Tensor, "head query key"]:
+    """What the last queries of a prompt, which read y, score vectors that are no keys but differences of keys."""
+    if heads.rotary is None and heads.q_norm is None:  # the few vectors through W_Q, not the many queries
+        back = torch.einsum("hdk,nhk->hdn", heads.W_Q[chosen], change[:, chosen])
+        lift = torch.einsum("hk,nhk->hn", heads.b_Q[chosen], change[:, chosen])
+        return (torch.matmul(y.double(), back) + lift[:, None]) / heads.divisor
+    q = heads.queries_at(y, torch.arange(length - len(y), length, device=y.device))
+    return torch.einsum("qhd,khd->hqk", q[:, chosen], change[:, chosen]) / heads.divisor
 
 
 class Sinks(Probe):

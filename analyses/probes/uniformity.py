@@ -41,7 +41,7 @@ class UniformityProbe(Probe):
     name = "uniformity"
     summary = "how uniformly heads attend"
     tables = (Part(HEADS, (*HEADS.key, "query_radius", *MEASURES, "no_op")),)
-    needs = Needs(attention=True, calibration=True)
+    needs = Needs(attention=True, variants=True, calibration=True)
     prompts = GEOMETRY_PROMPTS
 
     def start(self, view: View) -> Observer:

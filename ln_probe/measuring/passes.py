@@ -27,7 +27,7 @@ from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen, package_of
-from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
 from ln_probe.hooks.frozen_scale import calibration_sigmas
@@ -73,6 +73,7 @@ class Passes:
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
+        self._forms: dict[int, Form] = {}  # of the scores of each layer, once seen
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
@@ -83,9 +84,13 @@ class Passes:
             tell(stage, done, total, "prompts")
             yield pair
 
-    def _heads_of(self, seen: AttentionInput) -> Heads:
+    def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
+        """The maps of a layer; `again`: on a prompt on which the first pass has checked its scores."""
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
-        return read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+        known = self._forms.get(seen.layer) if again else None
+        heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin, known, seen.causal)
+        self._forms[seen.layer] = heads.form
+        return heads
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
         """The first pass, over all prompts (number and token ids) in their order.
@@ -195,16 +200,23 @@ class Passes:
     ) -> None:
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
+        large = any(w.probe.needs.variants for w in attention)
 
         def on_norm(site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
             for w in norms if not site.stands_in else ():
                 w.see(lambda o: o.norm(number, site, x, y))
 
         def on_attention(seen: AttentionInput) -> None:
-            heads = None if seen.layer in calibration.unsupported else self._heads_of(seen)
-            attended = Attended(seen, heads, calibration, self.heads)
+            def read() -> Heads | None:
+                return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
+
+            attended = Attended(seen, read, calibration, self.heads)
+            if large:
+                return_free_memory()
             for w in attention:
                 w.see(lambda o: o.attention(number, attended))
+            if large:
+                return_free_memory()
 
         if norms or attention:
             stream(
