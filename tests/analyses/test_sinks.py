@@ -156,5 +156,6 @@ def _check_position_0(report: Any) -> None:
     assert (first["emerges_at"] != "").all()
     assert (first["writer"] != "").all()
     assert first["sink"].mean() > 0.5
-    assert (first["received"] > 3 * first["uniform"]).all()
+    assert (first["received"] > first["uniform"]).all()
+    assert first["received"].mean() > 3 * first["uniform"].mean()  # (in short prompts uniform attention is much, too)
     assert any(f.startswith("Position 0:") and "written by" in f for f in report.findings())
