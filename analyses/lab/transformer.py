@@ -35,6 +35,16 @@ _CHOICES = {
 }
 
 
+MOST_LAYERS, LARGEST = 10_000, 1 << 24  # of layers, and of every other size
+MOST_NUMBER = 1e30  # further out float32 has nothing
+# Fields by kind, and whether None is one of their values.
+_SIZES = {
+    n: n in ("d_mlp", "d_head") for n in ("n_layers", "d_model", "n_heads", "d_vocab", "n_ctx", "d_mlp", "d_head")
+}
+_NUMBERS = {"radius": True, "divisor": True, "eps": False, "embed_std": False}
+_FLAGS = ("causal", "tied", "affine", "affine_others", "bias_qkv", "bias_out", "bias_mlp", "bias_unembed")
+
+
 @dataclass(frozen=True)
 class LabConfig:
     """Shape of a lab model. Field names are TransformerLens's where it has one.
@@ -52,8 +62,8 @@ class LabConfig:
             nn.TransformerEncoderLayer start.
 
     Raises (on construction):
-        ValueError: a size below 1, d_model not divisible by n_heads, an odd d_head with rotary positions, an unknown
-            norm or choice, a radius or divisor that `Norm` would refuse.
+        ValueError: a value of another kind, a size below 1 or beyond bounds, d_model not divisible by n_heads, an odd
+            d_head with rotary positions, an unknown norm or choice, a radius or divisor that `Norm` would refuse.
     """
 
     n_layers: int
@@ -84,9 +94,7 @@ class LabConfig:
     embed_std: float = EMBED_STD
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "d_model", "n_heads", "d_vocab", "n_ctx"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _check_types(self)
         if self.d_head is None:
             if self.d_model % self.n_heads:
                 raise ValueError(
@@ -107,7 +115,8 @@ class LabConfig:
         if self.positions == "rotary" and self.d_head % 2:  # type: ignore[operator]
             raise ValueError(f"rotary positions turn pairs of coordinates: d_head={self.d_head} is odd")
         if self.norm is not None:
-            Norm(self.norm, self.d_model, eps=self.eps, radius=self.radius, divisor=self.divisor)  # raises
+            with torch.device("meta"):
+                Norm(self.norm, self.d_model, eps=self.eps, radius=self.radius, divisor=self.divisor)  # raises
 
     # What code written for TransformerLens configs asks for.
     @property
@@ -127,6 +136,29 @@ class LabConfig:
     def build(self) -> LabTransformer:
         """A model of this shape, initialized from torch's global generator."""
         return LabTransformer(self)
+
+
+def _check_types(config: LabConfig) -> None:
+    """A configuration can come from a file: each value is of its kind and within bounds before anything is built."""
+    for name, optional in _SIZES.items():
+        value = getattr(config, name)
+        most = MOST_LAYERS if name == "n_layers" else LARGEST
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            said = f"{value!r:.60}" if not isinstance(value, int) or value.bit_length() < 64 else "a larger one"
+            raise ValueError(f"{name} must be a whole number between 1 and {most}, got {said}")
+    for name, optional in _NUMBERS.items():
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MOST_NUMBER:
+            raise ValueError(f"{name} must be a finite number, got {f'{value!r}':.60}")
+    if config.embed_std < 0:
+        raise ValueError(f"embed_std must be at least 0, got {config.embed_std:g}")
+    for name in _FLAGS:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name} must be true or false, got {f'{getattr(config, name)!r}':.60}")
 
 
 def sinusoidal_table(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:
