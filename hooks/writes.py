@@ -134,10 +134,12 @@ class Writers:
         return found.to(like)
 
     def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
-        """b_O of an attention layer, b_out of an MLP; None where there is none."""
+        """b_O of an attention layer, b_out of an MLP; None where there is none (some worlds show zeros then)."""
         name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
         found = None if name is None else weight(self._owner(source), name)
-        return None if found is None or found.numel() != self.d_model else found.to(like).reshape(-1)
+        if found is None or found.numel() != self.d_model or not bool(found.any()):
+            return None
+        return found.to(like).reshape(-1)
 
     def split(self, layer: int, z: Float[Tensor, "*row wide"]) -> Float[Tensor, "*row head d_head"]:
         """z by head, whichever way the world keeps it."""
