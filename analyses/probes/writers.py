@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.probes.protocol import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import WRITERS
+from ln_probe.hooks.capture import return_free_memory
 from ln_probe.hooks.model import run
 from ln_probe.hooks.recorded import outside_attention
 from ln_probe.hooks.site import Site
@@ -94,6 +95,8 @@ class _Watching(Observer):
             for site in self.by_name.values():
                 stack.callback(site.module.register_forward_pre_hook(under_way.on_norm(site)).remove)
             run(self.model, tokens[None])
+        del under_way
+        return_free_memory()
         self.counts += [len(tokens), len(tokens) - 1]
 
     def add(self, site: Site, parts: Sequence[Part], values: Float64[Tensor, "pos part measure"]) -> None:
