@@ -16,6 +16,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 html_theme, html_title = "furo", "ln_probe"
 exclude_patterns = ["_build", "_extra", ".jupyter_cache", "conf.py"]
 html_extra_path = ["_extra"]
+html_static_path, html_css_files = ["_static"], ["site.css"]
 myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
