@@ -57,4 +57,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info reports docs/_build docs/notebooks
+	rm -rf $(VENV) build dist *.egg-info reports docs/_build docs/.jupyter_cache docs/_extra docs/notebooks

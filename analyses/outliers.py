@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import check_model, evaluating
+from ln_probe.hooks.one_line import OneLine
 from ln_probe.hooks.sites import Site, find_sites
 
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
@@ -177,8 +178,8 @@ def _largest_dimensions(kept: Float[Tensor, " d"]) -> str:
     return ", ".join(named)
 
 
-@dataclass(frozen=True, eq=False)
-class OutlierTokens:
+@dataclass(frozen=True, eq=False, repr=False)
+class OutlierTokens(OneLine):
     """Which tokens are outliers, and the sizes of all of them at every norm.
 
     Attributes:

@@ -17,6 +17,16 @@ Kind = Literal["int", "float", "text", "bool"]
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "text": object, "bool": np.bool_}
 
 
+__all__ = [
+    "Column",
+    "Part",
+    "Table",
+    "TableError",
+    "joined",
+    "reference",
+]
+
+
 class TableError(ValueError):
     """A frame does not match its table's declaration, or a declaration contradicts itself or another one."""
 
@@ -48,7 +58,7 @@ class Column:
             raise TableError(f"column {self.name!r} needs a name and a meaning")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """One table.
 
@@ -65,6 +75,9 @@ class Table:
     about: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}: {len(self.columns)} columns, a row per {', '.join(self.key)})"
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():  # it names a file and an element of a page

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
+
+import jupytext
+import nbformat
 
 from ln_probe.reporting.software import __version__ as release
 
@@ -11,25 +14,52 @@ project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe a
 version = release
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme, html_title = "furo", "ln_probe"
-exclude_patterns = ["_build", "conf.py"]
+exclude_patterns = ["_build", "_extra", ".jupyter_cache", "conf.py"]
+html_extra_path = ["_extra"]
+html_static_path, html_css_files = ["_static"], ["site.css"]
 myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
+autodoc_typehints = "signature"  # shapes hold stars, which are emphasis in a description
+python_maximum_signature_line_length = 88
 autodoc_preserve_defaults = True
-autodoc_default_options = {"show-inheritance": False}
+napoleon_attr_annotations = False  # for the same stars
 default_role = "code"  # a name in `one pair of backticks`, as everywhere in the source
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
-nb_execution_timeout = 1800  # a busy machine is slow; a notebook that hangs is found by the tests
+nb_execution_timeout = -1  # none: a busy machine is slow
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
-# The notebooks live in examples/; the site shows executed copies.
+# The notebooks live in examples/; the site shows executed copies, each with a link to one that Colab opens.
 _here = Path(__file__).parent
+_repository = os.environ.get(
+    "GITHUB_REPOSITORY"
+)  # owner/name, where the site is published (.github/workflows/docs.yml)
+
+
+def _colab(name: str) -> str:
+    """Where Colab opens a notebook: from the published site's branch, or its dialog for a downloaded one."""
+    site = "https://colab.research.google.com/"
+    return f"{site}github/{_repository}/blob/gh-pages/colab/{name}.ipynb" if _repository else f"{site}#upload=true"
+
+
+def _links(name: str) -> str:
+    return f"""# %% [markdown]
+# <a href="{_colab(name)}">Open in Colab</a> · <a href="../colab/{name}.ipynb" download>Download the notebook</a>
+"""
+
+
 (_here / "notebooks").mkdir(exist_ok=True)
+(_here / "_extra" / "colab").mkdir(parents=True, exist_ok=True)
 for _notebook in sorted((_here.parent / "examples").glob("*.py")):
-    shutil.copy2(_notebook, _here / "notebooks" / _notebook.name)
+    _head, _title, _rest = _notebook.read_text(encoding="utf-8").partition("\n# %% [markdown]\n")
+    _first, _cell, _others = _rest.partition("\n# %%")
+    _text = f"{_head}{_title}{_first}\n{_links(_notebook.stem)}{_cell}{_others}"
+    (_here / "notebooks" / _notebook.name).write_text(_text, encoding="utf-8")
+    _alone = jupytext.read(_notebook)
+    _alone.cells.insert(1, nbformat.v4.new_code_cell("%pip install -q ln-probe"))
+    jupytext.write(_alone, _here / "_extra" / "colab" / f"{_notebook.stem}.ipynb")
 
 
 def setup(app: object) -> None:

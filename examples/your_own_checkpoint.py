@@ -26,6 +26,7 @@ import transformers
 
 import ln_probe
 
+transformers.utils.logging.disable_progress_bar()
 folder = Path(tempfile.mkdtemp()) / "my-gpt2"  # your own: Path("~/checkpoints/my-gpt2").expanduser()
 torch.manual_seed(0)
 config = transformers.GPT2Config(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import check_model, context_length, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.one_line import OneLine
 from ln_probe.hooks.sites import Site, find_sites
 
 # Largest difference that processing explains, relative to the largest value: it rounds the weights themselves anew
@@ -33,8 +34,8 @@ class NotEquivalentError(ValueError):
     """The processed model is another function than the raw one (says by how much, and from which norm on)."""
 
 
-@dataclass(frozen=True)
-class Equivalence:
+@dataclass(frozen=True, repr=False)
+class Equivalence(OneLine):
     """How far two models that should be the same function are apart, on one prompt.
 
     Attributes:

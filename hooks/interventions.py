@@ -49,6 +49,7 @@ from ln_probe.hooks.frozen_scale import (
 from ln_probe.hooks.head_edits import HeadEdit, head_count
 from ln_probe.hooks.held_sigma import LinearEdit, held
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
+from ln_probe.hooks.one_line import OneLine
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, Survey, class_of, known, survey
@@ -77,8 +78,8 @@ class NoOpWarning(UserWarning):
     """An intervention that changes nothing by construction."""
 
 
-@dataclass(frozen=True)
-class Intervention:
+@dataclass(frozen=True, repr=False)
+class Intervention(OneLine):
     """What `without` does while it lasts.
 
     Attributes:

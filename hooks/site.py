@@ -15,12 +15,14 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from ln_probe.hooks.one_line import OneLine
+
 KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none", "unknown")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
 
-@dataclass(frozen=True, eq=False)
-class Terms:
+@dataclass(frozen=True, eq=False, repr=False)
+class Terms(OneLine):
     """What one norm makes of some vectors, piece by piece; float64.
 
     Attributes:
@@ -74,8 +76,8 @@ def _affine(normalized: Tensor, gain: Tensor | None, bias: Tensor | None) -> Ten
     return out
 
 
-@dataclass(frozen=True, eq=False)
-class Site:
+@dataclass(frozen=True, eq=False, repr=False)
+class Site(OneLine):
     """One norm of a model.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ln_probe.batch import commands
+from ln_probe.batch import commands, endings
 
 TRACEBACK = "LN_PROBE_TRACEBACK"  # set: errors that nothing has caught are shown in full
 
@@ -36,7 +36,7 @@ def main() -> None:
             f"ln-probe: {type(error).__name__}: {said}\nThis is a fault of ln_probe; {TRACEBACK}=1 shows where it is.",
             err=True,
         )
-        sys.exit(commands.SOME_FAILED)
+        sys.exit(endings.SOME_FAILED)
 
 
 @app.callback(invoke_without_command=True)
@@ -47,7 +47,7 @@ def root(
         import ln_probe
 
         typer.echo(f"ln-probe {ln_probe.__version__}")
-        raise typer.Exit(commands.DONE)
+        raise typer.Exit(endings.DONE)
 
 
 @app.command()
@@ -115,9 +115,9 @@ def lab_run(
     try:
         known = experiments.find(name)
     except experiments.UnknownExperimentError as error:
-        raise commands.refuse(str(error)) from error
+        raise endings.refuse(str(error)) from error
     folder = out or Path("lab-runs") / name
-    commands.writable(folder)
+    endings.writable(folder)
     request = experiments.Request(
         out=folder,
         seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))),
@@ -135,7 +135,9 @@ def lab_run(
         with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
             results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ValueError) as error:
-        raise commands.refuse(str(error)) from error
+        raise endings.refuse(str(error)) from error
+    except KeyboardInterrupt:
+        raise endings.interrupted() from None
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     for sentence in results.conclusions:
         typer.echo(sentence)
@@ -145,7 +147,7 @@ def lab_run(
 
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)
-    raise typer.Exit(commands.SOME_FAILED if results.diverged else commands.DONE)
+    raise typer.Exit(endings.SOME_FAILED if results.diverged else endings.DONE)
 
 
 @lab.command("compile")
@@ -163,14 +165,14 @@ def lab_compile(
     from ln_probe.analyses.lab.depth.crasp import parse
 
     if construction not in (known := ("scaling", "clip", "rounding")):
-        raise commands.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    commands.writable(out.parent)
+        raise endings.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
+    endings.writable(out.parent)
     try:
         source = program.read_text(encoding="utf-8")
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
     except (OSError, ValueError) as error:
-        raise commands.refuse(f"{program}: {error}") from error
+        raise endings.refuse(f"{program}: {error}") from error
     grid = made.precision
     typer.echo(
         f"{out}: depth {made.depth}, {made.layers} layers ({made.attending} attend), d_model {made.model.cfg.d_model}, "

@@ -47,16 +47,28 @@ def compiled_in_order(function: Callable[_Args, _Result]) -> Callable[_Args, _Re
 
 def _compile(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
     options |= _OPTIONS
+    folders = {Path(file).resolve().parent for file in (function.__code__.co_filename, __file__)}
     try:
         made = numba.njit(function, cache=True, **options)
-        # numba takes cached code for valid while the function's own file is unchanged, but it contains what
-        # the function calls in other files: any change in its folder, or in this one, makes it stale.
-        index = cast("Any", made)._cache._cache_file
-        folders = {Path(file).resolve().parent for file in (function.__code__.co_filename, __file__)}
-        index._source_stamp = tuple(_sources(folder) for folder in sorted(folders))
-    except (RuntimeError, AttributeError):  # "no locator available": no folder to write to; or another numba
+    except RuntimeError:  # "no locator available": no folder to write to
+        made = None
+    if made is None or not _valid_while(made, tuple(_sources(folder) for folder in sorted(folders))):
         made = numba.njit(function, **options)
     return cast("Callable[_Args, _Result]", made)
+
+
+def _valid_while(made: Any, stamp: tuple[Any, ...]) -> bool:
+    """Have cached machine code taken for stale once `stamp` is another; False if this numba cannot be told.
+
+    numba takes cached code for valid while the function's own file is unchanged, but it contains what the function
+    calls in other files: any change in its folder, or in this one, makes it stale. numba has no public way to say so.
+    Where its inside is another one nothing is cached: slower to begin with, never stale.
+    """
+    index: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
+    if not hasattr(index, "_source_stamp"):
+        return False
+    index._source_stamp = stamp
+    return True
 
 
 @cache

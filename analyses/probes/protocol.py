@@ -34,6 +34,25 @@ from ln_probe.hooks.sites import Site
 EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
 
+__all__ = [
+    "Context",
+    "Cost",
+    "Failure",
+    "Finding",
+    "Found",
+    "Marks",
+    "Needs",
+    "Observer",
+    "Picture",
+    "Piece",
+    "Probe",
+    "ProbeError",
+    "Shape",
+    "View",
+    "whole",
+]
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a probe has to see; without anything but the calibration it sees no prompt.

@@ -1,4 +1,4 @@
-"""Write the tables of docs/checkpoints.md and README.md from what is committed in examples/checkpoints/tables.
+"""Write the tables of README.md, docs/checkpoints.md and docs/statistics.md from what is committed.
 
     python examples/checkpoints/document.py
 
@@ -16,6 +16,8 @@ import pandas as pd
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+CHECKPOINTS = ROOT / "ln_probe" / "data" / "checkpoints"
+LABORATORY = ROOT / "analyses" / "lab" / "published"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "statistics.md")
 GROUPS = ("attention", "mlp", "final", "all")
 _BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -80,21 +82,59 @@ def groups_table() -> str:
     return "\n".join(lines)
 
 
-def short_table() -> str:
-    """For the README: a row per case, at every norm that attention reads and at all."""
-    lines = [
-        "| checkpoint, prompts | loss | attention without scaling | … one constant | all without projection |",
-        "|---|---|---|---|---|",
-    ]
-    for case in cases():
-        rows, about = read(case)
-        source = str(about["prompts"]["source"]).removesuffix(".jsonl")  # type: ignore[index]
-        scaled, other = rows.loc[("attention", "no_scaling")], rows.loc[("all", "no_projection")]
-        lines.append(
-            f"| {case.removesuffix('-' + source)}, {PROMPTS[source]} | {rows.loc[('all', 'intact'), 'loss']:.2f} | "
-            f"{_cell(scaled)} | {'' if scaled['no_op'] else change(scaled['delta_loss_uniform'])} | {_cell(other)} |"
-        )
-    return "\n".join(lines)
+def findings_list() -> str:
+    """For the README: three findings, each with where its figures stand."""
+    own, _ = read("lm-layernorm-books")
+    mgm, _ = read("mgm")
+    loss = float(own.loc[("all", "intact"), "loss"])
+    scaled, mean = own.loc[("all", "no_scaling")], own.loc[("all", "no_projection")]
+    first = (
+        f"Freezing every norm's scaling costs `lm-layernorm` {_cell(scaled)} nats per token of {loss:.2f} "
+        f"({100 * scaled['delta_loss'] / loss:.1f} %), dropping projection {_cell(mean)}."
+    )
+    attention = mgm.loc[("attention", "no_scaling")]
+    second = (
+        f"At the norms that attention reads, MGM loses {_cell(attention)} of {mgm.loc[('all', 'intact'), 'loss']:.2f} "
+        f"without scaling. One constant for all positions, in place of one for position 0 and one for the rest, gives "
+        f"{change(attention['delta_loss_uniform'])}: that is position 0 made much too long, and not what scaling does."
+    )
+    third = (
+        f"Trained from scratch to name the majority token (ten seeds), leaving projection out changes the training "
+        f"loss at step 1000 by {_contrast('no projection, at radius sqrt(d)')}, and making vectors as short as in the "
+        f"published model without it by {_contrast('size 1/sqrt(d), with projection')}: the published gap is size."
+    )
+    return "\n".join(f"{number}. {text}" for number, text in enumerate((first, second, third), start=1))
+
+
+def _contrast(name: str, step: int = 1000) -> str:
+    """A paired difference of the majority experiment, with its interval over seeds and its adjusted p."""
+    rows = pd.read_csv(LABORATORY / "majority" / "contrasts.csv")
+    row = rows[(rows["contrast"] == name) & (rows["step"] == step) & (rows["measure"] == "train_loss")].iloc[0]
+    if row["seeds"] != 10:
+        raise ValueError(f"{name}: the README says ten seeds, the table {row['seeds']}")
+    return f"{row['mean']:+.2f} [{row['ci_low']:.2f}, {row['ci_high']:.2f}] nats (Holm {row['p_holm']:.2g})"
+
+
+def bundled_table() -> str:
+    """For the README: the four bundled models beside each other."""
+    names = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
+    held = [json.loads((CHECKPOINTS / n / "recipe.json").read_text(encoding="utf-8"))["valid_loss"] for n in names]
+    rows = [read(f"{name}-books")[0] for name in names]
+
+    def line(title: str, cells: list[str]) -> str:
+        return f"| {title} | " + " | ".join(cells) + " |"
+
+    return "\n".join(
+        [
+            line("", [f"`{name}`" for name in names]),
+            "|---" * 5 + "|",
+            line("loss on held-out text, after training", [f"{loss:.3f}" for loss in held]),
+            line("… on 64 prompts of it", [f"{r.loc[('all', 'intact'), 'loss']:.2f}" for r in rows]),
+            line("attention's norms without scaling", [_cell(r.loc[("attention", "no_scaling")]) for r in rows]),
+            line("every norm without scaling", [_cell(r.loc[("all", "no_scaling")]) for r in rows]),
+            line("every norm without projection", [_cell(r.loc[("all", "no_projection")]) for r in rows]),
+        ]
+    )
 
 
 def prompts_table() -> str:
@@ -157,10 +197,11 @@ def coverage_table() -> str:
 
 
 BLOCKS = {
+    "bundled": bundled_table,
     "checkpoints": groups_table,
-    "checkpoints-short": short_table,
     "checkpoint-prompts": prompts_table,
     "earlier": earlier_table,
+    "findings": findings_list,
     "singles": singles_table,
     "coverage": coverage_table,
 }

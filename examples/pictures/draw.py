@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 import ln_probe
+from ln_probe.render.drawing import Figure
 from ln_probe.render.norm_geometry import geometry
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
 from ln_probe.reporting.report import Report

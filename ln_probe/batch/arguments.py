@@ -11,27 +11,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ln_probe.batch.suite import Target
 
-# Layers that can be asked for by number; the deepest language models have some hundreds.
-LAYERS_AT_MOST = 10_000
+# Layers and heads that can be asked for by number; the deepest and widest language models have some hundreds.
+AT_MOST = 10_000
 
 
-def layers(text: str) -> tuple[int, ...]:
-    """Layers and ranges of layers, 0,3-5, in order.
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Layers, or heads, and ranges of them, 0,3-5, in order.
+
+    Args:
+        text: as typed.
+        what: "layer" or "head".
 
     Raises:
-        ValueError: something else, no layer, or one beyond LAYERS_AT_MOST.
+        ValueError: something else, none, or one beyond AT_MOST.
     """
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)) or len(first) + len(last) > 2 * 9:
-            raise ValueError(f"--layers takes numbers and ranges such as 0,3-5, got {_short(text)}")
+            raise ValueError(f"--{what}s takes numbers and ranges such as 0,3-5, got {_short(text)}")
         start, end = int(first), int(last or first)
-        if max(start, end) >= LAYERS_AT_MOST:
-            raise ValueError(f"--layers {_short(text)}: no model has a layer {max(start, end)}")
+        if max(start, end) >= AT_MOST:
+            raise ValueError(f"--{what}s {_short(text)}: no model has a {what} {max(start, end)}")
         found.update(range(start, end + 1))
     if not found:
-        raise ValueError(f"--layers {_short(text)} names no layer")
+        raise ValueError(f"--{what}s {_short(text)} names no {what}")
     return tuple(sorted(found))
 
 
@@ -50,13 +54,22 @@ def check_precision(dtype: str, device: str | None) -> None:
 
 def check_layers(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
     """Raise ValueError if a layer is asked for that a model lacks, as far as its configuration says how many it has."""
+    _check(wanted, targets, "layer")
+
+
+def check_heads(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
+    """Raise ValueError if a head is asked for that a model lacks, as far as its configuration says how many it has."""
+    _check(wanted, targets, "head")
+
+
+def _check(wanted: Sequence[int] | None, targets: Sequence[Target], what: str) -> None:
     from ln_probe.batch.cost import shape_of
 
     for target in targets if wanted else ():
-        count = shape_of(target).get("layers")
-        wrong = [layer for layer in wanted or () if count is not None and layer >= count]
+        count = shape_of(target).get(f"{what}s")
+        wrong = [number for number in wanted or () if count is not None and number >= count]
         if wrong:
-            raise ValueError(f"no layer {wrong[0]}: {target.label} has layers 0 … {int(count or 0) - 1}")
+            raise ValueError(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {int(count or 0) - 1}")
 
 
 def check_writable(out: Path) -> None:

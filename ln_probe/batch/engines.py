@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import tempfile
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ class LocalEngine:
     def __init__(self, run: Run, workers: int, processors: int = 1) -> None:
         self.run, self.workers, self.processors = run, workers, processors
         self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._processes: dict[int, set[multiprocessing.process.BaseProcess]] = {}
         self._running: dict[Future[Outcome], int] = {}
         self._signs = tempfile.TemporaryDirectory(prefix="ln-probe-", ignore_cleanup_errors=True)
 
@@ -78,8 +80,11 @@ class LocalEngine:
             self._pools[worker] = ProcessPoolExecutor(
                 1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors, self._sign(worker))
             )
+        before = set(multiprocessing.active_children())
         with _few_threads():
             self._running[self._pools[worker].submit(_do, target, unit)] = worker
+        if begun := set(multiprocessing.active_children()) - before:  # the pool does not say which process is its own
+            self._processes[worker] = begun
 
     def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
         from ln_probe.batch.work import DIED, Outcome
@@ -100,10 +105,11 @@ class LocalEngine:
         busy = set(self._running.values())
         for worker, pool in self._pools.items():
             # Idle ones end by themselves, and free what they hold: terminated, they would leave semaphores behind.
-            for process in list((pool._processes or {}).values()) if worker in busy else ():
+            for process in self._processes.get(worker, ()) if worker in busy else ():
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
         self._pools.clear()
+        self._processes.clear()
         self._signs.cleanup()
 
 

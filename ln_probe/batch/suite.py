@@ -57,7 +57,8 @@ def suite(
         allow_pickle: whether weights may come as pickles.
 
     Raises:
-        SuiteError: a model or step is given twice; steps that are no numbers; both checkpoints and a revision.
+        SuiteError: a model or step is given twice; steps that are no numbers; both checkpoints and a revision; a folder
+            of checkpoints without a word which.
     """
     _refuse_repeated(models)
     steps = _steps(checkpoints)
@@ -65,6 +66,11 @@ def suite(
         raise SuiteError(f"--checkpoints {checkpoints} and --revision {revision} exclude each other: give one")
     chosen: list[tuple[str, str | None, str]] = []
     for name in models:
+        if checkpoints is None and (steps_there := list(_step_folders(Path(os.path.expanduser(name))))):
+            raise SuiteError(
+                f"{name} is no checkpoint, it holds {len(steps_there)} of them (steps {_few(steps_there)}): add "
+                f"--checkpoints all, or --checkpoints {steps_there[-1]}"
+            )
         if checkpoints is None:
             chosen.append((name, revision, ""))
             continue
@@ -90,6 +96,10 @@ def suite(
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _few(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 4 else f"{steps[0]}, {steps[1]}, …, {steps[-1]}"
 
 
 def _refuse_repeated(models: Sequence[str]) -> None:

@@ -34,6 +34,12 @@ _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
 _FEW_TOKENS = 20  # of which a third can be the same by chance
 
 
+__all__ = [
+    "Prompts",
+    "make_prompts",
+]
+
+
 @dataclass(frozen=True, eq=False)
 class Prompts:
     """Prompts as token ids, with how to show them and where they came from.

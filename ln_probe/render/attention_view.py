@@ -28,7 +28,14 @@ HARD_BELOW = 0.5
 HARD = "hard to select"
 _CODES = {"selectable": 0, "unselectable": 2, "duplicate": 2, "undecided": 3, "not measured": 3}
 MARKS = ("selectable", HARD, "unselectable", "not known")
-FRAME_HEIGHT = 1040  # pixels in a notebook; the report's page follows the content
+FRAME_HEIGHT = 1040  # pixels until the picture says how tall it is, or where nothing listens
+TALLEST = 6000  # pixels that a picture may ask a notebook for
+# In a notebook the frame follows its content, as on the report's page: an attribute, since scripts in outputs are taken
+# out or do not run. Where attributes are taken out too, the frame keeps its height and scrolls.
+_FITS = (
+    "if(!this.fits){this.fits=1;window.addEventListener('message',e=>{const h=e.data&&e.data.lnProbeHeight;"
+    f"if(e.source===this.contentWindow&&h>0&&h<{TALLEST})this.style.height=Math.ceil(h)+'px'}})}}"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +43,13 @@ class AttentionView:
     """What `Report.attention` returns: an interactive picture in a notebook, `to_html` for a file of its own.
 
     Raises (on construction):
-        ValueError: nothing was kept of that layer or prompt.
+        ValueError: nothing was kept of that layer, head or prompt.
     """
 
     exhibits: Exhibits
     layer: int | None = None
     prompt: int = 0
+    head: int | None = None
     _document: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -49,15 +57,24 @@ class AttentionView:
         if self.layer is not None and self.layer not in shown.layers:
             kept = ", ".join(map(str, shown.layers))
             raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
+        if self.head is not None and self.head not in shown.heads:
+            kept = ", ".join(map(str, shown.heads))
+            raise ValueError(f"no attention was kept of head {self.head}: there is some of heads {kept}")
+
+    def __repr__(self) -> str:
+        chosen = {"layer": self.layer, "head": self.head, "prompt": self.prompt}
+        said = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+        kept = self.exhibits.of_prompt(self.prompt)
+        return f"AttentionView({said}: {len(kept.layers)} layers of {len(kept.heads)} heads, {len(kept.tokens)} tokens)"
 
     def document(self) -> str:
         """The picture as a whole HTML document, opening offline."""
         if not self._document:
-            self._document.append(attention_document(self.exhibits, self.layer, self.prompt))
+            self._document.append(attention_document(self.exhibits, self.layer, self.prompt, self.head))
         return self._document[0]
 
     def _repr_html_(self) -> str:
-        return frame(self.document(), height=FRAME_HEIGHT)
+        return frame(self.document(), height=FRAME_HEIGHT, fits=True)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page; the path written."""
@@ -71,21 +88,30 @@ def scripts() -> tuple[str, str]:
     return own_script("unpack.js", "attention.js"), circuitsvis_script()
 
 
-def frame(document: str, *, height: int) -> Markup:
-    """The document in a sandboxed frame: no access to the page around it, no forms, no links out."""
+def frame(document: str, *, height: int, fits: bool = False) -> Markup:
+    """The document in a sandboxed frame: no access to the page around it, no forms, no links out.
+
+    Args:
+        document: HTML that tells its height by messages.
+        height: in pixels.
+        fits: follow those messages (the report's page does that in its own script).
+    """
+    follow = Markup('onload="{}" ').format(_FITS) if fits else ""
     return Markup(
-        '<iframe class="attention" title="Attention patterns" sandbox="allow-scripts" '
+        '<iframe class="attention" title="Attention patterns" sandbox="allow-scripts" {}'
         'style="width:100%;height:{}px;border:0" srcdoc="{}"></iframe>'
-    ).format(height, document)
+    ).format(follow, height, document)
 
 
-def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> str:
-    """The whole document; `layer` and `prompt` are chosen first.
+def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int = 0, head: int | None = None) -> str:
+    """The whole document; `layer`, `head` and `prompt` are chosen first.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
     """
     own, bundle = scripts()
+    if head is not None:
+        own += f"\nheadAt = {exhibits.of_prompt(prompt).heads.index(head)};\n"  # start() has not chosen one yet
     content = {
         "prompts": [_prompt(a) for a in exhibits.attention],
         "marks": MARKS,

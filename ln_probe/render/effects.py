@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from ln_probe.hooks.variants import VARIANTS
+from ln_probe.render.drawing import Figure
 from ln_probe.render.figures import COLOURS, LABELS, MARKERS, SIZE, dress, legend, name_sites
 from ln_probe.render.svg import GRID
 
 if TYPE_CHECKING:
     from ln_probe.reporting.contents import Contents
+
+__all__ = [
+    "causal_effects",
+]
 
 GROUPS = ("attention", "mlp", "final", "all")
 # Where the largest change is this many times the median one, the axis is linear near 0 and logarithmic beyond: a frozen

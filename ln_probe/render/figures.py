@@ -7,15 +7,27 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ln_probe.analyses.wording import disarmed
 from ln_probe.hooks.variants import VARIANTS
+from ln_probe.render.drawing import Figure
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
 
 if TYPE_CHECKING:
     from ln_probe.reporting.contents import Contents
+
+__all__ = [
+    "attainable_over_depth",
+    "entropy_by_layer",
+    "heat_maps",
+    "margins_by_head",
+    "margins_over_depth",
+    "norms_over_depth",
+    "projection_over_depth",
+    "uniform_angle_by_layer",
+    "unselectable_by_head",
+]
 
 COLOURS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "neither": PINK}
 MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "neither": "D"}  # told apart without colour as well

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 
 from ln_probe.analyses.head_tables import BY_HEAD
+from ln_probe.render.drawing import Figure
 from ln_probe.render.figures import SIZE, VECTOR_CELLS
 from ln_probe.reporting.by_head import by_head
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from ln_probe.reporting.contents import Contents
 
 _TICKS = 16
+
+
+__all__ = [
+    "heads_map",
+    "measures_of",
+]
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,18 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
 
+from ln_probe.render.drawing import Figure
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE
 from ln_probe.reporting.exhibits import SiteSample
 
 if TYPE_CHECKING:
     from ln_probe.reporting.contents import Contents
+
+__all__ = [
+    "geometry",
+]
 
 EDGE = 1.15  # of the circle's radius: what is farther out is drawn there, hollow
 _VIEW = {"elev": 18, "azim": -60}

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int, UInt8
 
 from ln_probe.analyses.machinery import plain_json
 from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.hooks.one_line import OneLine
 
 EXHIBITS_FILE = "exhibits.npz"
 CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads
@@ -55,8 +56,8 @@ def pooled(
     return means
 
 
-@dataclass(frozen=True, eq=False)
-class PromptAttention:
+@dataclass(frozen=True, eq=False, repr=False)
+class PromptAttention(OneLine):
     """Attention of one prompt, in the layers and heads that were kept.
 
     Attributes:
@@ -96,8 +97,8 @@ class PromptAttention:
         return len(self.edges) - 1 < len(self.tokens)
 
 
-@dataclass(frozen=True, eq=False)
-class SiteSample:
+@dataclass(frozen=True, eq=False, repr=False)
+class SiteSample(OneLine):
     """A sample of the vectors a norm reads, on the ones-direction and two principal axes.
 
     Attributes:
@@ -125,8 +126,8 @@ class SiteSample:
     tokens: tuple[str, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Exhibits:
+@dataclass(frozen=True, eq=False, repr=False)
+class Exhibits(OneLine):
     """Everything a report keeps for its pictures beside the tables; `notes` say what was left out."""
 
     attention: tuple[PromptAttention, ...] = ()

@@ -58,19 +58,20 @@ class Report(Contents):
         """The same report with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def attention(self, layer: int | None = None, prompt: int = 0) -> AttentionView:
+    def attention(self, layer: int | None = None, prompt: int = 0, head: int | None = None) -> AttentionView:
         """Attention patterns with circuitsvis, keys marked by how hard they are to select; shows without a network.
 
         Args:
             layer: the layer shown first (None: the first); the others can be chosen in the picture.
             prompt: the prompt shown first.
+            head: the head enlarged first (None: the first that is kept weight by weight).
 
         Raises:
-            ValueError: nothing was kept of that layer or prompt (says what there is).
+            ValueError: nothing was kept of that layer, head or prompt (says what there is).
         """
         from ln_probe.render.attention_view import AttentionView
 
-        return AttentionView(self.exhibits, layer, prompt)
+        return AttentionView(self.exhibits, layer, prompt, head)
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.

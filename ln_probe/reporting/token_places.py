@@ -14,6 +14,10 @@ from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_
 
 # A sink: a key that gets more than this share of the attention of the average query that sees it. Threshold and
 # definition of Gu et al. 2025, When Attention Sink Emerges in Language Models, section 3.
+__all__ = [
+    "by_token",
+]
+
 SINK = 0.3
 SINK_QUERIES = 10  # a key that fewer queries see is no sink: the last one is seen by itself alone
 PLACES = ("position 0", "sink", "elsewhere")

@@ -31,6 +31,36 @@ def test_without_a_folder_for_the_cache(monkeypatch):
     assert given == [True, False]
 
 
+@pytest.mark.parametrize("inside", [None, "cache", "index"])
+def test_a_numba_with_another_inside_caches_nothing(monkeypatch, inside):
+    """Code that cannot be made stale is not cached: `_source_stamp` is numba's own, and may go in any version."""
+    given, njit = [], numba.njit
+
+    class Other:
+        def __init__(self):
+            if inside is not None:
+                self._cache = self
+            if inside == "index":
+                self._cache_file = self
+
+        def __call__(self, x):
+            raise AssertionError("code from a cache that cannot be told what it depends on")
+
+    def of_another_numba(function, **options):
+        if function.__name__ == "thrice":
+            given.append(options.get("cache", False))
+        return Other() if options.get("cache") else njit(function, **options)
+
+    monkeypatch.setattr(numba, "njit", of_another_numba)
+
+    @compiled
+    def thrice(x: float) -> float:
+        return 3 * x
+
+    assert thrice(1.5) == pytest.approx(4.5)
+    assert given == [True, False]
+
+
 def test_the_package_does_not_import_the_compiler():
     code = "import sys, ln_probe; assert not {'numba', 'torch', 'scipy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

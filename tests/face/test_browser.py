@@ -268,11 +268,17 @@ def test_schemes_and_widths(scheme: str, width: int, long_report: Report, visit:
 
 
 def test_the_view_in_a_notebook(long_report: Report, visit: Any) -> None:
-    opened = visit(f"<!DOCTYPE html><body>{long_report.attention(1, 2)._repr_html_()}</body>")
+    opened = visit(f"<!DOCTYPE html><body>{long_report.attention(1, 2, head=1)._repr_html_()}</body>")
     frame = opened.attention()
-    assert frame.locator("#title").inner_text() == "Layer 1, head 0"
+    assert frame.locator("#title").inner_text() == "Layer 1, head 1"
     assert frame.locator("#keys .key").count() == 5
     assert opened.page.frames[1].evaluate("window.origin") == "null", "the frame can reach the page around it"
+    fits = "document.querySelector('iframe.attention').style.height"
+    wanted = frame.locator("body").evaluate("b => `${document.documentElement.offsetHeight}px`")
+    opened.page.wait_for_function(f"{fits} === '{wanted}'")
+    opened.page.evaluate("postMessage({ lnProbeHeight: 77 }, '*')")  # from elsewhere than the frame
+    opened.page.wait_for_timeout(50)
+    assert opened.page.evaluate(fits) == wanted
     opened.quiet()
 
 

@@ -66,6 +66,16 @@ def test_the_command_line(toy: list[Request], tmp_path: Path) -> None:
     assert "diverged: seed 9" in failed.stderr
 
 
+def test_ctrl_c_says_how_to_go_on(toy: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(request: Request) -> Results:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["toy_experiment"], "run", stopped)
+    result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")])
+    assert result.exit_code == 130
+    assert result.stderr.endswith("ln-probe: stopped; the same command goes on from here\n")
+
+
 @pytest.mark.parametrize(("args", "said"), [
     (["nothing"], "unknown experiment 'nothing': known ones are majority, random_keys, language_model"),
     (["toy", "--text", "x.txt"], "toy takes no text and no tokenizer: leave out x.txt"),
@@ -99,14 +109,14 @@ def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: 
     (tmp_path / "o" / "experiment.json").write_text("{")
     result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")])
     assert result.exit_code == 2
-    assert "experiment.json: not JSON" in result.stderr
+    assert "experiment.json: not JSON (" in result.stderr
     (tmp_path / "o" / "experiment.json").write_text("[]")
     assert (
         "experiment.json is damaged" in runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")]).stderr
     )
     result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "thesis" / "one.txt")])
     assert result.exit_code == 2
-    assert "one.txt is a file: choose another --out" in result.stderr
+    assert "one.txt (Not a directory): choose another --out" in result.stderr
     (tmp_path / "cut").mkdir()  # as a kill can leave it
     (tmp_path / "cut" / ".experiment.json.7.partial").write_text("{")
     assert runner.invoke(app, ["lab", "run", "toy", "--quick", "--out", str(tmp_path / "cut")]).exit_code == 0

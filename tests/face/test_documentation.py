@@ -24,6 +24,25 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
+def test_the_readme_is_short_and_begins_with_what_to_type() -> None:
+    text = (TOP / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    begin = text[: text.index("\n## ")]
+    places = [begin.index(said) for said in ("pip install ln-probe", "make report", "](examples/report.png)")]
+    assert places == sorted(places)
+    code = BLOCK.findall(text)[0].splitlines()
+    assert len([line for line in code if line.strip()]) <= 10
+
+
+def test_no_figure_of_the_readme_is_typed() -> None:
+    """What was measured stands between marks, where `test_pages_hold_what_the_tables_say` makes it again."""
+    text = (TOP / "README.md").read_text()
+    assert len(re.findall(r"^1\. |^2\. |^3\. ", text, re.M)) == 3
+    typed = re.sub(r"<!-- made: .*?<!-- end -->", "", text, flags=re.S)
+    measured = r"[+−-]?\b\d+\.\d+\b|\b\d+(?:\.\d+)? ?%|\b\d+e-\d+"
+    assert set(re.findall(measured, typed)) == {"3.11", "3.9", "95 %"}  # versions, the level of intervals
+
+
 def test_pages_link_to_what_is_there() -> None:
     missing = []
     for page in PAGES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,13 +21,35 @@ def test_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> No
     jupytext = pytest.importorskip("jupytext", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     notebook = jupytext.read(path)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": tmp_path}}).execute()
     code = [c for c in notebook.cells if c.cell_type == "code"]
     assert all(c.execution_count for c in code)
     outputs = [o for c in code for o in c.outputs]
-    assert not [o for o in outputs if o.output_type == "stream" and o.name == "stderr" and "Error" in o.text]
+    said = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
+    assert not said, "a stray warning, or worse"
+    bare = [o["data"]["text/plain"] for o in outputs if list(o.get("data", ())) == ["text/plain"]]
+    assert not [text for text in bare if text.startswith("<")], "a word for a picture, and no picture"
     assert any("text/html" in o.get("data", {}) for o in outputs)
     assert all("<script" not in o["data"]["text/html"] for o in outputs if "text/html" in o.get("data", {}))
+
+
+def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jupytext = pytest.importorskip("jupytext", reason="the site's notebooks are made with jupytext (extra: docs)")
+    shutil.copytree(FOLDER, tmp_path / "examples", ignore=shutil.ignore_patterns("checkpoints", "pictures", "*.png"))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(FOLDER.parent / "docs" / "conf.py", tmp_path / "docs")
+    for repository, address in (("some/one", "github/some/one/blob/gh-pages/colab/{}.ipynb"), (None, "#upload=true")):
+        monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+        if repository:
+            monkeypatch.setenv("GITHUB_REPOSITORY", repository)
+        runpy.run_path(str(tmp_path / "docs" / "conf.py"))
+        for path in NOTEBOOKS:
+            shown = (tmp_path / "docs" / "notebooks" / path.name).read_text()
+            assert f'href="https://colab.research.google.com/{address.format(path.stem)}"' in shown
+            code = [c.source for c in jupytext.read(path).cells if c.cell_type == "code"]
+            assert [c.source for c in jupytext.reads(shown, fmt="py:percent").cells if c.cell_type == "code"] == code
+            alone = jupytext.read(tmp_path / "docs" / "_extra" / "colab" / f"{path.stem}.ipynb")
+            assert [c.source for c in alone.cells if c.cell_type == "code"] == ["%pip install -q ln-probe", *code]
 
 
 def test_the_pictures_of_the_readme_can_be_drawn(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

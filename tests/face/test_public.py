@@ -1,0 +1,102 @@
+"""What is public stays, and what goes says so."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+import types
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ln_probe import hooks, public
+from ln_probe.hooks.deprecation import old_names
+
+KEPT = Path(__file__).with_name("public_names.txt")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_public_names_are_those_that_were_written_down() -> None:
+    before, now = KEPT.read_text(encoding="utf-8").splitlines(), public.names().splitlines()
+    gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
+    assert before == now, (
+        f"public names or parameters changed.\n  not any more: {gone}\n  new: {new}\n"
+        "If that is meant: python -m ln_probe.public > tests/face/public_names.txt, with a line in the CHANGELOG. A "
+        "name or parameter that is 'not any more' must first work for a minor version with a DeprecationWarning "
+        "(docs/stability.md, hooks/deprecation.py)."
+    )
+
+
+@pytest.mark.parametrize("name", public.MODULES)
+def test_a_public_module_has_what_it_lists_and_says_what_it_is(name: str) -> None:
+    module = import_module(name)
+    for found in module.__all__:
+        value = getattr(module, found)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{name}.{found} has no docstring"
+    assert f".. automodule:: {name}\n" in (DOCS / "api.md").read_text(), f"docs/api.md does not show {name}"
+
+
+def test_a_changed_signature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("ln_probe.made_up")
+    exec(
+        "class Thing:\n    size: int\n    def do(self, n, *, fast=False): ...\ndef make(a, b=2.5): ...\nLIMIT = 3",
+        vars(module),
+    )
+    module.__all__ = ["LIMIT", "Thing", "make"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ln_probe.made_up", module)
+    monkeypatch.setattr(public, "MODULES", ("ln_probe.made_up",))
+    assert public.names().splitlines() == [
+        "ln_probe.made_up.LIMIT: int",
+        "class ln_probe.made_up.Thing(…)",
+        "    .do(self, n, *, fast=False)",
+        "    .size",
+        "ln_probe.made_up.make(a, b=2.5)",
+    ]
+
+
+def test_an_old_name_works_and_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("old_home")
+    module.__getattr__ = old_names(  # type: ignore[method-assign]
+        "old_home", {"hull": ("ln_probe.key_geometry", "0.3", "0.5")}
+    )
+    monkeypatch.setitem(sys.modules, "old_home", module)
+    said = "old_home.hull is deprecated since ln_probe 0.3 and will be gone in 0.5: use ln_probe.key_geometry"
+    with pytest.warns(DeprecationWarning, match="^old_home.hull is deprecated") as heard:
+        from old_home import hull  # type: ignore[import-not-found]
+    import ln_probe
+
+    assert hull is ln_probe.key_geometry
+    assert {str(w.message) for w in heard} == {said}
+    with pytest.raises(AttributeError, match="module 'old_home' has no attribute 'hul'"):
+        _ = module.hul
+
+
+def test_an_old_function_works_and_names_the_line_that_calls_it() -> None:
+    # As users have it: here the checks of types stand between a function and its caller.
+    bare = runpy.run_path(str(Path(hooks.__file__).with_name("deprecation.py")))
+    old_function, deprecated = bare["old_function"], bare["deprecated"]
+
+    @old_function("doubled(x)", "2 * x", "0.3", "0.5")
+    def doubled(x: int) -> int:
+        """Twice x."""
+        return 2 * x
+
+    def halved(x: int, half: bool = True) -> int:
+        if half:
+            deprecated("halved(half=True)", "x // 2", "0.3", "0.5")
+        return x // 2
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert doubled(4) == 8
+        assert halved(4) == 2
+    assert (doubled.__name__, doubled.__doc__) == ("doubled", "Twice x.")
+    assert [str(w.message) for w in heard] == [
+        "doubled(x) is deprecated since ln_probe 0.3 and will be gone in 0.5: use 2 * x",
+        "halved(half=True) is deprecated since ln_probe 0.3 and will be gone in 0.5: use x // 2",
+    ]
+    assert {w.filename for w in heard} == {__file__}
