@@ -171,7 +171,7 @@ class Worker:
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
-        exhibits, index = self._record(passes, tokens, len(given)).plain()
+        exhibits, index = self._record(passes, tokens, found, len(given)).plain()
         info = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
@@ -189,7 +189,7 @@ class Worker:
         arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
-    def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
+    def _record(self, passes: Passes, tokens: TokenShards, found: Calibration, count: int) -> Exhibits:
         """What the report will show of the first prompts; the marks of their keys come when all are joined."""
         rows: list[torch.Tensor] = []
         strings: list[list[str]] = []
@@ -199,7 +199,7 @@ class Worker:
             held = tokens[shard]
             rows += held.rows
             strings += [[held.names[i] for i in row.tolist()] for row in held.rows]
-        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], count=count)
+        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], found, count=count)
 
     def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, tokens = self._load(target), self._tokens

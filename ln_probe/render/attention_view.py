@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.wording import shortened, visible
+from ln_probe.render.explorer import HeadMap
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention
 
@@ -36,16 +37,21 @@ class AttentionView:
     """What `Report.attention` returns: an interactive picture in a notebook, `to_html` for a file of its own.
 
     Raises (on construction):
-        ValueError: nothing was kept of that layer or prompt.
+        ValueError: nothing was kept of that layer, head or prompt.
     """
 
-    exhibits: Exhibits
+    exhibits: Exhibits = field(repr=False)
     layer: int | None = None
     prompt: int = 0
-    _document: list[str] = field(default_factory=list, init=False)
+    head: int | None = None
+    heads: HeadMap = field(default_factory=HeadMap, repr=False)
+    _document: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         shown = self.exhibits.of_prompt(self.prompt)
+        if self.head is not None and self.head not in shown.heads:
+            kept = ", ".join(map(str, shown.heads))
+            raise ValueError(f"no attention was kept of head {self.head}: there is some of heads {kept}")
         if self.layer is not None and self.layer not in shown.layers:
             kept = ", ".join(map(str, shown.layers))
             raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
@@ -53,7 +59,7 @@ class AttentionView:
     def document(self) -> str:
         """The picture as a whole HTML document, opening offline."""
         if not self._document:
-            self._document.append(attention_document(self.exhibits, self.layer, self.prompt))
+            self._document.append(attention_document(self.exhibits, self.heads, self.layer, self.prompt, self.head))
         return self._document[0]
 
     def _repr_html_(self) -> str:
@@ -68,7 +74,7 @@ class AttentionView:
 
 def scripts() -> tuple[str, str]:
     """What runs inside the frame: its own script and circuitsvis's bundle."""
-    return own_script("unpack.js", "attention.js"), circuitsvis_script()
+    return own_script("unpack.js", "explorer.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int) -> Markup:
@@ -79,18 +85,34 @@ def frame(document: str, *, height: int) -> Markup:
     ).format(height, document)
 
 
-def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> str:
-    """The whole document; `layer` and `prompt` are chosen first.
+def attention_document(
+    exhibits: Exhibits,
+    heads: HeadMap | None = None,
+    layer: int | None = None,
+    prompt: int = 0,
+    head: int | None = None,
+) -> str:
+    """The whole document: a map of heads, and the attention of one.
+
+    Args:
+        heads: what the map shows; None: there is none.
+        layer, prompt, head: chosen first; None: the head that is most affected.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
     """
     own, bundle = scripts()
+    heads = heads or HeadMap()
+    first = heads.most_affected(exhibits, layer, prompt)
+    if head is not None:
+        first = (first[0] if layer is None else layer, head)
     content = {
         "prompts": [_prompt(a) for a in exhibits.attention],
         "marks": MARKS,
-        "layer": layer,
+        "layer": first[0],
+        "head": first[1],
         "prompt": prompt,
+        "map": heads.plain(),
         "notes": exhibits.notes,
     }
     environment = jinja2.Environment(
@@ -129,6 +151,7 @@ def _prompt(shown: PromptAttention) -> dict[str, Any]:
         "margin": shown.margin,
         "attainable": shown.attainable,
         "frozen": shown.attainable_frozen,
+        "frozenCells": shown.cells_frozen,
         "received": shown.received,
         "full": {f"{layer}.{head}": pattern for (layer, head), pattern in shown.full.items()},
     }

@@ -108,10 +108,22 @@ for (const choice of document.querySelectorAll("select.drawings")) {
   show();
 }
 
-// The frame of attention patterns says how tall it is; nothing else is listened to.
+// The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened
+// to. It is told the head that the page's address names.
+function go() {
+  const place = placeOf(location.hash);
+  for (const frame of place ? document.querySelectorAll("iframe.attention") : []) {
+    frame.contentWindow.postMessage({ lnProbeGo: place }, "*");
+    document.getElementById("attention").scrollIntoView();
+  }
+}
+addEventListener("hashchange", go);
 addEventListener("message", (event) => {
   for (const frame of document.querySelectorAll("iframe.attention")) {
-    const height = event.source === frame.contentWindow && Number(event.data?.lnProbeHeight);
+    if (event.source !== frame.contentWindow) continue;
+    const height = Number(event.data?.lnProbeHeight), place = event.data?.lnProbeAt;
     if (height > 0 && height < 20000) frame.style.height = `${Math.ceil(height) + 8}px`;
+    if (event.data?.lnProbeReady === true) go();
+    if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });

@@ -58,19 +58,23 @@ class Report(Contents):
         """The same report with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def attention(self, layer: int | None = None, prompt: int = 0) -> AttentionView:
-        """Attention patterns with circuitsvis, keys marked by how hard they are to select; shows without a network.
+    def attention(self, layer: int | None = None, prompt: int = 0, head: int | None = None) -> AttentionView:
+        """A map of heads and the attention of one, intact and without scaling; shows without a network.
+
+        Patterns as circuitsvis draws them, keys marked by how hard they are to select.
 
         Args:
-            layer: the layer shown first (None: the first); the others can be chosen in the picture.
+            layer, head: shown first (None: what is most affected, by the first measure of the map); the others can be
+                chosen in the picture.
             prompt: the prompt shown first.
 
         Raises:
-            ValueError: nothing was kept of that layer or prompt (says what there is).
+            ValueError: nothing was kept of that layer, head or prompt (says what there is).
         """
         from ln_probe.render.attention_view import AttentionView
+        from ln_probe.render.explorer import HeadMap
 
-        return AttentionView(self.exhibits, layer, prompt)
+        return AttentionView(self.exhibits, layer, prompt, head, HeadMap.of(self))
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.
