@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
 from ln_probe.batch.finished import mark_done
 from ln_probe.batch.pieces import packed, unpacked
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.hooks.frozen_scale import Sigmas
@@ -309,7 +310,7 @@ class Joining:
         )
         folder = run.out / target.folder
         with store.storing(run.out):
-            report.save(folder)
+            report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
             mark_done(run, target, missing)
             if not missing:
                 shutil.rmtree(run.folder(target), ignore_errors=True)

@@ -117,7 +117,7 @@ function pattern() {
   at("resolution").textContent =
     (close ? `Tokens ${first}–${first + count - 1} of ${size()}, a cell per weight${frozen ? " (on the right all tokens, reduced)" : ""}. `
       : pooled ? `Reduced: ${size()} tokens in ${n} × ${n} cells of ${wide} tokens; a cell is what an average query of its row pays to its keys together. ${full ? "" : "This head is not kept weight by weight. "}`
-        : "A cell per weight. ") + `Darkest from ${share(top)} up${frozen ? ", on both sides" : ""}. Weights are kept to within 0.4 %.`;
+        : "A cell per weight. ") + `The colour is full from ${share(top)} up${frozen ? ", on both sides" : ""}. Weights are kept to within 0.4 %.`;
   at("whole").hidden = !full || !pooled;
   at("back").hidden = corner === null;
   if (full && pooled) paint(at("navigator"), full, 0, size());

@@ -1,5 +1,8 @@
 // The map of every head, layer × head, and the place in the address (#L2H3P0), which the page around this frame holds.
-const UNKNOWN = [140, 140, 140], WHITE = [247, 247, 247], LESS = [33, 102, 172], MORE = [178, 24, 43];
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+const UNKNOWN = [140, 140, 140], WHITE = dark ? [42, 48, 55] : [240, 242, 244];
+const LESS = dark ? [120, 180, 235] : [33, 102, 172], MORE = dark ? [245, 130, 110] : [178, 24, 43];
+const MUCH = dark ? [86, 180, 233] : [0, 114, 178];
 let measure = 0;
 
 const mixed = (a, b, t) => `rgb(${a.map((v, c) => Math.round(v + (b[c] - v) * t)).join(" ")})`;
@@ -15,7 +18,7 @@ const valueAt = (of, layer, head) => {
 function tint(value, top, low) {
   if (Number.isNaN(value)) return mixed(UNKNOWN, UNKNOWN, 0);
   if (low < 0) return mixed(WHITE, value < 0 ? LESS : MORE, Math.min(1, Math.abs(value) / top));
-  return mixed(WHITE, INK, Math.min(1, value / top));
+  return mixed(WHITE, MUCH, Math.min(1, value / top));
 }
 
 function drawMap() {

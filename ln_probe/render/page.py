@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 import pandas as pd
@@ -40,8 +42,13 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def report_page(report: Contents) -> str:
-    """The whole report as one HTML page that opens offline."""
+def report_page(report: Contents, index: str = "") -> str:
+    """The whole report as one HTML page that opens offline.
+
+    Args:
+        report: what is shown.
+        index: where the page that lists this report stands, relative to this one; empty: nowhere.
+    """
     more, failed = others(report)
     found = [*groups(report), *more]
     by_head = next((g for g in found if g.id == "heads-pictures"), None) if report.exhibits.attention else None
@@ -62,7 +69,8 @@ def report_page(report: Contents) -> str:
         environment()
         .get_template("report.html")
         .render(
-            name=report.name,
+            name=title_of(report.name),
+            index=quote(index),
             facts=list(_facts(report)),
             verdict=verdict(report),
             unmeasured=_unmeasured(report),
@@ -83,6 +91,12 @@ def report_page(report: Contents) -> str:
             script=Markup(script),
         )
     )
+
+
+def title_of(name: str) -> str:
+    """What a model is called: of a path its last part, any other name as it is."""
+    path = re.fullmatch(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:.*[/\\])?([^/\\]+)[/\\]*", name)
+    return path[1] if path and path[1].strip(". ") else name
 
 
 def notebook_cell(report: Contents) -> str:
@@ -173,6 +187,8 @@ def _facts(report: Contents) -> Iterator[tuple[str, str]]:
     of = report.provenance
     model, prompts = of.get("model", {}), of.get("prompts", {})
     norms, heads = report.layernorms, report.heads
+    if title_of(report.name) != report.name:
+        yield "From", report.name
     if len(norms):
         kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
         yield "Norms", ", ".join(f"{n} {what}" for what, n in kinds.items())

@@ -145,27 +145,28 @@ def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
         assert attention is not None
-        return f"{verb} the {term} of the norms that attention reads: {_outcome(attention)}."
+        return f"{verb} the {term} of the norms that attention reads{_outcome(attention)}."
     if why := _idle(everywhere):
         return f"There is no {term} to take away ({why})."
-    text = f"{verb} every norm’s {term}: {_outcome(everywhere)}"
+    text = f"{verb} every norm’s {term}{_outcome(everywhere)}"
     if attention is None:
         return f"{text}."
     if _idle(attention):
         return f"{text}; there is none at attention."
-    return f"{text}; at attention alone {_outcome(attention)}."
+    return f"{text}; at attention alone{_outcome(attention).removeprefix(':')}."
 
 
 def _outcome(row: dict[str, Any]) -> str:
+    """What came of it, to stand behind what was done."""
     change, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
     size = f"{change:+.2g} nats per token ({_of_loss(row)})"
     if is_effect(row):
-        return f"costs {size}" if change > 0 else f"lowers the loss, {size}"
+        return f" costs {size}" if change > 0 else f" lowers the loss: {size}"
     if math.isnan(low):
-        return f"{size} on these {int(row['prompts'])} prompts, too few to say more"
+        return f": {size} on these {int(row['prompts'])} prompts, too few to say more"
     if low > 0 or high < 0:
-        return f"hardly anything, {size}"
-    return f"no effect was seen (one of {number(max(-low, high))} nats would have been)"
+        return f": hardly anything, {size}"
+    return f": no effect was seen (one of {max(-low, high):.2g} nats would have been)"
 
 
 def _of_loss(row: dict[str, Any]) -> str:

@@ -93,16 +93,18 @@ class Report(Contents):
 
         return by_head(self, sort)
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page that opens offline; the path written."""
+    def to_html(self, path: str | Path, *, index: str = "") -> Path:
+        """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
         from ln_probe.render.page import report_page
 
         path = Path(path)
-        write_text(path, report_page(self))
+        write_text(path, report_page(self, index))
         return path
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
+
+        `index`: where the page that lists this report stands, relative to the folder; report.html then links to it.
 
         Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
 
@@ -117,7 +119,7 @@ class Report(Contents):
             with replacing(folder / f"{name}.parquet") as aside, aside.open("wb") as file:  # pyarrow wants UTF-8 paths
                 table.to_parquet(file, index=False)
         self.exhibits.save(folder / EXHIBITS_FILE)
-        self.to_html(folder / "report.html")
+        self.to_html(folder / "report.html", index=index)
         files = [*(f"{name}.parquet" for name in self.tables), EXHIBITS_FILE]
         for name in earlier - set(files):
             (folder / name).unlink(missing_ok=True)
