@@ -8,6 +8,7 @@ is not used: it puts tokens into a script as they are, and takes 64 MB for a lay
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,16 @@ def attention_document(
     return environment.get_template("attention.html").render(
         policy=policy(own, bundle),
         script=Markup(own),
-        bundle=compressed(bundle.encode()),
+        bundle=_compressed(bundle),
         data=packed(content),
         hardest=f"{100 * HARDEST_SHARE:.0f} %",
         below=f"{100 * HARD_BELOW:.0f} %",
     )
+
+
+@cache  # the same in every page, and half a second
+def _compressed(bundle: str) -> str:
+    return compressed(bundle.encode())
 
 
 def marks(shown: PromptAttention) -> np.ndarray:

@@ -6,9 +6,12 @@ const MUCH = dark ? [86, 180, 233] : [0, 114, 178];
 let measure = 0;
 
 const mixed = (a, b, t) => `rgb(${a.map((v, c) => Math.round(v + (b[c] - v) * t)).join(" ")})`;
-const amount = (value, of) => (Number.isNaN(value) ? "not known"
-  : of.unit === "share" ? `${of.signed && value > 0 ? "+" : ""}${share(value)}`
-    : `${of.signed && value > 0 ? "+" : ""}${Number(value.toPrecision(3))} ${of.unit}`);
+function amount(value, of) {
+  if (Number.isNaN(value)) return "not known";
+  const sign = of.signed && value > 0 ? "+" : "", tiny = value && Math.abs(value) < 1e-4;
+  if (of.unit === "share") return sign + (of.signed ? `${Number((100 * value).toPrecision(2))} points` : share(value));
+  return `${sign}${tiny ? value.toExponential(1) : Number(value.toPrecision(3))} ${of.unit}`;
+}
 const kept = (layer, head) => shown.layers.includes(layer) && shown.heads.includes(head);
 const valueAt = (of, layer, head) => {
   const row = data.map.layers.indexOf(layer), column = data.map.heads.indexOf(head);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ from ln_probe.reporting.token_places import by_token
 CELL_FINDINGS = 5
 
 
+@cache  # templates are compiled once
 def environment() -> jinja2.Environment:
     """Templates: every value is escaped, and text shows its control characters."""
     made = jinja2.Environment(

@@ -153,7 +153,8 @@ def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         return f"{text}."
     if _idle(attention):
         return f"{text}; there is none at attention."
-    return f"{text}; at attention alone{_outcome(attention).removeprefix(':')}."
+    there = _outcome(attention)
+    return f"{text}; at attention alone{there.removeprefix(':') if there.startswith(':') else f' it{there}'}."
 
 
 def _outcome(row: dict[str, Any]) -> str:

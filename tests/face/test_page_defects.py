@@ -70,8 +70,13 @@ def test_d5_pictures_without_anything_on_them_are_sentences(
     report: Report, causal: pd.DataFrame, parsed: Reader
 ) -> None:
     heads = report.heads.assign(unselectable_fraction=0.0, uniform_angle_deg=90.0)
-    blank = report.with_tables(
-        heads=heads, layernorms=report.layernorms.assign(mean_share=0.0), causal=causal.assign(no_op="none: nothing")
+    blank = Report(
+        {
+            "heads": heads,
+            "layernorms": report.layernorms.assign(mean_share=0.0),
+            "causal": causal.assign(no_op="none: nothing"),
+        },
+        report.provenance,
     )
     html = report_page(blank)
     for name, said in (
@@ -136,16 +141,17 @@ def test_d6_the_title_is_a_name(name: str, title: str) -> None:
 
 
 def test_d6_a_page_leads_back_to_its_index(report: Report, parsed: Reader, tmp_path: Path) -> None:
-    alone, listed = report_page(report), report_page(report, "../index.html")
+    small = Report({"layernorms": report.layernorms.head(2)}, report.provenance)
+    alone, listed = report_page(small), report_page(small, "../index.html")
     assert "All models" not in alone
     assert ("a", {"href": "../index.html"}) in parsed(listed).tags
-    assert 'href="javascript%3Afired%28%29"' in report_page(report, "javascript:fired()")
-    page = Path(report.save(tmp_path / "r", index="../index.html"), "report.html")
+    assert 'href="javascript%3Afired%28%29"' in report_page(small, "javascript:fired()")
+    page = Path(small.save(tmp_path / "r", index="../index.html"), "report.html")
     assert 'href="../index.html"' in page.read_text()
 
 
 def test_d6_every_page_has_a_main_part_and_no_path_for_a_title(report: Report, parsed: Reader, page_of: PageOf) -> None:
-    moved = replace(report, provenance={**report.provenance, "model": {"name": "/a/b/mine"}})
+    moved = Report({"layernorms": report.layernorms}, {"model": {"name": "/a/b/mine"}})
     html = report_page(moved)
     assert "<title>mine · ln_probe</title>" in html
     assert "/a/b/mine" in parsed(html).text
@@ -252,9 +258,9 @@ def models(report: Report, causal: pd.DataFrame) -> list[Report]:
         rows = pd.DataFrame(values | {"delta_loss": hard + 0.1 * i} | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0))
         model = {"name": "run" if i else "one", "step": 1000 * i} if i else {"name": "one"}
         found.append(
-            replace(
-                report.with_tables(causal_prompts=CAUSAL_PROMPTS.check(rows), causal=causal),
-                provenance={**report.provenance, "model": model, "prompts": {"sha256": "x"}},
+            Report(
+                {"causal_prompts": CAUSAL_PROMPTS.check(rows), "causal": causal},
+                {"model": model, "prompts": {"sha256": "x"}},
             )
         )
     return found
@@ -290,13 +296,13 @@ def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
 
 
 def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
-    blank = report.with_tables(causal=report.causal.head(0), causal_prompts=report.causal_prompts.head(0))
+    blank = Report({"layernorms": report.layernorms}, report.provenance)
     assert "The loss without a term was measured for none" in parsed(index_page([IndexEntry("a", report=blank)])).text
 
 
 def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
-    for start in range(0, len(hostile), 12):
-        some = hostile[start : start + 12]
+    for start in range(0, len(hostile), 40):
+        some = hostile[start : start + 40]
         html = index_page([IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)])
         page = parsed(html)
         assert sum(t == "script" for t, _ in page.tags) <= 3

@@ -34,6 +34,12 @@ def effects(causal: pd.DataFrame) -> pd.DataFrame:
     return made
 
 
+@pytest.fixture(scope="module")
+def report(report: Report) -> Report:
+    """Without what is below the card."""
+    return Report({"layernorms": report.layernorms}, report.provenance)
+
+
 def made_of(report: Report, effects: pd.DataFrame) -> Verdict:
     found = verdict(report.with_tables(causal=effects))
     assert found is not None
