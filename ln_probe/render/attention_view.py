@@ -90,20 +90,21 @@ def attention_document(
     exhibits: Exhibits,
     heads: HeadMap | None = None,
     layer: int | None = None,
-    prompt: int = 0,
+    prompt: int | None = None,
     head: int | None = None,
 ) -> str:
     """The whole document: a map of heads, and the attention of one.
 
     Args:
         heads: what the map shows; None: there is none.
-        layer, prompt, head: chosen first; None: the head that is most affected.
+        layer, prompt, head: chosen first; None: the first prompt kept, the head that is most affected.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
     """
     own, bundle = scripts()
     heads = heads or HeadMap()
+    prompt = exhibits.attention[0].prompt if prompt is None else prompt
     first = heads.most_affected(exhibits, layer, prompt)
     if head is not None:
         first = (first[0] if layer is None else layer, head)

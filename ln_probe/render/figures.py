@@ -214,7 +214,10 @@ def _over_depth(report: Contents, middle: str, hard: str, label: str, *, log: bo
         if grouped[middle].isna().all():
             continue
         same = next((v for v, g in lines if g.shape == grouped.shape and coincide(g, grouped)), None)
-        lines.append(([variant], grouped)) if same is None else same.append(variant)
+        if same is None:
+            lines.append(([variant], grouped))
+        else:
+            same.append(variant)
     for variants, grouped in lines:
         variant = variants[0]
         style: dict[str, Any] = {"color": COLOURS[variant], "marker": MARKERS[variant], "ms": 5}

@@ -21,7 +21,7 @@ from ln_probe.render.heads import MEASURES, heads_map, measures_of
 from ln_probe.render.svg import svg
 from ln_probe.reporting.contents import Contents
 
-GEOMETRIES = 6  # norms whose geometry a page offers: about 40 kB each
+GEOMETRIES = 5  # norms whose geometry a page offers: about 95 kB each
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,10 @@ CELL = GROUPS[1][3]  # of a notebook's cell: the first of these that there is
 
 
 def has(report: Contents, picture: Picture) -> bool:
-    """Whether there is anything to draw."""
+    """Whether there is anything to draw; of heads that is what attention sees, not the norm's output."""
     frame = report.tables.get(picture.table)
+    if frame is not None and picture.table == "heads":
+        frame = frame[frame["space"] == "head"]
     return frame is not None and picture.column in frame and not frame[picture.column].isna().all()
 
 

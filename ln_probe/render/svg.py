@@ -17,6 +17,7 @@ from ln_probe.analyses.wording import disarmed
 # scale that is turned round would be read wrongly.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID = "#b0b0b0"
+DECIMALS = 2  # of coordinates: a hundredth of a unit cannot be seen, and a tenth of a page's pictures was such decimals
 POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # units of an SVG an inch, its smallest text in them, the least size in pixels
 INK = "#000000"
 _VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
@@ -42,6 +43,7 @@ def svg(figure: Figure, name: str, title: str = "") -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(rf"(\.\d{{{DECIMALS}}})\d+", r"\1", m.group()), text)
     text = re.sub(r'\bid="(?=[A-Za-z])|url\(#(?=[A-Za-z])|href="#(?=[A-Za-z])', lambda m: f"{m.group(0)}{name}-", text)
     text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
     for colour, variable in _VARIABLES.items():
