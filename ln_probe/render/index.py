@@ -122,7 +122,7 @@ def _paired_table(reports: Sequence[Contents], names: Sequence[str]) -> Table | 
 
 
 def _svg(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
-    drawn = Markup(svg(figure, name, f"{title}. {caption}"))
+    drawn = Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}"))
     return Drawing(title, drawn, shortened(disarmed(caption), 600), first=first)
 
 
