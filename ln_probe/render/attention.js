@@ -85,6 +85,12 @@ function single(i) {
   return label(`${SIGNS[mark]}${clip(shown.tokens[i])}`, `${clip(shown.tokens[i], 30)} at ${i}: ${text}`);
 }
 
+// circuitsvis makes a canvas that is an image without a name, some time after it was asked for one.
+function nameCharts() {
+  for (const [place, what] of [["pattern", "as it is"], ["frozen", "with keys made without scaling"]])
+    for (const canvas of at(place).querySelectorAll("canvas")) canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+}
+
 // Rows of weights around a corner of a pattern, and the weights by which the scale is chosen.
 function block(bytes, start, width, first, count, seen) {
   return Array.from({ length: count }, (_, i) => Array.from({ length: count }, (_, j) => {
@@ -121,6 +127,7 @@ function pattern() {
   at("whole").hidden = !full || !pooled;
   at("back").hidden = corner === null;
   if (full && pooled) paint(at("navigator"), full, 0, size());
+  nameCharts();
   setTimeout(tell, 50);
 }
 
@@ -223,6 +230,7 @@ async function start() {
     pattern();
   });
   at("back").addEventListener("click", () => { corner = null; pattern(); });
+  new MutationObserver(nameCharts).observe(at("panels"), { childList: true, subtree: true });
   choosePrompt(first, data.layer, data.head);
   explore();
   new ResizeObserver(tell).observe(document.documentElement);
