@@ -14,7 +14,7 @@ from ln_probe.analyses import attention_spread
 from ln_probe.analyses.attention_spread import Uniformity
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.variant_outputs import no_op, variant_outputs
-from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED
@@ -165,6 +165,15 @@ class Attended:
             uniform, most = attention_spread.measure(self.heads, self.site, q, self.keys(variant), axes, q_plain)
             self._spread[variant] = uniform, most.numpy()
         return self._spread[variant]
+
+    def pattern(self, variant: str) -> Float[Tensor, "head query key"] | None:
+        """What all heads would pay to the keys of a variant; None if it changes nothing by construction."""
+        assert self.heads is not None
+        if self.no_op(variant):
+            return None
+        q, bias = self._queries[0], self.heads.bias(self.length)
+        found = attention_spread.scores(q, self.keys(variant), self.heads.divisor, bias)
+        return visible_softmax(found, causal=self.heads.causal, window=self.heads.window)
 
     @cached_property
     def _intact(self) -> Float[Tensor, "pos d_model"]:

@@ -28,6 +28,7 @@ def made_up() -> Exhibits:
     rng = np.random.default_rng(0)
     hidden = np.triu(np.ones((TOKENS, TOKENS), bool), 1)
     cells = np.zeros((LAYERS, HEADS, CELLS, CELLS), np.uint8)
+    frozen = np.zeros_like(cells)
     full = {}
     for layer in range(LAYERS):
         scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
@@ -35,6 +36,7 @@ def made_up() -> Exhibits:
         pattern /= pattern.sum(-1, keepdims=True)
         cells[layer] = to_bytes(pooled(pattern, bin_edges(TOKENS)))
         full[layer, layer] = to_bytes(pattern[layer])
+        frozen[layer] = cells[layer][::-1]  # as hard to compress: another head's
     shape = (LAYERS, HEADS, TOKENS)
     shares = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
     verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
@@ -52,6 +54,7 @@ def made_up() -> Exhibits:
         shares[2],
         to_bytes(shares[2].astype(float)),
         full,
+        cells_frozen=frozen,
     )
     return Exhibits((shown,))
 

@@ -59,14 +59,14 @@ def _largest(groups: pd.DataFrame, source: str) -> list[Finding]:
         if abs(best["delta_loss"]) > 0.9 * abs(row["delta_loss"]):  # the other term adds next to nothing
             row = best
     text = f"Without {_TERMS[row['variant']]} {_PLACES[row['sites']]} the loss {_changes(row)}"
-    text += f", from {number(_base(row))} nats ({percent(abs(row['delta_loss']) / _base(row))} of it)"
+    text += f", from {number(base_loss(row))} nats ({percent(abs(row['delta_loss']) / base_loss(row))} of it)"
     text += _sink(row) + "."
     if source == "sampled":
         text += (
             " The prompts are the model's own sequences: on those a change of the loss estimates a KL divergence, "
             "which cannot be negative but for chance."
         )
-    return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / _base(row))]
+    return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
 
 
 def _attention(effects: pd.DataFrame, groups: pd.DataFrame) -> list[Finding]:
@@ -78,7 +78,7 @@ def _attention(effects: pd.DataFrame, groups: pd.DataFrame) -> list[Finding]:
     text = f"Without scaling {_PLACES['attention']}"
     if is_effect(row):
         whole = f"{text} the loss {_changes(row)}{_sink(row)}."
-        size = abs(float(row["delta_loss"])) / _base(row)
+        size = abs(float(row["delta_loss"])) / base_loss(row)
         return [] if top and top[0].text.startswith(text) else [Finding(whole, "causal", EFFECT, size=size)]
     return [Finding(f"{text} {_nothing(row)}{_sink(row)}.", "causal", NO_EFFECT)] if top else []
 
@@ -91,7 +91,7 @@ def _projection(groups: pd.DataFrame) -> list[Finding]:
     text = f"Without projection {_PLACES['all']}"
     if not is_effect(row):
         return [Finding(f"{text} {_nothing(row)}.", "causal", NO_EFFECT)]
-    size = abs(float(row["delta_loss"])) / _base(row)
+    size = abs(float(row["delta_loss"])) / base_loss(row)
     return [Finding(f"{text} the loss {_changes(row)}.", "causal", EFFECT, size=size)]
 
 
@@ -114,7 +114,7 @@ def _single(changed: pd.DataFrame) -> list[Finding]:
         f"enough prompts to be told from chance; scaling is needed most at {row['sites']}: {row['delta_loss']:+.2g} "
         f"nats per token without it ({int(row['prompts_worse'])} of {int(row['prompts'])} prompts are worse)."
     )
-    return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / _base(row))]
+    return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
 
 
 def _by_construction(effects: pd.DataFrame) -> list[Finding]:
@@ -137,7 +137,7 @@ def _row(groups: pd.DataFrame, sites: str, variant: str) -> pd.Series[Any] | Non
     return rows.iloc[0] if len(rows) else None
 
 
-def _base(row: Any) -> float:
+def base_loss(row: Any) -> float:
     """The loss of the unedited model."""
     return float(row["loss"] - row["delta_loss"])
 

@@ -144,7 +144,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     sure = (rows["p_adjusted"] < SIGNIFICANCE) | (rows["delta_loss_low"] > 0)
     seen = rows[sure & (rows["delta_loss"] > MATTERS)]
     top = rows.iloc[int(rows["delta_loss"].argmax())]
-    place = f"head {int(top['head'])} of layer {int(top['layer'])}"
+    place = f"L{int(top['layer'])}H{int(top['head'])}"
     if not len(seen):
         text = (
             f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none surely costs "
@@ -159,7 +159,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
         else f"worse on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
     )
     text = (
-        f"The head that needs its norm's scaling most is head {int(worst['head'])} of layer {int(worst['layer'])}: "
+        f"The head that needs its norm's scaling most is L{int(worst['layer'])}H{int(worst['head'])}: "
         f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
         f"{len(seen)} of {len(rows)} heads run this way surely cost more than {MATTERS:g}."
     )

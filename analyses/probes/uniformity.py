@@ -133,13 +133,13 @@ def _uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:
         return []
     top = largest(rows, rows["entropy_ratio"])
     text = (
-        f"The most uniform head is {int(top['layer'])}.{int(top['head'])} (layer.head): its attention has "
+        f"The most uniform head is L{int(top['layer'])}H{int(top['head'])}: its attention has "
         f"{percent(top['entropy_ratio'])} of the greatest possible entropy"
     )
     if not rows["uniform_angle_deg"].isna().all():
         near = largest(rows, -rows["uniform_angle_deg"])
         text += (
-            f"; the queries nearest the uniform direction are those of {int(near['layer'])}.{int(near['head'])}, at "
+            f"; the queries nearest the uniform direction are those of L{int(near['layer'])}H{int(near['head'])}, at "
             f"{near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"
         )
     return [text + "."]

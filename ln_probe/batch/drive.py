@@ -17,14 +17,13 @@ from filelock import FileLock, Timeout
 from ln_probe.analyses.machinery.files import PARTIAL, write_atomically, write_text
 from ln_probe.batch.engines import Engine
 from ln_probe.batch.finished import awaited, is_done
-from ln_probe.batch.plan import WORK_FOLDER, Run, Unit, slice_of
+from ln_probe.batch.plan import INDEX_FILE, WORK_FOLDER, Run, Unit, slice_of
 from ln_probe.batch.progress import Display
 from ln_probe.batch.schedule import Schedule
 from ln_probe.batch.store import DamagedError, Stored, storing
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import NO_STORAGE
 
-INDEX_FILE = "index.html"
 _TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
 
 

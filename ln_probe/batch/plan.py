@@ -32,6 +32,7 @@ from ln_probe.prompting.shards import ShardedCorpus
 from ln_probe.reporting.software import __version__
 
 WORK_FOLDER = ".ln_probe"
+INDEX_FILE = "index.html"
 FORMAT = 4
 CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 

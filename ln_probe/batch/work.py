@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
 from ln_probe.batch.finished import mark_done
 from ln_probe.batch.pieces import packed, unpacked
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.hooks.frozen_scale import Sigmas
@@ -171,7 +172,7 @@ class Worker:
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
         cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
-        exhibits, index = self._record(passes, tokens, len(given)).plain()
+        exhibits, index = self._record(passes, tokens, found, len(given)).plain()
         info = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
@@ -189,7 +190,7 @@ class Worker:
         arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
-    def _record(self, passes: Passes, tokens: TokenShards, count: int) -> Exhibits:
+    def _record(self, passes: Passes, tokens: TokenShards, found: Calibration, count: int) -> Exhibits:
         """What the report will show of the first prompts; the marks of their keys come when all are joined."""
         rows: list[torch.Tensor] = []
         strings: list[list[str]] = []
@@ -199,7 +200,7 @@ class Worker:
             held = tokens[shard]
             rows += held.rows
             strings += [[held.names[i] for i in row.tolist()] for row in held.rows]
-        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], count=count)
+        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], found, count=count)
 
     def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, tokens = self._load(target), self._tokens
@@ -309,7 +310,7 @@ class Joining:
         )
         folder = run.out / target.folder
         with store.storing(run.out):
-            report.save(folder)
+            report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
             mark_done(run, target, missing)
             if not missing:
                 shutil.rmtree(run.folder(target), ignore_errors=True)

@@ -124,7 +124,7 @@ def analyze(
         pieces |= {p.name: [passes.weigh(p)] for p in found if p.needs.nothing}
         clock.lap("weights")
         pulse.tell("pictures of attention")
-        exhibits = passes.record(ready.tokens, ready.strings, count=len(ready.tokens))
+        exhibits = passes.record(ready.tokens, ready.strings, calibration, count=len(ready.tokens))
         clock.lap("exhibits")
     source = source_of(cast(nn.Module, model))
     report = assemble(

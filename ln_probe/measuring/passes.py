@@ -237,7 +237,14 @@ class Passes:
         tell(probe.name)
         return _Watching(probe, self._view(None)).piece()
 
-    def record(self, prompts: Sequence[Int[Tensor, " _"]], tokens: Sequence[Sequence[str]], *, count: int) -> Exhibits:
+    def record(
+        self,
+        prompts: Sequence[Int[Tensor, " _"]],
+        tokens: Sequence[Sequence[str]],
+        calibration: Calibration,
+        *,
+        count: int,
+    ) -> Exhibits:
         """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet.
 
         Nothing, if no probe looks at attention: the pass would cost as much as the statistics of the norms themselves.
@@ -245,6 +252,12 @@ class Passes:
         wanted = self.settings.layers
         if not any(p.needs.attention for p in self.probes):
             return Exhibits()
+
+        def frozen(seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
+            if seen.layer in calibration.unsupported:
+                return None
+            return Attended(seen, self._heads_of(seen), calibration, self.heads).pattern("no_scaling")
+
         return recording.record(
             self.model,
             self.found.read,
@@ -252,6 +265,7 @@ class Passes:
             tokens,
             count=count,
             attention=self.wants_heads,
+            frozen=frozen,
             layers=self.layers,
             heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],

@@ -7,7 +7,7 @@ heads weight by weight. The marks of the keys are put in afterwards, from what w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,9 +33,9 @@ from ln_probe.reporting.exhibits import (
     to_bytes,
 )
 
-# Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.6 MB may be
+# Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
-BUDGET = 2_600_000
+BUDGET = 2_900_000
 # The first prompt is kept whole as long as it takes no more than this: 1200 heads (GPT-2 XL) at 512 tokens. Beyond,
 # evenly spaced layers are kept.
 FIRST_PROMPT = 8_500_000
@@ -45,6 +45,10 @@ SAMPLE = 120  # tokens drawn around a norm: more would hide one another
 SAMPLED_PROMPTS = 8  # prompts they come from
 
 _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
+
+
+# What a layer's pattern would be with its keys made without scaling.
+Frozen = Callable[[AttentionInput], Float[Tensor, "head query key"] | None]
 
 
 def record(
@@ -57,6 +61,7 @@ def record(
     heads: Sequence[int],
     drawn: Collection[str] | None = None,
     attention: bool = True,
+    frozen: Frozen | None = None,
     count: int | None = None,
 ) -> Exhibits:
     """Attention patterns and samples of norm inputs of the first prompts; no key is marked yet (see `marked`).
@@ -68,10 +73,11 @@ def record(
         layers, heads: those looked at.
         drawn: names of the norms of which vectors may be kept; None: all.
         attention: whether patterns are wanted.
+        frozen: a layer's pattern with keys made without scaling; None where there is none.
         count: how many prompts there are in all; None: those that were passed.
     """
     names = {s.name for s in sites} if drawn is None else set(drawn)
-    recorder = _Recorder(prompts, tokens, layers, heads, names, len(prompts) if count is None else count)
+    recorder = _Recorder(prompts, tokens, layers, heads, names, len(prompts) if count is None else count, frozen)
     for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
         wanted = attention and number in recorder.plan
         stream(
@@ -143,11 +149,13 @@ class _Recorder:
         heads: Sequence[int],
         drawn: set[str],
         count: int,
+        frozen: Frozen | None,
     ) -> None:
-        self.tokens, self.heads, self.drawn = tokens, tuple(heads), drawn
+        self.tokens, self.heads, self.drawn, self.frozen_of = tokens, tuple(heads), drawn, frozen
         lengths = [len(row) for row in prompts]
         self.layers, self.plan, self.notes = plan(lengths, layers, len(self.heads), count)
         self.cells: dict[tuple[int, int], np.ndarray] = {}
+        self.frozen: dict[tuple[int, int], np.ndarray] = {}
         self.received: dict[tuple[int, int], np.ndarray] = {}
         self.full: dict[int, dict[tuple[int, int], np.ndarray]] = {}
         self.causal: dict[int, bool] = {}
@@ -173,7 +181,11 @@ class _Recorder:
         heads = [h for h in self.heads if h < len(every)]
         pattern = every[heads]
         self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
-        self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, bin_edges(pattern.shape[-1])))
+        edges = bin_edges(pattern.shape[-1])
+        self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, edges))
+        without = None if self.frozen_of is None else self.frozen_of(seen)
+        if without is not None:
+            self.frozen[prompt, seen.layer] = to_bytes(pooled(without.float().cpu().numpy()[heads], edges))
         self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))
         if self.plan[prompt]:
             chosen = self._least_uniform(seen.layer, heads, pattern)
@@ -218,6 +230,7 @@ class _Recorder:
             received=received,
             full=self.full.get(prompt, {}),
             causal=self.causal[prompt],
+            cells_frozen=np.stack([self.frozen.get((prompt, la), np.zeros_like(cells[0])) for la in layers]),
         )
 
     def _sample(self, name: str) -> SiteSample:
@@ -284,7 +297,7 @@ def plan(
 
     def size(length: int, layers_kept: int) -> int:
         cells = min(CELLS, length)
-        return layers_kept * heads * (cells * (cells + 1) // 2 + MARKS * length)
+        return layers_kept * heads * (cells * (cells + 1) + MARKS * length)  # cells: intact, and without scaling
 
     def whole(length: int) -> int:
         return FULL_HEADS * length * (length + 1) // 2 if length > CELLS else 0

@@ -5,7 +5,7 @@ const INK = [0, 114, 178]; // Okabe & Ito's blue
 const LABEL = 10; // characters of a token on an axis
 
 const at = (id) => document.getElementById(id);
-let data, shown, layerAt, headAt, keyAt = 0, corner = null;
+let data, shown, layerAt = 0, headAt = 0, keyAt = 0, corner = null;
 
 const share = (value) => (Number.isNaN(value) ? "–" : `${Number((100 * value).toPrecision(value < 0.1 ? 2 : 3))} %`);
 const weight = (byte) => (byte / 255) ** 2;
@@ -29,32 +29,44 @@ function paint(canvas, bytes, start, n) {
 
 // React and its elements are inside the bundle and not exported. An element of the bundle's own is taken as a pattern
 // for others, and one component is kept whose tree is replaced, so that each chart is taken down before the next.
-class Stage {
-  constructor(props) { this.props = props; Stage.one = this; }
-  render() { return { ...Stage.element, type: CircuitsVis.AttentionPattern, key: String(Stage.turn), props: Stage.next }; }
-}
-Stage.prototype.isReactComponent = {};
-Stage.turn = 0;
+const stages = {};
 
-function draw(props) {
-  Stage.element ??= CircuitsVis.Hello({ name: "" });
-  Stage.next = props;
-  Stage.turn++;
-  if (Stage.one) Stage.one.updater.enqueueForceUpdate(Stage.one);
-  else CircuitsVis.render("pattern", Stage, {});
+function draw(place, props) {
+  const one = (stages[place] ??= { turn: 0, element: CircuitsVis.Hello({ name: "" }) });
+  one.next = props;
+  one.turn++;
+  if (one.shown) return one.shown.updater.enqueueForceUpdate(one.shown);
+  class Stage {
+    constructor(given) { this.props = given; one.shown = this; }
+    render() { return { ...one.element, type: CircuitsVis.AttentionPattern, key: String(one.turn), props: one.next }; }
+  }
+  Stage.prototype.isReactComponent = {};
+  CircuitsVis.render(place, Stage, {});
 }
 
 // circuitsvis writes `token.replace(…)` on the axes and the token itself into the text that appears on hovering.
 const label = (short, long) => ({ replace: () => short, toString: () => long });
 const clip = (text, n = LABEL) => { const c = [...text]; return c.length > n ? c.slice(0, n - 1).join("") + "…" : text; };
 
+// What a key would get from the average query that sees it if attention were even; 0 where a window may hide keys, which
+// is where the last query pays nothing at all to the first ones.
+function evenly(i) {
+  const n = shown.edges.length - 1;
+  if (shown.heads.every((_, h) => !shown.cells[begin(n * n, h) + n * (n - 1)])) return 0;
+  if (!shown.causal) return 1 / size();
+  let sum = 0;
+  for (let q = Math.max(1, i); q < size(); q++) sum += 1 / (q + 1);
+  return sum / Math.max(1, size() - Math.max(1, i));
+}
+
 function key(i) {
   const k = begin(size()) + i, known = (a) => half(a[k]);
   const margin = known(shown.margin), best = known(shown.attainable), frozen = known(shown.frozen);
   const parts = [data.marks[shown.marks[k]]];
   if (!Number.isNaN(margin)) parts.push(`margin ${Number(margin.toPrecision(3))} nats`);
-  if (!Number.isNaN(best)) parts.push(`can get ${share(best)} of the attention` + (Number.isNaN(frozen) ? "" : ` (${share(frozen)} without scaling)`));
-  parts.push(`got ${share(weight(shown.received[k]))} on average`);
+  if (!Number.isNaN(best)) parts.push(`can get ${share(best)} of the attention of the last position` + (Number.isNaN(frozen) ? "" : ` (${share(frozen)} without scaling)`) + `, an even share being ${share(1 / size())}`);
+  const even = evenly(i);
+  parts.push(`got ${share(weight(shown.received[k]))} from the average query that sees it` + (even ? ` (evenly: ${share(even)})` : ""));
   return { mark: shown.marks[k], text: parts.join("; ") };
 }
 
@@ -73,34 +85,49 @@ function single(i) {
   return label(`${SIGNS[mark]}${clip(shown.tokens[i])}`, `${clip(shown.tokens[i], 30)} at ${i}: ${text}`);
 }
 
+// circuitsvis makes a canvas that is an image without a name, some time after it was asked for one.
+function nameCharts() {
+  for (const [place, what] of [["pattern", "as it is"], ["frozen", "with keys made without scaling"]])
+    for (const canvas of at(place).querySelectorAll("canvas")) canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+}
+
+// Rows of weights around a corner of a pattern, and the weights by which the scale is chosen.
+function block(bytes, start, width, first, count, seen) {
+  return Array.from({ length: count }, (_, i) => Array.from({ length: count }, (_, j) => {
+    const v = Number(weight(bytes[start + (first + i) * width + first + j]).toPrecision(3));
+    if (v && first + i > first) seen.push(v); // the first row is 100 % by necessity
+    return v;
+  }));
+}
+
 function pattern() {
   const n = shown.edges.length - 1, full = shown.full[`${shown.layers[layerAt]}.${shown.heads[headAt]}`];
-  const pooled = n < size();
-  let bytes = shown.cells, start = begin(n * n), width = n, count = n, first = 0;
-  if (full && corner !== null) [bytes, start, width, count, first] = [full, 0, size(), Math.min(WINDOW, size()), corner];
-  const rows = [], seen = [];
-  for (let q = first; q < first + count; q++) {
-    const row = [];
-    for (let k = first; k < first + count; k++) {
-      const v = Number(weight(bytes[start + q * width + k]).toPrecision(3));
-      if (v && q > first) seen.push(v); // the first row is 100 % by necessity
-      row.push(v);
-    }
-    rows.push(row);
-  }
+  const pooled = n < size(), close = full && corner !== null, start = begin(n * n), seen = [];
+  const first = close ? corner : 0, count = close ? Math.min(WINDOW, size()) : n;
+  const intact = close ? block(full, 0, size(), first, count, seen) : block(shown.cells, start, n, 0, n, seen);
+  const changed = shown.frozenCells?.subarray(start, start + n).some(Boolean); // rows sum to 1 where it is known
+  const frozen = changed ? block(shown.frozenCells, start, n, 0, n, seen) : null;
   // A few large weights would leave the rest white: the scale ends at the largest but one in two hundred.
   const top = seen.sort((a, b) => a - b)[Math.floor(0.995 * (seen.length - 1))] ?? 1;
-  const tokens = Array.from({ length: count }, (_, i) => (bytes === full || !pooled ? single(first + i) : bin(i)));
-  draw({ attention: rows, tokens, zoomed: true, minValue: 0, maxValue: top, positiveColor: "#0072B2", maskUpperTri: shown.causal });
+  const looks = { zoomed: true, minValue: 0, maxValue: top, positiveColor: "#0072B2", maskUpperTri: shown.causal };
+  const named = (exact, from, many) => Array.from({ length: many }, (_, i) => (exact ? single(from + i) : bin(i)));
+  draw("pattern", { attention: intact, tokens: named(close || !pooled, first, count), ...looks });
+  at("without").hidden = !shown.frozenCells;
+  at("frozen").hidden = !frozen;
+  at("unchanged").hidden = Boolean(frozen);
+  clearTimeout(pattern.later);
+  // (The second chart after the first is seen.)
+  if (frozen) pattern.later = setTimeout(() => { draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks }); setTimeout(tell, 50); }, 0);
   at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
   const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
   at("resolution").textContent =
-    (bytes === full ? `Tokens ${first}–${first + count - 1} of ${size()}, a cell per weight. `
+    (close ? `Tokens ${first}–${first + count - 1} of ${size()}, a cell per weight${frozen ? " (on the right all tokens, reduced)" : ""}. `
       : pooled ? `Reduced: ${size()} tokens in ${n} × ${n} cells of ${wide} tokens; a cell is what an average query of its row pays to its keys together. ${full ? "" : "This head is not kept weight by weight. "}`
-        : "A cell per weight. ") + `Darkest from ${share(top)} up. Weights are kept to within 0.4 %.`;
+        : "A cell per weight. ") + `The colour is full from ${share(top)} up${frozen ? ", on both sides" : ""}. Weights are kept to within 0.4 %.`;
   at("whole").hidden = !full || !pooled;
   at("back").hidden = corner === null;
   if (full && pooled) paint(at("navigator"), full, 0, size());
+  nameCharts();
   setTimeout(tell, 50);
 }
 
@@ -134,7 +161,7 @@ function heads() {
     paint(canvas, shown.cells, begin(n * n, h), n);
     button.append(canvas, `head ${head}${`${shown.layers[layerAt]}.${head}` in shown.full && n < size() ? " ◆" : ""}`);
     button.setAttribute("aria-pressed", h === headAt);
-    button.addEventListener("click", () => { headAt = h; corner = null; pressed(); pattern(); keys(); });
+    button.addEventListener("click", () => show(shown.layers[layerAt], head));
     return button;
   }));
 }
@@ -144,15 +171,24 @@ function fill(select, values, chosen, name) {
   select.replaceChildren(...values.map((v, i) => new Option(name(v), i, false, i === chosen)));
 }
 
-function choosePrompt(i, layer) {
+function choosePrompt(i, layer, head) {
   shown = data.prompts[i];
   layerAt = Math.max(0, shown.layers.indexOf(layer));
-  // Begin with a head that can be looked at weight by weight.
-  headAt ??= Math.max(0, shown.heads.findIndex((head) => `${shown.layers[layerAt]}.${head}` in shown.full));
-  headAt = Math.min(headAt, shown.heads.length - 1);
+  headAt = Math.max(0, shown.heads.indexOf(head));
   corner = null;
   fill(at("layer"), shown.layers, layerAt, String);
-  heads(); pattern(); keys();
+  heads(); pattern(); keys(); drawMap();
+}
+
+// Another head of the same prompt, chosen by the reader.
+function show(layer, head) {
+  const other = shown.layers[layerAt] !== layer;
+  layerAt = shown.layers.indexOf(layer);
+  headAt = shown.heads.indexOf(head);
+  corner = null;
+  at("layer").selectedIndex = layerAt;
+  if (other) heads();
+  pressed(); pattern(); keys(); mark(); told();
 }
 
 function read(event) {
@@ -174,8 +210,8 @@ async function start() {
   const first = Math.max(0, data.prompts.findIndex((p) => p.prompt === data.prompt));
   fill(at("prompt"), data.prompts, first, (p) => `${p.prompt}: ${clip(p.tokens.slice(0, 8).join(""), 40)} (${p.tokens.length} tokens)`);
   at("notes").textContent = data.notes.join(". ");
-  at("prompt").addEventListener("change", (e) => choosePrompt(Number(e.target.value), shown.layers[layerAt]));
-  at("layer").addEventListener("change", (e) => { layerAt = Number(e.target.value); corner = null; heads(); pattern(); keys(); });
+  at("prompt").addEventListener("change", (e) => { choosePrompt(Number(e.target.value), shown.layers[layerAt], shown.heads[headAt]); told(); });
+  at("layer").addEventListener("change", (e) => show(shown.layers[Number(e.target.value)], shown.heads[headAt]));
   at("keys").addEventListener("click", (e) => { if (e.target.dataset.key) point(Number(e.target.dataset.key)); });
   at("keys").addEventListener("mouseover", (e) => { if (e.target.dataset.key) point(Number(e.target.dataset.key), false); });
   at("keys").addEventListener("keydown", (e) => {
@@ -194,7 +230,9 @@ async function start() {
     pattern();
   });
   at("back").addEventListener("click", () => { corner = null; pattern(); });
-  choosePrompt(first, data.layer);
+  new MutationObserver(nameCharts).observe(at("panels"), { childList: true, subtree: true });
+  choosePrompt(first, data.layer, data.head);
+  explore();
   new ResizeObserver(tell).observe(document.documentElement);
 }
 

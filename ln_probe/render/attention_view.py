@@ -8,6 +8,7 @@ is not used: it puts tokens into a script as they are, and takes 64 MB for a lay
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from markupsafe import Markup
 
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.wording import shortened, visible
+from ln_probe.render.explorer import HeadMap
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention
 
@@ -46,14 +48,18 @@ class AttentionView:
         ValueError: nothing was kept of that layer, head or prompt.
     """
 
-    exhibits: Exhibits
+    exhibits: Exhibits = field(repr=False)
     layer: int | None = None
     prompt: int = 0
     head: int | None = None
-    _document: list[str] = field(default_factory=list, init=False)
+    heads: HeadMap = field(default_factory=HeadMap, repr=False)
+    _document: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         shown = self.exhibits.of_prompt(self.prompt)
+        if self.head is not None and self.head not in shown.heads:
+            kept = ", ".join(map(str, shown.heads))
+            raise ValueError(f"no attention was kept of head {self.head}: there is some of heads {kept}")
         if self.layer is not None and self.layer not in shown.layers:
             kept = ", ".join(map(str, shown.layers))
             raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
@@ -70,7 +76,7 @@ class AttentionView:
     def document(self) -> str:
         """The picture as a whole HTML document, opening offline."""
         if not self._document:
-            self._document.append(attention_document(self.exhibits, self.layer, self.prompt, self.head))
+            self._document.append(attention_document(self.exhibits, self.heads, self.layer, self.prompt, self.head))
         return self._document[0]
 
     def _repr_html_(self) -> str:
@@ -85,7 +91,7 @@ class AttentionView:
 
 def scripts() -> tuple[str, str]:
     """What runs inside the frame: its own script and circuitsvis's bundle."""
-    return own_script("unpack.js", "attention.js"), circuitsvis_script()
+    return own_script("unpack.js", "explorer.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:
@@ -103,20 +109,35 @@ def frame(document: str, *, height: int, fits: bool = False) -> Markup:
     ).format(follow, height, document)
 
 
-def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int = 0, head: int | None = None) -> str:
-    """The whole document; `layer`, `head` and `prompt` are chosen first.
+def attention_document(
+    exhibits: Exhibits,
+    heads: HeadMap | None = None,
+    layer: int | None = None,
+    prompt: int | None = None,
+    head: int | None = None,
+) -> str:
+    """The whole document: a map of heads, and the attention of one.
+
+    Args:
+        heads: what the map shows; None: there is none.
+        layer, prompt, head: chosen first; None: the first prompt kept, the head that is most affected.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
     """
     own, bundle = scripts()
+    heads = heads or HeadMap()
+    prompt = exhibits.attention[0].prompt if prompt is None else prompt
+    first = heads.most_affected(exhibits, layer, prompt)
     if head is not None:
-        own += f"\nheadAt = {exhibits.of_prompt(prompt).heads.index(head)};\n"  # start() has not chosen one yet
+        first = (first[0] if layer is None else layer, head)
     content = {
         "prompts": [_prompt(a) for a in exhibits.attention],
         "marks": MARKS,
-        "layer": layer,
+        "layer": first[0],
+        "head": first[1],
         "prompt": prompt,
+        "map": heads.plain(),
         "notes": exhibits.notes,
     }
     environment = jinja2.Environment(
@@ -125,11 +146,16 @@ def attention_document(exhibits: Exhibits, layer: int | None = None, prompt: int
     return environment.get_template("attention.html").render(
         policy=policy(own, bundle),
         script=Markup(own),
-        bundle=compressed(bundle.encode()),
+        bundle=_compressed(bundle),
         data=packed(content),
         hardest=f"{100 * HARDEST_SHARE:.0f} %",
         below=f"{100 * HARD_BELOW:.0f} %",
     )
+
+
+@cache  # the same in every page, and half a second
+def _compressed(bundle: str) -> str:
+    return compressed(bundle.encode())
 
 
 def marks(shown: PromptAttention) -> np.ndarray:
@@ -155,6 +181,7 @@ def _prompt(shown: PromptAttention) -> dict[str, Any]:
         "margin": shown.margin,
         "attainable": shown.attainable,
         "frozen": shown.attainable_frozen,
+        "frozenCells": shown.cells_frozen,
         "received": shown.received,
         "full": {f"{layer}.{head}": pattern for (layer, head), pattern in shown.full.items()},
     }

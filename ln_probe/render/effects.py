@@ -64,8 +64,8 @@ def _bars(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
             axes.plot(end, place, "|", color="black", ms=5)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    if _wide(rows):
-        axes.set_xscale("symlog", linthresh=_threshold(rows))
+    if is_wide(rows):
+        axes.set_xscale("symlog", linthresh=threshold(rows))
         axes.set_xlabel("change of loss, nats per token (logarithmic away from 0)")
 
 
@@ -80,8 +80,8 @@ def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
         axes.vlines(place, low, high, color=COLOURS[variant], lw=1.3)
         axes.plot(place, value, MARKERS[variant], ms=4, color=COLOURS[variant], label=LABELS[variant])
     name_sites(axes, pd.DataFrame({"site": names}))
-    if _wide(rows):
-        axes.set_yscale("symlog", linthresh=_threshold(rows))
+    if is_wide(rows):
+        axes.set_yscale("symlog", linthresh=threshold(rows))
 
 
 def _numbers(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,10 +90,12 @@ def _numbers(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return value, np.where(np.isfinite(low), low, value), np.where(np.isfinite(high), high, value)
 
 
-def _wide(rows: pd.DataFrame) -> bool:
+def is_wide(rows: pd.DataFrame) -> bool:
+    """Whether one change would make the others invisible on a linear axis."""
     sizes = rows["delta_loss"].abs()
     return bool(sizes.max() > max(1.0, WIDE * float(sizes.median())))
 
 
-def _threshold(rows: pd.DataFrame) -> float:
+def threshold(rows: pd.DataFrame) -> float:
+    """Where such an axis stops being linear."""
     return max(1e-3, float(f"{rows['delta_loss'].abs().median():.1g}"))

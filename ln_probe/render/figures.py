@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from ln_probe.analyses.wording import disarmed
+from ln_probe.analyses.wording import disarmed, percent
 from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.drawing import Figure
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
@@ -40,6 +41,7 @@ LABELS = {
 SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
+SAME = 2e-3  # two curves closer than this, relatively, are one: 0.2 % of the axis is half a pixel
 VECTOR_CELLS = 700  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
 
 
@@ -96,13 +98,24 @@ def margins_over_depth(report: Contents) -> Figure:
 def attainable_over_depth(report: Contents) -> Figure:
     """Attention that queries of the size that occur can give a key: median head's median key, hardest twentieth."""
     figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
-    figure.axes[0].set_ylim(bottom=0)
+    axes, even = figure.axes[0], even_share(report)
+    if not math.isnan(even):
+        axes.axhline(even, color="black", ls=":", lw=1.2, label=f"an even share, 1/n = {percent(even)}")
+        legend(axes)
+    axes.set_ylim(bottom=0)
     return figure
+
+
+def even_share(report: Contents) -> float:
+    """1 over the tokens of a prompt of average length; NaN if the report does not say how many there are."""
+    prompts = report.provenance.get("prompts", {})
+    count, tokens = prompts.get("count"), prompts.get("tokens")
+    return count / tokens if isinstance(count, int) and isinstance(tokens, int) and tokens > 0 else math.nan
 
 
 def unselectable_by_head(report: Contents) -> Figure:
     """Share of keys that no query can select, layer × head, for each variant."""
-    return heat_maps(report, "unselectable_fraction", "share of keys")
+    return heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
 
 
 def margins_by_head(report: Contents) -> Figure:
@@ -110,8 +123,10 @@ def margins_by_head(report: Contents) -> Figure:
     return heat_maps(report, "margin_median", "margin, nats")
 
 
-def heat_maps(report: Contents, column: str, label: str) -> Figure:
+def heat_maps(report: Contents, column: str, label: str, *, least: float = 1e-3) -> Figure:
     """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where it is not known.
+
+    The scale ends at `least` or higher: a map of next to nothing does not shine.
 
     Raises:
         KeyError: no such column.
@@ -122,8 +137,7 @@ def heat_maps(report: Contents, column: str, label: str) -> Figure:
     figure = Figure(figsize=(SIZE[0], 0.5 + 1.75 * lines), layout="constrained")
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     values = np.concatenate([[0.0], *(r[column].to_numpy(float) for _, r in found)])
-    # At least a thousandth, so that a map of zeros is one colour and its scale has an end.
-    top = float(values[np.isfinite(values)].max()) or 1e-3
+    top = max(float(values[np.isfinite(values)].max()), least)
     image = None
     for axes, (variant, rows) in zip(panels.flat, found, strict=False):
         grid = rows.pivot(index="layer", columns="head", values=column)
@@ -204,14 +218,22 @@ def _tail(rows: pd.DataFrame, column: str) -> pd.Series[float]:
 def _over_depth(report: Contents, middle: str, hard: str, label: str, *, log: bool) -> Figure:
     figure, axes = _figure(label, log=log)
     dashed = False
+    lines: list[tuple[list[str], pd.DataFrame]] = []
     for variant, rows in by_variant(report):
         grouped = rows.groupby("layer")[[middle, hard]].median()
         if log:
             grouped = grouped.where(grouped > 0)  # 0 has no place on a logarithmic axis
         if grouped[middle].isna().all():
             continue
+        same = next((v for v, g in lines if g.shape == grouped.shape and coincide(g, grouped)), None)
+        if same is None:
+            lines.append(([variant], grouped))
+        else:
+            same.append(variant)
+    for variants, grouped in lines:
+        variant = variants[0]
         style: dict[str, Any] = {"color": COLOURS[variant], "marker": MARKERS[variant], "ms": 5}
-        axes.plot(grouped.index, grouped[middle], "-", label=LABELS[variant], **style)
+        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(LABELS[v] for v in variants), **style)
         axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
         dashed = dashed or bool(grouped[hard].notna().any())
     if dashed:
@@ -220,6 +242,11 @@ def _over_depth(report: Contents, middle: str, hard: str, label: str, *, log: bo
         _few_log_ticks(axes)
     _layers(axes, report)
     return figure
+
+
+def coincide(one: pd.DataFrame, other: pd.DataFrame) -> bool:
+    """Whether lines would lie on each other: nowhere farther apart than SAME of the larger one's size."""
+    return bool(np.allclose(one.to_numpy(float), other.to_numpy(float), rtol=SAME, atol=0, equal_nan=True))
 
 
 def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:

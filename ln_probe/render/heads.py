@@ -49,7 +49,7 @@ MEASURES = dict(
         _measure("entropy_ratio", "Entropy", False),
         _measure("entropy_change", "Change of entropy", True),
         _measure("attainable", "Attention a key can get", False),
-        _measure("attainable_change", "Change of it", True),
+        _measure("attainable_change", "Change of attainable attention", True),
         _measure("received", "Attention keys got", False),
         _measure("margin", "Margins", False),
         _measure("margin_change", "Change of margins", True),

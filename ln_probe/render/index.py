@@ -9,19 +9,25 @@ from urllib.parse import quote
 
 import pandas as pd
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from ln_probe.analyses.tables import SUMMARY
-from ln_probe.render.figures import by_variant
+from ln_probe.analyses.tables import PAIRED, SUMMARY
+from ln_probe.analyses.wording import disarmed, shortened
+from ln_probe.hooks.interventions import GROUPS
+from ln_probe.render.figures import axis_text, by_variant
+from ln_probe.render.forest import ROWS, differences, forest, losses, over_steps
 from ln_probe.render.multiples import MEASURES, PANELS, over_depth, over_training
 from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy
 from ln_probe.render.pictures import Drawing, Shown
 from ln_probe.render.svg import svg
-from ln_probe.render.table_html import table
+from ln_probe.render.table_html import Table, table
 from ln_probe.reporting.contents import Contents
 from ln_probe.reporting.findings import findings
 from ln_probe.reporting.overview import overview, step_of
+from ln_probe.reporting.paired import paired
 
+BASELINES = 12  # models that the others can be compared with: a picture each
 SENTENCES = 8  # models whose first finding stands above the table
 
 
@@ -52,6 +58,8 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
         .render(
             count=len(entries),
             table=table(SUMMARY, summary, links=links) if rows else None,
+            losses=_losses([r for _, r in done], [e.name for e, _ in done]),
+            paired=_paired_table([r for _, r in done], [e.name for e, _ in done]),
             pictures=_pictures([r for _, r in done], [e.name for e, _ in done]),
             first=first,
             failed=[e for e in entries if e.error],
@@ -77,6 +85,51 @@ def comparison_cell(names: Sequence[str], reports: Sequence[Contents], summary: 
     )
 
 
+def _losses(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
+    """What the loss loses: model by model, against each of the first as a baseline, over training."""
+    rows = losses(names, reports)
+    if not len(rows):
+        return []
+    drawn = sorted(set(rows["place"]))
+    note = f" The first {ROWS} of {len(names)} models are drawn." if len(names) > ROWS else ""
+    about = "Lines: 95 % intervals over prompts. Grey: changes that are not called effects. "
+    caption = f"{about}A term that is not there to take away has no mark.{note}"
+    found = [_drawing_of("losses", "Change of the loss", forest(names, rows), caption)]
+    against = []
+    for baseline in drawn[:BASELINES] if len(drawn) > 1 else []:
+        some = differences(names, paired(names, reports, baseline))
+        if len(some):
+            told = f"Change of the loss minus its change in {names[baseline]}, prompt by prompt. {about.strip()}{note}"
+            figure = forest(names, some, f"difference to {axis_text(names[baseline])}, nats per token")
+            title = shortened(disarmed(names[baseline]))
+            against.append(_svg(f"paired-{baseline}", title, figure, told, first=not against))
+    if against:
+        found.append(Shown("paired", "Difference to one of them", tuple(against), wide=True, choice="Baseline"))
+    steps, models = [step_of(r) for r in reports], [r.name for r in reports]
+    several = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
+    trained = rows[[steps[p] is not None and several[models[p]] > 1 for p in rows["place"]]]
+    if len(trained):
+        figure = over_steps(trained, steps, models)
+        found.append(_drawing_of("losses-training", "Over training", figure, "Bands: 95 % intervals over prompts."))
+    return found
+
+
+def _paired_table(reports: Sequence[Contents], names: Sequence[str]) -> Table | None:
+    """Paired differences to the first model, of groups of norms."""
+    rows = paired(names, reports) if len(reports) > 1 else PAIRED.empty()
+    rows = rows[rows["sites"].isin(GROUPS)]
+    return table(PAIRED, rows) if len(rows) else None
+
+
+def _svg(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
+    drawn = Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}"))
+    return Drawing(title, drawn, shortened(disarmed(caption), 600), first=first)
+
+
+def _drawing_of(name: str, title: str, figure: Figure, caption: str) -> Shown:
+    return Shown(name, title, (_svg(name, title, figure, caption),), wide=True)
+
+
 def _pictures(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     steps = [step_of(r) for r in reports]
     models = [r.name for r in reports]
@@ -85,6 +138,10 @@ def _pictures(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     found = []
     for measure, (title, _) in MEASURES.items():
         known = [any(not rows[measure].isna().all() for _, rows in by_variant(r)) for r in reports]
+        if any(known) and not any((rows[measure].fillna(0) != 0).any() for r in reports for _, rows in by_variant(r)):
+            said = "0 in every model, layer and variant."
+            found.append(Shown(f"depth-{measure}", title[:1].upper() + title[1:], (), said=said))
+            continue
         if any(k and t for k, t in zip(known, trained, strict=True)):
             kept = [i for i, t in enumerate(trained) if t and known[i]]
             figure = over_training(
@@ -100,12 +157,8 @@ def _pictures(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     return found
 
 
-def _picture(name: str, title: str, figure: object, count: int) -> Shown:
-    from matplotlib.figure import Figure
-
-    assert isinstance(figure, Figure)
+def _picture(name: str, title: str, figure: Figure, count: int) -> Shown:
     caption = "The median head of each layer." if name.startswith("depth") else "The median head of the model."
     if count > PANELS:
         caption += f" The first {PANELS} of {count} models are drawn."
-    drawn = Drawing(title, Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}")), caption)
-    return replace(Shown(name, title, (drawn,)), wide=count > 2)
+    return replace(_drawing_of(name, title, figure, caption), wide=count > 2)

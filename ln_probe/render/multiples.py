@@ -88,7 +88,7 @@ def _panels(count: int, label: str) -> tuple[Figure, list[mpl.axes.Axes]]:
     for axes in grid.flat:
         axes.grid(axis="y", color=GRID, alpha=0.35)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=7.5)
+        axes.tick_params(labelsize=8)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     figure.supylabel(label, fontsize=9)

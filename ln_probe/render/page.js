@@ -9,6 +9,24 @@ function csvCell(value, text) {
   return /[",\n\r]/.test(written) ? `"${written.replaceAll('"', '""')}"` : written;
 }
 
+// What the words of a filter ask of a row: layer=2, margin>0.5 of a column; a number of a whole cell; anything else of the
+// text of the row.
+function wanted(words, { columns, data, isText }) {
+  const cell = (c, i) => (isText.has(c) ? String(data[c][i]) : figure(data[c][i])).toLowerCase();
+  return words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const [, name, sign, value] = /^([^<>=]+)(=|<=|>=|<|>)(.+)$/.exec(word) ?? [];
+    const column = columns.find((c) => c.toLowerCase() === name);
+    if (column !== undefined) {
+      const number = Number(value);
+      if (isText.has(column) || Number.isNaN(number)) return (i) => sign === "=" && cell(column, i) === value;
+      const holds = { "=": (v) => v === number, "<": (v) => v < number, ">": (v) => v > number, "<=": (v) => v <= number, ">=": (v) => v >= number }[sign];
+      return (i) => data[column][i] !== null && holds(data[column][i]);
+    }
+    if (!Number.isNaN(Number(word))) return (i) => columns.some((c) => cell(c, i) === word);
+    return (i) => columns.some((c) => cell(c, i).includes(word));
+  });
+}
+
 class Table {
   constructor(section, content) {
     Object.assign(this, content, { section, body: section.querySelector("tbody"), shown: PAGE, sorted: null, upward: true });
@@ -24,24 +42,20 @@ class Table {
       head.replaceChildren(button);
     });
     const tools = section.querySelector(".tools");
-    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter rows", ariaLabel: "Filter rows" });
-    filter.addEventListener("input", () => { this.words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); this.shown = PAGE; this.fill(); });
+    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter: word or layer=2", ariaLabel: "Filter rows" });
+    filter.addEventListener("input", () => { this.tests = wanted(filter.value, this); this.shown = PAGE; this.fill(); });
     const save = Object.assign(document.createElement("button"), { textContent: "Download CSV" });
     save.addEventListener("click", () => this.download());
     this.more = Object.assign(document.createElement("button"), { textContent: "Show more rows" });
     this.more.addEventListener("click", () => { this.shown += PAGE; this.fill(); });
     tools.append(filter, save);
     section.append(this.more);
-    this.words = [];
+    this.tests = [];
     this.fill();
   }
 
   matching() {
-    if (!this.words.length) return this.order;
-    return this.order.filter((i) => {
-      const line = this.columns.map((c) => (this.isText.has(c) ? this.data[c][i] : figure(this.data[c][i]))).join(" ").toLowerCase();
-      return this.words.every((w) => line.includes(w));
-    });
+    return this.tests.length ? this.order.filter((i) => this.tests.every((test) => test(i))) : this.order;
   }
 
   fill() {
@@ -108,10 +122,22 @@ for (const choice of document.querySelectorAll("select.drawings")) {
   show();
 }
 
-// The frame of attention patterns says how tall it is; nothing else is listened to.
+// The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened
+// to. It is told the head that the page's address names.
+function go() {
+  const place = placeOf(location.hash);
+  for (const frame of place ? document.querySelectorAll("iframe.attention") : []) {
+    frame.contentWindow.postMessage({ lnProbeGo: place }, "*");
+    document.getElementById("attention").scrollIntoView();
+  }
+}
+addEventListener("hashchange", go);
 addEventListener("message", (event) => {
   for (const frame of document.querySelectorAll("iframe.attention")) {
-    const height = event.source === frame.contentWindow && Number(event.data?.lnProbeHeight);
+    if (event.source !== frame.contentWindow) continue;
+    const height = Number(event.data?.lnProbeHeight), place = event.data?.lnProbeAt;
     if (height > 0 && height < 20000) frame.style.height = `${Math.ceil(height) + 8}px`;
+    if (event.data?.lnProbeReady === true) go();
+    if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 import pandas as pd
@@ -12,12 +15,14 @@ from markupsafe import Markup
 
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.analyses.tables import TOKENS
+from ln_probe.analyses.tables import CAUSAL, TOKENS
 from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render import attention_view
+from ln_probe.render.explorer import HeadMap, linked
 from ln_probe.render.payload import own_script, policy
 from ln_probe.render.pictures import CELL, drawn, groups, has, others
 from ln_probe.render.table_html import Table, figure_text, table
+from ln_probe.render.verdict import verdict
 from ln_probe.reporting.contents import Contents
 from ln_probe.reporting.findings import findings
 from ln_probe.reporting.token_places import by_token
@@ -25,6 +30,7 @@ from ln_probe.reporting.token_places import by_token
 CELL_FINDINGS = 5
 
 
+@cache  # templates are compiled once
 def environment() -> jinja2.Environment:
     """Templates: every value is escaped, and text shows its control characters."""
     made = jinja2.Environment(
@@ -38,31 +44,47 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def report_page(report: Contents) -> str:
-    """The whole report as one HTML page that opens offline."""
+def report_page(report: Contents, index: str = "") -> str:
+    """The whole report as one HTML page that opens offline.
+
+    Args:
+        report: what is shown.
+        index: where the page that lists this report stands, relative to this one; empty: nowhere.
+    """
     more, failed = others(report)
-    shown_groups = (*groups(report), *more)
+    found = [*groups(report), *more]
+    by_head = next((g for g in found if g.id == "heads-pictures"), None) if report.exhibits.attention else None
+    shown_groups = [
+        g for g in found if g is not by_head
+    ]  # where heads can be chosen, it is there for those without scripts
     tables = tuple(_tables(report))
-    shown = {p.id: p.title for g in shown_groups for p in g.pictures} | {f"table-{t.name}": t.title for t in tables}
+    shown = {p.id: p.title for g in found for p in g.pictures} | {f"table-{t.name}": t.title for t in tables}
     script = own_script("unpack.js", "page.js")
     frame: Markup | str = ""
     scripts = [script]
     if report.exhibits.attention:
         frame = attention_view.frame(
-            attention_view.attention_document(report.exhibits), height=attention_view.FRAME_HEIGHT
+            attention_view.attention_document(report.exhibits, HeadMap.of(report)), height=attention_view.FRAME_HEIGHT
         )
         scripts += attention_view.scripts()  # a frame's own policy is joined with the page's
     return (
         environment()
         .get_template("report.html")
         .render(
-            name=report.name,
+            name=title_of(report.name),
+            index=quote(index),
             facts=list(_facts(report)),
-            findings=[{"text": f.text, "picture": f.picture, "title": shown.get(f.picture)} for f in findings(report)],
+            verdict=verdict(report),
+            unmeasured=_unmeasured(report),
+            findings=[
+                {"text": linked(f.text, report.exhibits), "picture": f.picture, "title": shown.get(f.picture)}
+                for f in findings(report)
+            ],
             notes=(*report.notes, *report.exhibits.notes, *failed),
             groups=shown_groups,
-            absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in shown],
+            absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in shown and p.name != CAUSAL.name],
             attention=frame,
+            by_head=by_head.pictures[0].drawings[0] if by_head else None,
             tables=tables,
             provenance=flat(_without_begin(report.provenance)),
             prompts=report.provenance.get("prompts", {}),
@@ -71,6 +93,12 @@ def report_page(report: Contents) -> str:
             script=Markup(script),
         )
     )
+
+
+def title_of(name: str) -> str:
+    """What a model is called: of a path its last part, any other name as it is."""
+    path = re.fullmatch(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:.*[/\\])?([^/\\]+)[/\\]*", name)
+    return path[1] if path and path[1].strip(". ") else name
 
 
 def notebook_cell(report: Contents) -> str:
@@ -129,6 +157,16 @@ _BEHIND: dict[str, tuple[tuple[Declared, Callable[[Contents], pd.DataFrame]], ..
 _NOT_SHOWN = ("causal_prompts",)
 
 
+def _unmeasured(report: Contents) -> str:
+    """Why there is no card about the loss."""
+    if not len(report.causal):
+        return "Not run: what happens to the loss when a term is switched off in the running model (the causal probe)."
+    return (
+        "What the loss would be without a term is not known: this model, or these prompts, give no next-token loss. "
+        "What its output distributions and its attention do is in the table of interventions."
+    )
+
+
 def _without_begin(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Without what stands in a section of its own."""
     prompts = {k: v for k, v in provenance.get("prompts", {}).items() if k not in ("begin", "commonest")}
@@ -151,6 +189,8 @@ def _facts(report: Contents) -> Iterator[tuple[str, str]]:
     of = report.provenance
     model, prompts = of.get("model", {}), of.get("prompts", {})
     norms, heads = report.layernorms, report.heads
+    if title_of(report.name) != report.name:
+        yield "From", report.name
     if len(norms):
         kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
         yield "Norms", ", ".join(f"{n} {what}" for what, n in kinds.items())

@@ -16,11 +16,12 @@ from ln_probe.analyses.probes.registry import package_of
 from ln_probe.analyses.wording import shortened, visible
 from ln_probe.render import figures, norm_geometry
 from ln_probe.render.effects import causal_effects
+from ln_probe.render.emptiness import nothing_to_see
 from ln_probe.render.heads import MEASURES, heads_map, measures_of
 from ln_probe.render.svg import svg
 from ln_probe.reporting.contents import Contents
 
-GEOMETRIES = 6  # norms whose geometry a page offers: about 40 kB each
+GEOMETRIES = 5  # norms whose geometry a page offers: about 95 kB each
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Shown:
-    """A numbered picture of the page; `id` is what findings link to."""
+    """A picture of the page; `id` is what findings link to, `choice` what distinguishes its drawings.
+
+    `said` stands in for a picture on which nothing would be seen.
+    """
 
     id: str
     title: str
     drawings: tuple[Drawing, ...]
     wide: bool = False
+    choice: str = "Norm"
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,10 @@ CELL = GROUPS[1][3]  # of a notebook's cell: the first of these that there is
 
 
 def has(report: Contents, picture: Picture) -> bool:
-    """Whether there is anything to draw."""
+    """Whether there is anything to draw; of heads that is what attention sees, not the norm's output."""
     frame = report.tables.get(picture.table)
+    if frame is not None and picture.table == "heads":
+        frame = frame[frame["space"] == "head"]
     return frame is not None and picture.column in frame and not frame[picture.column].isna().all()
 
 
@@ -139,13 +147,18 @@ def drawn(report: Contents, picture: Picture, prefix: str = "") -> Drawing:
 def groups(report: Contents) -> Iterator[Group]:
     """All pictures of a report, under their headings."""
     for name, title, about, plans in GROUPS:
-        shown = [Shown(p.id, p.title, (drawn(report, p),)) for p in plans if has(report, p)]
+        shown = [_shown(report, p) for p in plans if has(report, p)]
         if name == "norms-pictures":
             shown += _geometry(report)
         if name == "heads-pictures":
             shown += _by_head(report)
         if shown:
             yield Group(name, title, about, tuple(shown))
+
+
+def _shown(report: Contents, picture: Picture) -> Shown:
+    said = nothing_to_see(report, picture.id)
+    return Shown(picture.id, picture.title, () if said else (drawn(report, picture),), said=said)
 
 
 def others(report: Contents) -> tuple[list[Group], list[str]]:
@@ -170,7 +183,7 @@ def _by_head(report: Contents) -> list[Shown]:
         caption = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
         drawn = Markup(svg(heads_map(report, measure), f"by-head-{measure}", caption))
         drawings.append(Drawing(MEASURES[measure].title, drawn, caption, first=measure == known[0]))
-    return [Shown("by-head", "Every head", tuple(drawings), wide=True)] if drawings else []
+    return [Shown("by-head", "Every head", tuple(drawings), wide=True, choice="Measure")] if drawings else []
 
 
 def _geometry(report: Contents) -> list[Shown]:

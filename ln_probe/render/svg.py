@@ -17,6 +17,8 @@ from ln_probe.analyses.wording import disarmed
 # scale that is turned round would be read wrongly.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID = "#b0b0b0"
+DECIMALS = 2  # of coordinates: a hundredth of a unit cannot be seen, and a tenth of a page's pictures was such decimals
+POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # units of an SVG an inch, its smallest text in them, the least size in pixels
 INK = "#000000"
 _VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
 
@@ -41,10 +43,13 @@ def svg(figure: Figure, name: str, title: str = "") -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(rf"(\.\d{{{DECIMALS}}})\d+", r"\1", m.group()), text)
     text = re.sub(r'\bid="(?=[A-Za-z])|url\(#(?=[A-Za-z])|href="#(?=[A-Za-z])', lambda m: f"{m.group(0)}{name}-", text)
     text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
     for colour, variable in _VARIABLES.items():
         text = re.sub(rf"(?<=: ){colour}", f"var({variable}, {colour})", text)
-    described = f'<svg role="img" aria-labelledby="{name}-title" '
+    # How wide it must be for its smallest text (8 points) to have 11 pixels: phones scroll.
+    width = round(figure.get_figwidth() * POINTS * LEGIBLE / SMALLEST)
+    described = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
     head, _, rest = text.partition(">")
     return head.replace("<svg ", described, 1) + f'><title id="{name}-title">{escape(disarmed(title))}</title>' + rest

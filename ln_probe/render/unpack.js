@@ -31,3 +31,10 @@ function figure(value) {
   const size = Math.abs(value);
   return size >= 1e5 || size < 1e-4 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
 }
+
+// A head's place in an address: layer, head, prompt. An address is anybody's text: only digits are taken from it.
+function placeOf(hash) {
+  const found = /^#L(\d{1,5})H(\d{1,5})P(\d{1,7})$/.exec(hash);
+  return found && found.slice(1).map(Number);
+}
+const addressOf = ([layer, head, prompt]) => `#L${layer}H${head}P${prompt}`;

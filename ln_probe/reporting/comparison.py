@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.tables import PAIRED, SUMMARY
+from ln_probe.analyses.tables import SUMMARY
 from ln_probe.reporting.overview import overview, told_apart
+from ln_probe.reporting.paired import paired
 from ln_probe.reporting.report import Report
 
 
@@ -100,40 +100,7 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     )
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}
     joined = {n: _side_by_side(t, called, found) for n, t in tables.items()}
-    return Comparison(called, found, summary, joined, _paired(called, found))
-
-
-def _paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
-    """Differences of `causal_prompts.delta_loss` to the first report's, over the prompts that both have."""
-    first, key = reports[0], ["prompt", "sites", "variant"]
-    rows: list[dict[str, object]] = []
-    for name, report in zip(names[1:], reports[1:], strict=True):
-        sums = [r.provenance.get("prompts", {}).get("sha256") for r in (first, report)]
-        one, two = (r.tables["causal_prompts"] for r in (first, report))
-        if not len(one) or not len(two) or not sums[0] or sums[0] != sums[1]:
-            continue
-        both = one.merge(two, on=key, suffixes=("", "_other"))
-        both = both[both["predicted"] > 0]
-        for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
-            weight = mine["predicted"].to_numpy(float)
-            change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
-            low, high = prompt_intervals.interval(change, weight)
-            rows.append(
-                {
-                    "model": name,
-                    "against": names[0],
-                    "sites": sites,
-                    "variant": variant,
-                    "difference": float(change.sum() / weight.sum()),
-                    "low": low,
-                    "high": high,
-                    "prompts": len(mine),
-                    "prompts_more": int((change > 0).sum()),
-                    "p_adjusted": prompt_intervals.sign_test(change),
-                }
-            )
-    found = PAIRED.frame(rows)
-    return found.assign(p_adjusted=prompt_intervals.holm(found["p_adjusted"].to_list())) if rows else found
+    return Comparison(called, found, summary, joined, paired(called, found))
 
 
 def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:

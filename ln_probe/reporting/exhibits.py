@@ -74,6 +74,9 @@ class PromptAttention(OneLine):
             stores it.
         full: patterns weight by weight of a few (layer, head).
         causal: no weight above the diagonal.
+        cells_frozen: `cells` as they would be if keys alone were made without scaling (the variant `no_scaling`: the
+            intact model's queries); zeros in layers where nothing changes by construction, or that have no head space.
+            None: a report of an earlier version.
     """
 
     prompt: int
@@ -90,6 +93,7 @@ class PromptAttention(OneLine):
     received: UInt8[np.ndarray, "layer head key"]
     full: Mapping[tuple[int, int], UInt8[np.ndarray, "query key"]] = field(default_factory=dict)
     causal: bool = True
+    cells_frozen: UInt8[np.ndarray, "layer head bin bin"] | None = None
 
     @property
     def pooled(self) -> bool:

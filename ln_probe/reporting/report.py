@@ -59,10 +59,13 @@ class Report(Contents):
         return replace(self, notes=(*self.notes, *notes))
 
     def attention(self, layer: int | None = None, prompt: int = 0, head: int | None = None) -> AttentionView:
-        """Attention patterns with circuitsvis, keys marked by how hard they are to select; shows without a network.
+        """A map of heads and the attention of one, intact and without scaling; shows without a network.
+
+        Patterns as circuitsvis draws them, keys marked by how hard they are to select.
 
         Args:
-            layer: the layer shown first (None: the first); the others can be chosen in the picture.
+            layer, head: shown first (None: what is most affected, by the first measure of the map); the others can be
+                chosen in the picture.
             prompt: the prompt shown first.
             head: the head enlarged first (None: the first that is kept weight by weight).
 
@@ -70,8 +73,9 @@ class Report(Contents):
             ValueError: nothing was kept of that layer, head or prompt (says what there is).
         """
         from ln_probe.render.attention_view import AttentionView
+        from ln_probe.render.explorer import HeadMap
 
-        return AttentionView(self.exhibits, layer, prompt, head)
+        return AttentionView(self.exhibits, layer, prompt, head, HeadMap.of(self))
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.
@@ -90,16 +94,18 @@ class Report(Contents):
 
         return by_head(self, sort)
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page that opens offline; the path written."""
+    def to_html(self, path: str | Path, *, index: str = "") -> Path:
+        """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
         from ln_probe.render.page import report_page
 
         path = Path(path)
-        write_text(path, report_page(self))
+        write_text(path, report_page(self, index))
         return path
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
+
+        `index`: where the page that lists this report stands, relative to the folder; report.html then links to it.
 
         Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
 
@@ -114,7 +120,7 @@ class Report(Contents):
             with replacing(folder / f"{name}.parquet") as aside, aside.open("wb") as file:  # pyarrow wants UTF-8 paths
                 table.to_parquet(file, index=False)
         self.exhibits.save(folder / EXHIBITS_FILE)
-        self.to_html(folder / "report.html")
+        self.to_html(folder / "report.html", index=index)
         files = [*(f"{name}.parquet" for name in self.tables), EXHIBITS_FILE]
         for name in earlier - set(files):
             (folder / name).unlink(missing_ok=True)

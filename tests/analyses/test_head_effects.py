@@ -143,7 +143,7 @@ def test_the_table_and_what_is_said_of_it() -> None:
     probe = HeadEffects()
     (finding,) = probe.findings({"head_effects": made}, {})
     assert finding.text.startswith(
-        "The head that needs its norm's scaling most is head 0 of layer 0: +0.5 nats per token without it (worse on 12 "
+        "The head that needs its norm's scaling most is L0H0: +0.5 nats per token without it (worse on 12 "
         "of 12 prompts), from a loss of 2; 1 of 2 heads"
     )
     made["p_adjusted"] = 1.0

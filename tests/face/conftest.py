@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -280,6 +282,77 @@ def single(report: Report) -> list[Report]:
         )
         for text in HOSTILE
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- a browser
+
+REQUIRED = os.environ.get("LN_PROBE_NEEDS_BROWSER") == "1"  # set by .ci/run: there, a missing browser is a failure
+WATCH = "window.fired = () => { window.hasFired = true; };"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    def missing(what: str) -> None:
+        (pytest.fail if REQUIRED else pytest.skip)(what)
+
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("browser tests need playwright: pip install playwright (its own browsers are not needed)")
+    path = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+    if path is None:
+        missing("browser tests need Chromium on the PATH: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # No sandbox of Chromium's own: it cannot be set up by root in a container.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page that was opened: everything it asked for or complained about is kept."""
+
+    def __init__(self, browser: Any, path: Path, at: str = "", **options: Any) -> None:
+        self.said: list[str] = []
+        self.context = browser.new_context(offline=True, accept_downloads=True, **options)
+        self.context.add_init_script(WATCH)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda m: self.said.append(f"{m.type}: {m.text}"))
+        self.page.on("pageerror", lambda e: self.said.append(f"error: {e}"))
+        self.page.on("dialog", lambda d: (self.said.append(f"dialog: {d.message}"), d.dismiss()))
+        self.page.on(
+            "request", lambda r: self.said.append(f"request: {r.url}") if r.url.split("#")[0] != path.as_uri() else None
+        )
+        self.page.goto(path.as_uri() + at)
+
+    def attention(self) -> Any:
+        frame = self.page.frame_locator("iframe.attention")
+        frame.locator("#pattern canvas").wait_for()
+        return frame
+
+    def quiet(self) -> None:
+        """Nothing was fetched, nothing was said, nothing that came with the data ran."""
+        self.page.wait_for_timeout(50)
+        assert self.said == []
+        assert not any(f.evaluate("window.hasFired === true") for f in self.page.frames)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Visit]]:
+    opened: list[Visit] = []
+
+    def open_page(html: str, **options: Any) -> Visit:
+        path = tmp_path / f"{len(opened)}.html"
+        path.write_text(html, encoding="utf-8")
+        opened.append(Visit(browser, path, **options))
+        return opened[-1]
+
+    yield open_page
+    for one in opened:
+        one.close()
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_what_is_kept_is_bounded(layers: int, heads: int, lengths: list[int]) ->
     size = 0
     for prompt, whole in chosen.items():
         cells = min(CELLS, lengths[prompt])
-        size += len(kept) * heads * (cells * (cells + 1) // 2 + MARKS * lengths[prompt])
+        size += len(kept) * heads * (cells * (cells + 1) + MARKS * lengths[prompt])
         size += FULL_HEADS * lengths[prompt] * (lengths[prompt] + 1) // 2 if whole and lengths[prompt] > CELLS else 0
         assert size <= (FIRST_PROMPT if prompt == 0 else BUDGET)
     assert any("attention is shown for the first" in n for n in notes) == (len(chosen) < len(lengths))

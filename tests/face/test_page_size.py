@@ -29,6 +29,7 @@ def made_up(rng: np.random.Generator) -> Exhibits:
     shown = []
     for prompt, whole in prompts.items():
         cells = np.zeros((LAYERS, HEADS, CELLS, CELLS), np.uint8)
+        frozen = np.zeros_like(cells)
         full = {}
         for layer in range(LAYERS):
             scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
@@ -36,6 +37,7 @@ def made_up(rng: np.random.Generator) -> Exhibits:
             pattern /= pattern.sum(-1, keepdims=True)
             cells[layer] = to_bytes(pooled(pattern, bin_edges(TOKENS)))
             full[layer, layer] = to_bytes(pattern[layer])
+            frozen[layer] = cells[layer][::-1]
         shape = (LAYERS, HEADS, TOKENS)
         numbers = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
         verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
@@ -56,6 +58,7 @@ def made_up(rng: np.random.Generator) -> Exhibits:
                 numbers[2],
                 received,
                 full if whole else {},
+                cells_frozen=frozen,
             )
         )
     return Exhibits(tuple(shown))

@@ -1,0 +1,52 @@
+"""How much more the loss changes in one report than in another, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.tables import PAIRED
+from ln_probe.reporting.contents import Contents
+
+
+def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0) -> pd.DataFrame:
+    """Differences of `causal_prompts.delta_loss` to the baseline's, over the prompts that both have.
+
+    Args:
+        names, reports: one name per report.
+        baseline: which of them the others are compared with.
+
+    Returns:
+        The table `ln_probe.analyses.tables.PAIRED`, without reports on other tokens than the baseline's.
+    """
+    first, key = reports[baseline], ["prompt", "sites", "variant"]
+    rows: list[dict[str, object]] = []
+    for number, (name, report) in enumerate(zip(names, reports, strict=True)):
+        sums = [r.provenance.get("prompts", {}).get("sha256") for r in (first, report)]
+        one, two = (r.tables["causal_prompts"] for r in (first, report))
+        if number == baseline or not len(one) or not len(two) or not sums[0] or sums[0] != sums[1]:
+            continue
+        both = one.merge(two, on=key, suffixes=("", "_other"))
+        both = both[both["predicted"] > 0]
+        for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
+            weight = mine["predicted"].to_numpy(float)
+            change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
+            low, high = prompt_intervals.interval(change, weight)
+            rows.append(
+                {
+                    "model": name,
+                    "against": names[baseline],
+                    "sites": sites,
+                    "variant": variant,
+                    "difference": float(change.sum() / weight.sum()),
+                    "low": low,
+                    "high": high,
+                    "prompts": len(mine),
+                    "prompts_more": int((change > 0).sum()),
+                    "p_adjusted": prompt_intervals.sign_test(change),
+                }
+            )
+    found = PAIRED.frame(rows)
+    return found.assign(p_adjusted=prompt_intervals.holm(found["p_adjusted"].to_list())) if rows else found

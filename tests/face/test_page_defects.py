@@ -1,0 +1,311 @@
+"""Entries of the list of faults that concern pages: each has a test of its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ln_probe.analyses.tables import CAUSAL_PROMPTS
+from ln_probe.render import figures, forest
+from ln_probe.render.explorer import HeadMap, address, linked
+from ln_probe.render.heads import MEASURES
+from ln_probe.render.index import IndexEntry, index_page
+from ln_probe.render.page import report_page, title_of
+from ln_probe.render.pictures import groups
+from ln_probe.render.svg import LEGIBLE, POINTS, SMALLEST, svg
+from ln_probe.reporting.exhibits import Exhibits, to_weights
+from ln_probe.reporting.paired import paired
+from ln_probe.reporting.report import Report
+
+Reader = Callable[[str], Any]
+PageOf = Callable[[Report], str]
+
+
+def shown(report: Report, name: str) -> Any:
+    return next(p for g in groups(report) for p in g.pictures if p.id == name)
+
+
+# ------------------------------------------------------------------------------------------------ shares, coincidence
+
+
+def test_d3_shares_stand_beside_an_even_one(report: Report) -> None:
+    axes = figures.attainable_over_depth(report).axes[0]
+    even = figures.even_share(report)
+    assert even == 1 / 24
+    (line,) = [found for found in axes.lines if found.get_linestyle() == ":"]
+    assert list(line.get_ydata()) == [even, even]
+    assert line.get_label() == "an even share, 1/n = 4.2 %"
+    without = replace(report, provenance={})
+    assert not [found for found in figures.attainable_over_depth(without).axes[0].lines if found.get_linestyle() == ":"]
+
+
+def test_d4_the_page_says_whose_attention_a_share_is_of(report: Report, page_of: PageOf) -> None:
+    """What a key can get is of the last position, what it got of all queries: said wherever both stand."""
+    html = page_of(report)
+    assert "of the attention of the last position" in html
+    assert "from the average query that sees it" in html
+
+
+def test_d5_lines_that_coincide_are_one_and_say_so(report: Report) -> None:
+    heads = report.heads[report.heads["variant"].isin(["intact", "no_scaling"])]
+    copies = heads[heads["variant"] == "intact"].assign(variant="no_projection")
+    axes = figures.margins_over_depth(report.with_tables(heads=pd.concat([heads, copies], ignore_index=True))).axes[0]
+    labels = axes.get_legend_handles_labels()[1]
+    assert "intact = without projection" in labels
+    assert "without scaling" in labels
+    assert "intact" not in labels
+
+
+# ------------------------------------------------------------------------------------------------------ empty pictures
+
+
+def test_d5_pictures_without_anything_on_them_are_sentences(
+    report: Report, causal: pd.DataFrame, parsed: Reader
+) -> None:
+    heads = report.heads.assign(unselectable_fraction=0.0, uniform_angle_deg=90.0)
+    blank = Report(
+        {
+            "heads": heads,
+            "layernorms": report.layernorms.assign(mean_share=0.0),
+            "causal": causal.assign(no_op="none: nothing"),
+        },
+        report.provenance,
+    )
+    html = report_page(blank)
+    for name, said in (
+        ("projection", "Nothing of what the 5 norms read lies along the ones-vector"),
+        ("unselectable", "Every key can be selected by some query: none of the 8 heads has one that cannot"),
+        ("angle", "In all 8 heads queries are at 90° to the direction that attends uniformly"),
+        ("causal", "Nothing is left to take away"),
+    ):
+        assert shown(blank, name).drawings == ()
+        assert shown(blank, name).said.startswith(said)
+        assert f'id="{name}"' in html, "findings link to it"
+        assert said in parsed(html).text
+    assert shown(report, "projection").drawings
+    assert not shown(report, "projection").said
+    # Grown beyond nothing by the least that there is, each is a picture again.
+    one = heads.copy()
+    one.loc[one[one["space"] == "head"].index[0], ["unselectable_fraction", "uniform_angle_deg"]] = 1 / 24, 80.0
+    assert not shown(report.with_tables(heads=one), "unselectable").said
+    assert not shown(report.with_tables(heads=one.assign(variant=heads["variant"])), "angle").said
+
+
+def test_d5_an_index_draws_no_axis_of_zeros(report: Report, parsed: Reader) -> None:
+    zero = report.with_tables(heads=report.heads.assign(unselectable_fraction=0.0))
+    html = index_page([IndexEntry("a", report=zero), IndexEntry("b", report=zero)])
+    assert "0 in every model, layer and variant." in parsed(html).text
+    assert "depth-unselectable-fraction-title" not in html
+    assert "depth-margin-median-title" in html
+
+
+def test_d5_few_stuck_keys_do_not_shine(report: Report) -> None:
+    heads = report.heads.assign(unselectable_fraction=4 / 512)
+    figure = figures.unselectable_by_head(report.with_tables(heads=heads))
+    assert figure.axes[0].collections[0].get_clim() == (0, 0.1)
+
+
+# --------------------------------------------------------------------------------------- reading: phones, titles, ways
+
+
+def test_d6_text_of_charts_is_legible_on_phones(report: Report, causal: pd.DataFrame, page_of: PageOf) -> None:
+    """Every chart says how wide it must be for its smallest text to have 11 px, and phones show it so."""
+    rows = forest.losses(["a", "b"], [report.with_tables(causal=causal)] * 2)
+    html = page_of(report) + svg(forest.forest(["a", "b"], rows), "x")
+    drawn = re.findall(r'<svg [^>]*--legible:(\d+)px"[^>]*viewBox="0 0 ([\d.]+) [\d.]+".*?</svg>', html, re.DOTALL)
+    texts = re.findall(r"<svg .*?</svg>", html, re.DOTALL)
+    assert len(drawn) == len(texts) >= 9
+    for (legible, width), text in zip(drawn, texts, strict=True):
+        assert float(legible) * SMALLEST / float(width) == pytest.approx(LEGIBLE, rel=0.01)
+        sizes = [float(s) for s in re.findall(r"font(?:-size)?: (?:[\w ]+ )?([\d.]+)px", text)]
+        assert sizes
+        assert min(sizes) >= SMALLEST
+    assert POINTS == 72
+    style = html[: html.index("</style>")]
+    assert "min-width: var(--legible)" in style[style.index("@media (max-width: 44rem) {\n  figure svg") :]
+
+
+@pytest.mark.parametrize(("name", "title"), [
+    ("/work/models/gpt2", "gpt2"), ("./a/b.gguf", "b.gguf"), ("~/x/", "x"), ("C:\\models\\llama", "llama"),
+    ("EleutherAI/pythia-70m", "EleutherAI/pythia-70m"), ("gpt2", "gpt2"), ("/", "/"), ("../..", "../.."), ("", ""),
+])  # fmt: skip
+def test_d6_the_title_is_a_name(name: str, title: str) -> None:
+    assert title_of(name) == title
+
+
+def test_d6_a_page_leads_back_to_its_index(report: Report, parsed: Reader, tmp_path: Path) -> None:
+    small = Report({"layernorms": report.layernorms.head(2)}, report.provenance)
+    alone, listed = report_page(small), report_page(small, "../index.html")
+    assert "All models" not in alone
+    assert ("a", {"href": "../index.html"}) in parsed(listed).tags
+    assert 'href="javascript%3Afired%28%29"' in report_page(small, "javascript:fired()")
+    page = Path(small.save(tmp_path / "r", index="../index.html"), "report.html")
+    assert 'href="../index.html"' in page.read_text()
+
+
+def test_d6_every_page_has_a_main_part_and_no_path_for_a_title(report: Report, parsed: Reader, page_of: PageOf) -> None:
+    moved = Report({"layernorms": report.layernorms}, {"model": {"name": "/a/b/mine"}})
+    html = report_page(moved)
+    assert "<title>mine · ln_probe</title>" in html
+    assert "/a/b/mine" in parsed(html).text
+    for page in (html, index_page([IndexEntry("x", report=report)]), report.attention().document()):
+        assert sum(t == "main" for t, _ in parsed(page).tags) == 1
+        assert sum(t == "h1" for t, _ in parsed(page).tags) == 1
+
+
+def test_d6_without_scripts_there_is_a_map_and_no_void(report: Report, page_of: PageOf, parsed: Reader) -> None:
+    html = page_of(report)
+    without = re.findall(r"<noscript>(.*?)</noscript>", html, re.DOTALL)
+    assert any("iframe.attention" in w and "display: none" in w for w in without)
+    assert sum("<svg" in w for w in without) == 1
+    assert "Attention patterns are drawn by a script" in "".join(without)
+
+
+def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf, parsed: Reader) -> None:
+    tips = {a.get("title") for t, a in parsed(page_of(report)).tags if t == "th"}
+    for name, table in report.declared.items():
+        frame = report.tables[name]
+        for column in table.columns if len(frame) and name != "causal_prompts" else ():
+            if column.shown and frame[column.name].notna().any():
+                unit = f" ({column.unit})" if column.unit else ""
+                assert f"{column.meaning}{unit}" in tips, (name, column.name)
+
+
+def test_d6_a_view_says_in_a_line_what_it_is(report: Report) -> None:
+    view = report.attention(1, head=2)
+    assert repr(view) == "AttentionView(layer=1, prompt=0, head=2)"
+    with pytest.raises(ValueError, match="no attention was kept of head 9: there is some of heads 0, 1, 2, 3"):
+        report.attention(head=9)
+
+
+# ------------------------------------------------------------------------------------------------------ head explorer
+
+
+def test_patterns_without_scaling_are_kept(long_report: Report) -> None:
+    """Rows sum to 1, no query sees ahead, the entropy is that of the `heads` table; another pattern than the intact."""
+    heads = long_report.heads.query("space == 'head' and variant == 'no_scaling'").set_index(["layer", "head"])
+    (short,) = [a for a in long_report.exhibits.attention if a.prompt == 2]
+    assert short.cells_frozen is not None
+    patterns = to_weights(short.cells_frozen)
+    assert np.abs(patterns.sum(-1) - 1).max() < 0.02
+    assert not np.triu(patterns, 1).any()
+    assert np.abs(patterns - to_weights(short.cells)).max() > 0.05
+    ratios = []
+    for shown in long_report.exhibits.attention:
+        assert shown.cells_frozen is not None
+        if not shown.pooled:
+            p = to_weights(shown.cells_frozen)
+            entropy = -(p * np.log(np.maximum(p, 1e-12))).sum(-1)[..., 1:]
+            ratios.append(entropy / np.log(np.arange(2, p.shape[-1] + 1)))
+    assert len(ratios) == 1
+    assert (ratios[0] > 0).all()
+    assert (ratios[0] < 1.02).all()
+    assert heads["entropy_ratio"].between(0, 1).all()
+
+
+def test_the_view_opens_at_the_most_affected_head(report: Report) -> None:
+    table = report.by_head()
+    heads = HeadMap.of(report)
+    first = next(iter(heads.values))
+    assert first == "delta_loss"
+    worst = table.loc[table["delta_loss"].abs().idxmax()]
+    assert heads.most_affected(report.exhibits) == (worst["layer"], worst["head"])
+    assert heads.most_affected(report.exhibits, layer=1)[0] == 1
+    for measure, grid in heads.values.items():
+        expected = table.pivot(index="layer", columns="head", values=measure).to_numpy()
+        np.testing.assert_array_equal(grid, expected)
+        assert measure in MEASURES
+    assert HeadMap().most_affected(report.exhibits) == (0, 0)
+    blank = report.with_tables(head_effects=report.tables["head_effects"].head(0))
+    assert next(iter(HeadMap.of(blank).values)) == "entropy_change"
+    with pytest.raises(ValueError, match="this report keeps no attention"):
+        heads.most_affected(Exhibits())
+
+
+def test_findings_lead_to_heads(report: Report, page_of: PageOf, parsed: Reader, hostile: list[str]) -> None:
+    assert linked("of L1H2: a, L9H9 b", report.exhibits) == 'of <a href="#L1H2P0">L1H2</a>: a, L9H9 b'
+    assert address(1, 2) == "#L1H2P0"
+    named = [f for f in report.findings() if re.search(r"\bL\d+H\d+\b", f)]
+    assert named
+    links = {a["href"] for t, a in parsed(page_of(report)).tags if t == "a"}
+    for sentence in named:
+        for layer, head in re.findall(r"\bL(\d+)H(\d+)\b", sentence):
+            assert address(int(layer), int(head)) in links
+    for text in hostile:
+        page = parsed(str(linked(f"{text} L0H1 {text}L0H0{text}", report.exhibits)))
+        assert {t for t, _ in page.tags} <= {"a"}
+        assert {a["href"] for _, a in page.tags} <= {"#L0H1P0", "#L0H0P0"}
+
+
+# --------------------------------------------------------------------------------------------------------------- index
+
+
+@pytest.fixture(scope="module")
+def models(report: Report, causal: pd.DataFrame) -> list[Report]:
+    """Three models on the same 40 prompts, whose losses change by 0.3, 0.4 and 0.5 on average; two of one run."""
+    rng = np.random.default_rng(0)
+    hard = rng.lognormal(-2, 1, 40)
+    found = []
+    for i in range(3):
+        values = {"prompt": np.arange(40), "sites": "all", "variant": "no_scaling", "predicted": 10, "loss": 4.0}
+        rows = pd.DataFrame(values | {"delta_loss": hard + 0.1 * i} | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0))
+        model = {"name": "run" if i else "one", "step": 1000 * i} if i else {"name": "one"}
+        found.append(
+            Report(
+                {"causal_prompts": CAUSAL_PROMPTS.check(rows), "causal": causal},
+                {"model": model, "prompts": {"sha256": "x"}},
+            )
+        )
+    return found
+
+
+def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reader) -> None:
+    html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models)])
+    page = parsed(html)
+    for name in ("losses", "paired", "losses-training"):
+        assert f'id="{name}"' in html
+    assert html.count('id="paired-') >= 3, "every model can be the baseline"
+    assert "Change of the loss minus its change in m1, prompt by prompt" in page.text
+    assert html.index('id="losses"') < html.index('id="table-comparison"')
+
+
+def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
+    rows = forest.losses(["a", "b", "c"], models)
+    figure = forest.forest(["a", "b", "c"], rows)
+    scaling = figure.axes[0]
+    filled = scaling.lines[0]
+    assert list(filled.get_xdata()) == [0.3] * 3
+    (bars, *_) = scaling.collections
+    assert [tuple(s[:, 0]) for s in bars.get_segments()] == [(pytest.approx(0.28), pytest.approx(0.33))] * 3
+    for baseline, expected in ((0, [0.1, 0.2]), (2, [-0.2, -0.1])):
+        table = paired(["a", "b", "c"], models, baseline)
+        assert list(table["difference"]) == pytest.approx(expected)
+        assert set(table["against"]) == {"abc"[baseline]}
+        drawn = forest.differences(["a", "b", "c"], table)
+        assert list(drawn["place"]) == [i for i in range(3) if i != baseline]
+        assert list(drawn["value"]) == pytest.approx(expected)
+    steps = forest.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"])
+    assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
+
+
+def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
+    blank = Report({"layernorms": report.layernorms}, report.provenance)
+    assert "The loss without a term was measured for none" in parsed(index_page([IndexEntry("a", report=blank)])).text
+
+
+def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
+    for start in range(0, len(hostile), 40):
+        some = hostile[start : start + 40]
+        html = index_page([IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)])
+        page = parsed(html)
+        assert sum(t == "script" for t, _ in page.tags) <= 3
+        assert not [t for t, _ in page.tags if t in ("img", "iframe", "form", "object", "embed", "base", "textarea")]
+        assert not [n for _, a in page.tags for n in a if n.startswith("on")]
+        assert not [a for t, a in page.tags if t == "a" and ":" in (a.get("href") or "")]
