@@ -95,7 +95,7 @@ def _losses(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     about = "Lines: 95 % intervals over prompts. Grey: changes that are not called effects. "
     caption = f"{about}A term that is not there to take away has no mark.{note}"
     found = [_drawing_of("losses", "Change of the loss", forest(names, rows), caption)]
-    against = []
+    against: list[Drawing] = []
     for baseline in drawn[:BASELINES] if len(drawn) > 1 else []:
         some = differences(names, paired(names, reports, baseline))
         if len(some):
