@@ -120,7 +120,7 @@ class Heads:
 
     def pattern(
         self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
-    ) -> Float[Tensor, "head query key"]:
+    ) -> Float[Tensor, "some query key"]:
         """Attention that these queries pay to these keys, in some of the heads."""
         bias = self.bias(len(k))
         return attention_pattern(
