@@ -256,7 +256,9 @@ class Passes:
         def frozen(seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
             if seen.layer in calibration.unsupported:
                 return None
-            return Attended(seen, lambda: self._heads_of(seen, again=True), calibration, self.heads).pattern("no_scaling")
+            return Attended(seen, lambda: self._heads_of(seen, again=True), calibration, self.heads).pattern(
+                "no_scaling"
+            )
 
         return recording.record(
             self.model,
