@@ -71,6 +71,9 @@ class HeadRuns:
         layers, heads: looked at (heads None: all).
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
+
+    Raises:
+        ValueError: `exact` names a head that is not there.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class HeadRuns:
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (_no_loss(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
+        self.asked_for = exact is not None
         if self.sites and not self.silent:
             by_site: dict[str, dict[int, list[int]]] = {}
             for layer, site in self.sites.items():
@@ -103,6 +107,9 @@ class HeadRuns:
                 return HeadEdit(site, change, label, heads=by_site[site.name])
 
             self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
+            there = {(layer, head) for layer, heads in self.heads.items() for head in heads}
+            if exact is not None and (unknown := sorted(set(exact) - there)):
+                raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is looked at")
             self.exact = frozenset(self._chosen() if exact is None else exact)
 
     def _chosen(self) -> list[tuple[int, int]]:
@@ -125,9 +132,10 @@ class HeadRuns:
             return [f"head_effects: nothing was measured: {self.silent}"]
         every = sum(map(len, self.heads.values()))
         if self.exact and len(self.exact) < every:
+            which = f"those with the largest estimates on {CHOOSING} calibration prompts"
             said.append(
-                f"head_effects: {len(self.exact)} of {every} heads were run exactly, those with the largest estimates "
-                f"on {CHOOSING} calibration prompts; the others are estimated"
+                f"head_effects: {len(self.exact)} of {every} heads were run exactly, "
+                f"{'those asked for' if self.asked_for else which}; the others are estimated"
             )
         return said
 

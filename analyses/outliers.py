@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.model import check_model, evaluating
+from ln_probe.hooks.model import check_model, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.one_line import OneLine
 from ln_probe.hooks.sites import Site, find_sites
 
@@ -208,13 +208,23 @@ def outlier_tokens(model: object, tokens: Int[Tensor, "batch pos"]) -> OutlierTo
 
     Raises:
         TypeError: not a TransformerLens model.
-        ValueError: tokens that are not [batch pos].
+        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary.
         ActivationError: a norm's input or output is not finite.
     """
     hooked = check_model(model)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         shape = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be whole numbers [batch pos], got {shape}")
+    if not tokens.numel():
+        raise ValueError(f"tokens are empty: {list(tokens.shape)}")
+    if tokens.shape[1] > context_length(hooked):
+        raise ValueError(
+            f"{tokens.shape[1]} tokens are more than the context of {context_length(hooked)}: cut the prompts"
+        )
+    size = vocabulary_size(hooked)
+    if bool(((tokens < 0) | (tokens >= size)).any()):
+        wrong = int(tokens[(tokens < 0) | (tokens >= size)][0])
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {size} (0 … {size - 1})")
     sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
     seen: dict[str, dict[str, list[Tensor]]] = {
         n: {s.name: [] for s in sites} for n in ("sigma", "before", "after", "ratio")

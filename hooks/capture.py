@@ -95,8 +95,11 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 def _resident() -> int:
     """Bytes of this process in memory."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 0
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -113,7 +116,11 @@ def return_free_memory() -> None:
     so it is called around what takes much memory, and does something only where the process has grown since.
     """
     global _kept
-    if (trim := _malloc_trim()) is not None and _resident() > _kept + _GROWTH:
+    if (trim := _malloc_trim()) is None:
+        return
+    held = _resident()
+    _kept = min(_kept, held)  # a model that was larger is gone
+    if held > _kept + _GROWTH or not held:
         trim(0)
         _kept = _resident()
 
@@ -171,6 +178,8 @@ class _Pass:
                 return
             self.done.add(site.name)
             x, y = args[0].detach(), output.detach()
+            if x.ndim == 4 and site.reads not in ("query", "key"):  # an input for each head: all the same
+                x, y = x[:, :, 0], y[:, :, 0]
             _finite(site, x, "input")
             _finite(site, y, "output")
             if self.on_norm is not None:

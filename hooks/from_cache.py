@@ -101,6 +101,8 @@ class CachedPrompt:
         block = place.rsplit(".", 1)[0]
         stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(place.rsplit(".", 1)[-1], "")
         found = [f"{place}.hook_in"]
+        if any(s.attention_layers and s.layer not in s.attention_layers for s in self.model_sites):
+            return found  # norms behind attention and MLP: no point of the stream is what they read
         if block != place and stream:
             found.append(f"{block}.{stream}")
         return found if block != place else [*found, f"{last}.hook_resid_post"]

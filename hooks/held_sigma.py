@@ -53,13 +53,17 @@ def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Ten
     Raises:
         InterventionError: it is for another number of tokens.
     """
-    try:
-        return given.to(x.device).expand(x.shape[:-1])[..., None]
-    except RuntimeError as error:
+    wanted, laid = x.shape[:-1], given.to(x.device)
+    if laid.ndim == 1:
+        laid = laid[None]
+    if laid.ndim == len(wanted) - 1:  # every head with an input of its own: a token's sigma is that of all
+        laid = laid[..., None]
+    if laid.ndim != len(wanted) or any(g not in (1, w) for g, w in zip(laid.shape, wanted, strict=True)):
         raise InterventionError(
             f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
             "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"
-        ) from error
+        )
+    return laid.expand(wanted)[..., None]
 
 
 def held(module: nn.Module) -> LinearEdit | None:

@@ -71,7 +71,7 @@ def record(
         def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
             x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
             if name not in inputs:
-                inputs[name] = flat(x, length)[rows].cpu()
+                inputs[name] = flat(x, length)[rows, : x.shape[-1]].cpu()  # (of the first head)
 
         return hook
 

@@ -30,7 +30,8 @@ TOKENS = 8  # of the short pass: with d_model 8 still 64 equations for some ten 
 # summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
 CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
 HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
-_SNAP = 1e-4  # a fitted factor this near to 0 or 1 is 0 or 1
+_SNAP = 1e-4  # a fitted factor this near to 0 or 1 is 0 or 1 …
+_SNAP_HALF = 2e-2  # … and in 16-bit formats, whose rounding is fitted as well
 _PLACES = 4  # earlier places that a stream can be continued from
 
 Expression = Mapping[Source, float]
@@ -89,6 +90,8 @@ class _Place:
     name: str
     expression: dict[Source, float]
     value: Tensor
+    writes: int = 0  # that had been seen by then
+    norms: int = 0
 
 
 class _Search:
@@ -96,22 +99,30 @@ class _Search:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.limit = closes_below(dtype)
+        self.snap = _SNAP if dtype in CLOSES else _SNAP_HALF
+        self.forgotten = [0, 0]  # writes and norms
         self.writes: list[tuple[Source, Tensor]] = []
         self.norms: list[tuple[Source, Tensor]] = []
         self.places: list[_Place] = []
         self.open: dict[str, str] = {}
 
     def forget_before(self, layer: int) -> None:
+        writes, norms = len(self.writes), len(self.norms)
         self.writes = [(s, v) for s, v in self.writes if s.layer >= layer - 1 or not self.places]
         self.norms = [(s, v) for s, v in self.norms if s.layer >= layer - 1]
+        self.forgotten[0] += writes - len(self.writes)
+        self.forgotten[1] += norms - len(self.norms)
 
     def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
+        if (plain := self._plain(value)) is not None:
+            self._put(name, plain, value)
+            return plain
         best = 1.0
         for known in (self.writes, [*self.writes, *self.norms]):
             for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
                 expression, left = self._fit(start, known, value)
                 if left <= self.limit:
-                    self.places.append(_Place(name, expression, value))
+                    self._put(name, expression, value)
                     return expression
                 best = min(best, left)
         since = self.places[-1].name if self.places else "the embeddings"
@@ -121,6 +132,29 @@ class _Search:
             "last place where the sum closes, by a module that ln_probe does not know"
         )
         return None
+
+    def _put(self, name: str, expression: dict[Source, float], value: Tensor) -> None:
+        counts = (gone + len(there) for gone, there in zip(self.forgotten, (self.writes, self.norms), strict=True))
+        self.places.append(_Place(name, expression, value, *counts))
+
+    def _plain(self, value: Tensor) -> dict[Source, float] | None:
+        """The stream at an earlier place plus all that was written since, or plus what norms put out: what
+        nearly every model does, with factors of 1 that no rounding can bend. The nearest of those that close."""
+        best, found = self.limit, None
+        for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
+            since = self.writes[max(0, start.writes - self.forgotten[0]) :]
+            normed = self.norms[max(0, start.norms - self.forgotten[1]) :]
+            for added in (since, normed[-1:], normed):
+                if not added and not start.expression:
+                    continue
+                made = start.value + sum((v for _, v in added), torch.zeros_like(value))
+                largest = max(float(t.abs().max()) for t in (start.value, value, *(v for _, v in added)))
+                left = float((value - made).abs().max()) / max(largest, 1e-300)
+                if left <= best:
+                    best, found = left, dict(start.expression)
+                    for source, _ in added:
+                        found[source] = found.get(source, 0.0) + 1.0
+        return found
 
     def _fit(
         self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
@@ -135,7 +169,7 @@ class _Search:
             factors = torch.linalg.lstsq(columns / size, rest[:, None], driver="gelsd").solution[:, 0] / size
             factors = torch.where(size > 1e-290, factors, torch.zeros_like(factors))
             near = factors.round().clamp(-1, 1)
-            factors = torch.where((factors - near).abs() < _SNAP, near, factors)
+            factors = torch.where((factors - near).abs() < self.snap, near, factors)
             for (source, _), factor in zip(known, factors.tolist(), strict=True):
                 found[source] = found.get(source, 0.0) + factor
             rest = rest - columns @ factors
@@ -143,7 +177,7 @@ class _Search:
         else:
             largest = float(start.value.abs().max())
         largest = max(largest, float(value.abs().max()), 1e-300)
-        return {s: f for s, f in found.items() if abs(f) > _SNAP}, float(rest.abs().max()) / largest
+        return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
 
 
 def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
@@ -183,7 +217,7 @@ def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
 
     def on_norm(site: Site) -> Any:
         def hook(args: Any, output: Tensor) -> None:
-            x, y = flat(args[0], length).double(), flat(output, length).double()
+            x, y = (flat(t, length)[:, : site.d].double() for t in (args[0], output))  # (of the first head)
             if (expression := search.see(site.name, x)) is not None:
                 reads[site.name] = expression
             search.norms.append((Source("norm", site.layer, site.name), y))

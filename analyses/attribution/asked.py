@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from ln_probe.hooks.writes import weight
 
 MEAN = "mean"
 # A token by id or text, or several: their mean logit.
-Tokens = int | str | Sequence[int | str] | Tensor
+Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarray
 
 
 class AttributionError(ValueError):
@@ -62,17 +63,30 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
     return found
 
 
-def place(position: int, length: int, what: str = "position") -> int:
+def place(position: SupportsIndex, length: int, what: str = "position") -> int:
     """A position from 0, negative ones counted from the end.
 
     Raises:
         AttributionError: there is none.
     """
-    if isinstance(position, bool) or not isinstance(position, int):
-        raise AttributionError(f"{what} must be a whole number, got {position!r}")
-    if not -length <= position < length:
-        raise AttributionError(f"{what} {position} is out of range: the prompt has {length} tokens (0 … {length - 1})")
-    return position % length
+    found = _whole(position, what)
+    if not -length <= found < length:
+        raise AttributionError(f"{what} {found} is out of range: the prompt has {length} tokens (0 … {length - 1})")
+    return found % length
+
+
+def _whole(value: object, what: str) -> int:
+    """A whole number of any kind (a tensor's or an array's entry too).
+
+    Raises:
+        AttributionError: it is none.
+    """
+    if isinstance(value, bool):
+        raise AttributionError(f"{what} must be a whole number, got {value!r}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError) as error:
+        raise AttributionError(f"{what} must be a whole number, got {value!r}") from error
 
 
 def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
@@ -81,12 +95,14 @@ def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
     Raises:
         AttributionError: an id outside the vocabulary, a text that is not one token, a text without a tokenizer.
     """
-    several: list[Any] = [tokens] if isinstance(tokens, int | str) else list(tokens)
+    if isinstance(tokens, Tensor | np.ndarray):
+        tokens = tokens.tolist()
+    several: list[Any] = list(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else [tokens]
     if not several:
         raise AttributionError("an empty set of tokens has no logit: give at least one")
-    size, found = vocabulary_size(model), []
+    size, found = outputs(model), []
     for one in several:
-        token = _of_text(model, one) if isinstance(one, str) else int(one)
+        token = _of_text(model, one) if isinstance(one, str) else _whole(one, "a token id")
         if not 0 <= token < size:
             raise AttributionError(f"token id {token} is outside the vocabulary of {size} (0 … {size - 1})")
         if token in found:
@@ -148,12 +164,20 @@ def _mean_column(model: HookedModel, ids: list[int] | None) -> tuple[Float64[Ten
     W_U, b_U = weight(model, "W_U"), weight(model, "b_U")
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
-    size = min(W_U.shape[1], vocabulary_size(model))
+    size = outputs(model)
     chosen = W_U[:, ids].double() if ids is not None else W_U[:, :size]
     lift = 0.0
     if b_U is not None:
         lift = float((b_U[ids] if ids is not None else b_U[:size]).double().mean())
     return chosen.mean(1, dtype=torch.float64).cpu(), lift
+
+
+def outputs(model: HookedModel) -> int:
+    """How many tokens have a logit: `d_vocab_out` where a model says so (its outputs may be others than its inputs)."""
+    declared = getattr(model.cfg, "d_vocab_out", None)
+    size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
+    W_U = weight(model, "W_U")
+    return size if W_U is None else min(size, int(W_U.shape[1]))
 
 
 def soft_cap(model: HookedModel) -> float:

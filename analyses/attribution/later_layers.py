@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pandas as pd
 import torch
 from einops import einsum
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.asked import AttributionError, Tokens, place, prompt
@@ -63,7 +64,7 @@ class LayersAttribution:
 def attribute_through_layers(
     model: object,
     tokens: object,
-    position: int = -1,
+    position: SupportsIndex = -1,
     target: Tokens | None = None,
     against: Tokens | None = None,
 ) -> LayersAttribution:
@@ -83,7 +84,7 @@ def attribute_through_layers(
     at = place(position, len(ids))
     direct = attribute_logits(hooked, ids, at, target, against).check()
     with evaluating(hooked), linearized(hooked), _Watched(hooked, len(ids)) as seen, torch.enable_grad():
-        logits = hooked(ids[None], return_type="logits")[0, at]
+        logits = _uncapped(hooked(ids[None], return_type="logits")[0, at], direct.soft_cap)
         asked = logit_asked(hooked, logits, target, against)
         found = seen.effects(asked)
     total = float(asked.detach())
@@ -97,6 +98,20 @@ def attribute_through_layers(
         columns=["layer", "first_order", "remainder"],
     )
     return LayersAttribution(pd.DataFrame(table, columns=list(COLUMNS)), remainders, total, direct.label)
+
+
+def _uncapped(logits: Float[Tensor, " d_vocab"], cap: float) -> Float[Tensor, " d_vocab"]:
+    """Logits before the model's soft cap, which is what parts add up to.
+
+    Raises:
+        AttributionError: one is so far beyond the cap that it cannot be told from it.
+    """
+    if not cap:
+        return logits
+    found: Tensor = cap * torch.atanh(logits / cap)
+    if not bool(found.isfinite().all()):
+        raise AttributionError(f"a logit has reached the soft cap of {cap:g}, and what it was before cannot be told")
+    return found
 
 
 class _Watched:

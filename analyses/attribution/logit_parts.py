@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pandas as pd
 import torch
@@ -25,6 +25,7 @@ from ln_probe.analyses.attribution.asked import (
     Direction,
     Tokens,
     direction,
+    outputs,
     place,
     prompt,
     soft_cap,
@@ -53,7 +54,7 @@ class LogitAttribution:
             is the sum of: `without_projection`, `projection` (what projection takes off), `bias`.
         total: what they add up to, b_U included: the logit.
         own: the model's own, from its forward pass (from a cache: of the norm's output that it holds).
-        scale: what the error is relative to: the largest |logit − b_U| at that position.
+        scale: what the error is relative to: the largest |logit| at that position.
         bound: relative error that rounding explains in the model's format: 1e-5 in float32, 1e-11 in float64, four
             units of relative precision in half precision (0.03 in bfloat16, 0.004 in float16).
         label: what was asked for, in words.
@@ -114,7 +115,7 @@ class LogitAttribution:
 def attribute_logits(
     model: object,
     tokens: object,
-    position: int = -1,
+    position: SupportsIndex = -1,
     target: Tokens | None = None,
     against: Tokens | None = None,
     *,
@@ -153,6 +154,7 @@ def attribute_logits(
             at = place(position, cached.length())
             seen = cached.record([at], sites, wiring, where)
             own = _logits_of_cache(hooked, cached, final, where, at, seen)
+            cap = soft_cap(hooked)  # these logits are made before it
         else:
             ids = prompt(hooked, tokens)
             at = place(position, len(ids))
@@ -161,7 +163,7 @@ def attribute_logits(
             own, cap = _uncapped(hooked, seen.logits[0].double(), seen)
     split = Split(Writers(hooked), wiring, sites, seen)
     split.check(where)
-    chosen = [int(own.argmax())] if target is None else token_ids(hooked, target)
+    chosen = [int(own[: outputs(hooked)].argmax())] if target is None else token_ids(hooked, target)
     other: Any = against
     if against is not None and not (isinstance(against, str) and against == MEAN):
         other = token_ids(hooked, against)
@@ -176,12 +178,12 @@ def logit_asked(
     model: HookedModel, logits: Float64[Tensor, " d_vocab"] | Tensor, target: Tokens | None, against: Tokens | None
 ) -> Tensor:
     """The logit, or the difference, that `target` and `against` mean, with its graph."""
-    chosen = [int(logits.argmax())] if target is None else token_ids(model, target)
+    chosen = [int(logits[: outputs(model)].argmax())] if target is None else token_ids(model, target)
     found = logits[chosen].mean()
     if against is None:
         return found
     if isinstance(against, str) and against == MEAN:
-        return found - logits.mean()
+        return found - logits[: outputs(model)].mean()
     return found - logits[token_ids(model, against)].mean()
 
 

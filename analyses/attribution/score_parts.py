@@ -24,6 +24,7 @@ from ln_probe.analyses.attribution.asked import MEAN, AttributionError, place, p
 from ln_probe.analyses.attribution.bars import Bar, draw, largest
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.masks import visible_keys
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
 from ln_probe.hooks.recorded import Split, record
 from ln_probe.hooks.site import Site
@@ -235,7 +236,8 @@ def attribute_scores(
         wiring.at(site.name)  # raises before the prompt runs
         seen, heads = _heads(hooked, ids, sites, layer)
         head = place(head, heads.n_heads, "head")
-        visible = [int(i) for i in torch.nonzero(seen.pattern[head, q_at] > 0)[:, 0]]
+        mask = visible_keys(len(ids), len(ids), causal=heads.causal, window=heads.window)
+        visible = [int(i) for i in torch.nonzero(mask[q_at])[:, 0]]  # (attention of 0 may be a very small one)
         if k_at not in visible:
             raise AttributionError(f"query {q_at} does not see key {k_at}: it sees {_ranges(visible)}")
         other = _against(against, len(ids), visible, q_at)

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
+from ln_probe.analyses.attribution.asked import outputs
 from ln_probe.analyses.probes.protocol import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import ATTRIBUTION
-from ln_probe.hooks.model import vocabulary_size
 from ln_probe.hooks.recorded import Split, record
 from ln_probe.hooks.wiring import END, find_wiring
 from ln_probe.hooks.writes import Part, SplitError, Writers, weight
@@ -69,7 +69,7 @@ class _Watching(Observer):
         if W_U is None:
             self.why = self.why or "the model shows no W_U"
         else:
-            size = min(W_U.shape[1], vocabulary_size(view.model))
+            size = outputs(view.model)
             self.W_U, self.mean = W_U, W_U[:, :size].mean(1, dtype=torch.float64).cpu()
             lift = torch.zeros(W_U.shape[1]) if b_U is None else b_U
             self.b_U, self.mean_b = lift.double().cpu(), float(lift[:size].double().mean())

@@ -38,6 +38,7 @@ from ln_probe.analyses.probes.protocol import (
 )
 from ln_probe.analyses.wording import percent, visible
 from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.masks import visible_keys
 from ln_probe.hooks.sites import Site
 
 MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
@@ -66,21 +67,21 @@ class _Received:
     much: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
     total: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
     causal: bool = True
+    windows: dict[int, int | None] = field(default_factory=dict)
 
-    def queries(self, length: int) -> Float[Tensor, " key"]:
+    def sees(self, layer: int, length: int) -> Bool[Tensor, "query key"]:
+        """Which queries see which positions; of a causal layer only queries after position 0 count."""
+        mask = visible_keys(length, length, causal=self.causal, window=self.windows.get(layer))
+        return mask[1 if self.causal else 0 :]
+
+    def queries(self, layer: int, length: int) -> Float[Tensor, " key"]:
         """How many queries after position 0 see each position (all of them, if attention is not causal)."""
-        if not self.causal:
-            return torch.full((length,), float(length))
-        return length - torch.arange(length).clamp_min(1).double()
+        return self.sees(layer, length).double().sum(0)
 
-    def uniform(self, length: int) -> Float[Tensor, " key"]:
-        """The mean over these queries of one over the keys they see."""
-        if not self.causal:
-            return torch.full((length,), 1.0 / length)
-        share = 1.0 / torch.arange(1, length + 1).double()
-        share[0] = 0.0  # position 0 has no choice
-        after = share.flip(0).cumsum(0).flip(0)
-        return after / self.queries(length).clamp_min(1)
+    def uniform(self, layer: int, length: int) -> Float[Tensor, " key"]:
+        """What these queries together give each position if each gives every key that it sees the same."""
+        seen = self.sees(layer, length).double()
+        return (seen / seen.sum(1, keepdim=True)).sum(0)
 
 
 @dataclass
@@ -133,6 +134,7 @@ class _Prompt:
         if self.length < 2 or not chosen:
             return
         self.received.causal = attended.seen.causal
+        self.received.windows[layer] = attended.seen.window
         rows = pattern[:, 1 if self.received.causal else 0 :]
         rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
         # (a sum of booleans takes four times as long)
@@ -144,7 +146,7 @@ class _Prompt:
 
     def _rates(self, layer: int) -> Float[Tensor, " key"]:
         """Share of (head, query) that give each position over MUCH; NaN where too few see it."""
-        queries = self.received.queries(self.length)
+        queries = self.received.queries(layer, self.length)
         rates = self.received.much[layer].sum(0) / (len(self.received.much[layer]) * queries.clamp_min(1))
         return rates.where(queries >= LEAST_QUERIES, math.nan)
 
@@ -169,9 +171,9 @@ class _Prompt:
         top = delta.clamp_min(0.0)
         lifted = weight * (delta - top).exp()
         without = lifted / (others * (-top).exp() + lifted).clamp_min(1e-300)
-        place = torch.arange(self.length - rows.shape[1], self.length, device=rows.device)
+        visible = self.received.sees(attended.layer, self.length).to(rows.device)
         for column, at in enumerate(wanted):
-            sees = place >= at if self.received.causal else torch.ones_like(place, dtype=torch.bool)
+            sees = visible[:, at]
             sums = self.alone.setdefault(at, _Alone())
             sums.there += float(weight[:, sees, column].sum())
             sums.without += float(without[:, sees, column].sum())
@@ -184,7 +186,8 @@ class _Prompt:
         best = torch.stack([rates[i].nan_to_num(-1.0) for i in layers]) if layers else torch.zeros(0, self.length)
         sinks = (best > SINK_SHARE).any(0) if layers else torch.zeros(self.length, dtype=torch.bool)
         marked = sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
-        queries, uniform = self.received.queries(self.length), self.received.uniform(self.length)
+        queries = {i: self.received.queries(i, self.length) for i in layers}
+        uniform = {i: self.received.uniform(i, self.length) for i in layers}
         found = []
         for at in marked:
             row: dict[str, Any] = {"prompt": self.number, "position": at} | self._about(at)
@@ -192,11 +195,10 @@ class _Prompt:
             if layers and bool((best[:, at] >= 0).any()):
                 top = int(best[:, at].argmax())
                 row |= {"sink_layer": layers[top], "sink_rate": float(best[top, at])}
-            if layers and queries[at] > 0:
-                total = sum(float(self.received.total[i][:, at].sum()) for i in layers)
-                heads = sum(len(self.received.total[i]) for i in layers)
-                row["received"] = total / (heads * float(queries[at]))
-            row["uniform"] = float(uniform[at]) if layers and queries[at] > 0 else math.nan
+            row["uniform"] = math.nan
+            if pairs := sum(len(self.received.total[i]) * float(queries[i][at]) for i in layers):  # of head and query
+                row["received"] = sum(float(self.received.total[i][:, at].sum()) for i in layers) / pairs
+                row["uniform"] = sum(len(self.received.total[i]) * float(uniform[i][at]) for i in layers) / pairs
             alone = self.alone.get(at, _Alone())
             row["received_no_scaling"] = alone.without / alone.count if alone.count else math.nan
             row["received_there"] = alone.there / alone.count if alone.count else math.nan
@@ -223,11 +225,11 @@ class _Prompt:
         }
 
     def _heads(self, marked: Sequence[int]) -> list[dict[str, Any]]:
-        queries, uniform = self.received.queries(self.length), self.received.uniform(self.length)
-        later = float(queries[0]) if self.length > 1 else 0.0
-        seeing = float(queries[marked].max()) if marked else 0.0  # queries that see the first of them see some
         rows = []
         for layer in sorted(self.received.much):
+            sees, uniform = self.received.sees(layer, self.length), self.received.uniform(layer, self.length)
+            later = float(sees[:, 0].sum()) if self.length > 1 else 0.0
+            seeing = float(sees[:, marked].any(1).sum()) if marked else 0.0  # queries that see one of them
             much, total = self.received.much[layer], self.received.total[layer]
             for head in range(len(much)):
                 rows.append(
@@ -238,9 +240,9 @@ class _Prompt:
                         "queries": seeing,
                         "much": float(much[head, marked].sum()) if marked else 0.0,
                         "attention": float(total[head, marked].sum()) if marked else 0.0,
-                        "uniform": float((uniform * queries)[marked].sum()) if marked else 0.0,
+                        "uniform": float(uniform[marked].sum()) if marked else 0.0,
                         "later": later,
-                        "first_uniform": float(uniform[0]) * later,
+                        "first_uniform": float(uniform[0]),
                         "first_much": float(much[head, 0]),
                         "first_attention": float(total[head, 0]),
                     }
@@ -258,7 +260,7 @@ def _scores(
     change: Float[Tensor, "key head d_head"],
     chosen: Sequence[int],
     length: int,
-) -> Float[Tensor, "head query key"]:
+) -> Float[Tensor, "chosen query key"]:
     """What the last queries of a prompt, which read y, score vectors that are no keys but differences of keys."""
     if heads.rotary is None and heads.q_norm is None:  # the few vectors through W_Q, not the many queries
         back = torch.einsum("hdk,nhk->hdn", heads.W_Q[chosen], change[:, chosen])

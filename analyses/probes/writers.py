@@ -157,7 +157,7 @@ class _Prompt:
         def hook(_m: nn.Module, args: Any) -> None:
             if site.name not in self.done:  # HookedTransformer calls a norm for queries, keys and values
                 self.done.add(site.name)
-                x = flat(args[0], self.length)
+                x = flat(args[0], self.length)[:, : site.d]  # (of the first head, where each has an input of its own)
                 self.inputs[site.name] = x if x.dtype in (torch.float32, torch.float64) else x.float()
                 if site in self.of.sites and site.name not in self.of.wiring.open:
                     self._measure(site, x.dtype)

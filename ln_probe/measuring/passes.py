@@ -73,7 +73,7 @@ class Passes:
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
-        self._forms: dict[int, Form] = {}  # of the scores of each layer, once seen
+        self._forms: dict[int, tuple[int, Form]] = {}  # of each layer's scores, by the longest prompt seen: its length
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
@@ -87,9 +87,14 @@ class Passes:
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
         """The maps of a layer; `again`: on a prompt on which the first pass has checked its scores."""
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
-        known = self._forms.get(seen.layer) if again else None
+        length = len(seen.y)
+        longest, form = self._forms.get(seen.layer, (0, None))
+        decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
+        known = decided if again else None
         heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin, known, seen.causal)
-        self._forms[seen.layer] = heads.form
+        if decided is not None:
+            return decided.of(heads)
+        self._forms[seen.layer] = length, heads.form
         return heads
 
     def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:

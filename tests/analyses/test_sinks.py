@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,28 @@ def model_of(seed: int = 0, **options: Any) -> LabTransformer:
 
 def test_uniform_attention_by_hand() -> None:
     causal, every = _Received(), _Received(causal=False)
-    assert causal.queries(4).tolist() == [3, 3, 2, 1]
+    assert causal.queries(0, 4).tolist() == [3, 3, 2, 1]
     visible = torch.ones(4, 4).tril()
     pattern = visible / visible.sum(-1, keepdim=True)
-    expected = pattern[1:].sum(0) / torch.tensor([3, 3, 2, 1])
-    torch.testing.assert_close(causal.uniform(4).float(), expected)
-    assert every.queries(4).tolist() == [4, 4, 4, 4]
-    assert every.uniform(4).tolist() == [0.25] * 4
+    torch.testing.assert_close(causal.uniform(0, 4).float(), pattern[1:].sum(0))
+    assert every.queries(0, 4).tolist() == [4, 4, 4, 4]
+    assert every.uniform(0, 4).tolist() == [1.0] * 4
+    near = _Received(windows={0: 2, 1: None})  # a query sees itself and the one before it
+    assert near.queries(0, 4).tolist() == [1, 2, 2, 1]
+    assert near.uniform(0, 4).tolist() == [0.5, 1.0, 1.0, 0.5]
+    assert near.queries(1, 4).tolist() == [3, 3, 2, 1]
+
+
+def test_even_attention_in_a_window_is_as_even_as_it_looks(make_bridge: Callable[..., Any]) -> None:
+    """Queries of zero attend evenly to the 8 keys that they see: position 0 gets what uniform attention gives."""
+    model = make_bridge("mistral")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.zero_()
+    tokens = torch.randint(1, 50, (1, 20), generator=torch.Generator().manual_seed(3))
+    heads = ln_probe.analyze(model, tokens, probes=("sinks",), progress=False).tables["sink_heads"]
+    assert (heads["first_attention"] - heads["first_uniform"]).abs().max() < 1e-6
 
 
 def test_a_planted_sink() -> None:

@@ -180,7 +180,7 @@ def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf, parse
 
 def test_d6_a_view_says_in_a_line_what_it_is(report: Report) -> None:
     view = report.attention(1, head=2)
-    assert repr(view) == "AttentionView(layer=1, prompt=0, head=2)"
+    assert repr(view) == "AttentionView(layer=1, head=2, prompt=0: 2 layers of 4 heads, 24 tokens)"
     with pytest.raises(ValueError, match="no attention was kept of head 9: there is some of heads 0, 1, 2, 3"):
         report.attention(head=9)
 
