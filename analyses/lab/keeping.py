@@ -102,6 +102,12 @@ def _random_keys(tables: Tables, settings: Settings) -> Results:
     return findings(tables["maps"])
 
 
+def _remove_norm(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.removal.remove_norm import results_of
+
+    return results_of(tables["seeds"], tables["curves"], settings)
+
+
 KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
     "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
@@ -117,6 +123,7 @@ KEPT = {
     "language_model_full": Kept(("seeds", "curves"), ("norm", "divisor"), _language_model),
     "language_model_bundled": Kept(("seeds",), ("norm",), _bundled),
     "random_keys": Kept(("maps",), (), _random_keys),
+    "remove_norm": Kept(("seeds", "curves"), ("model",), _remove_norm),
 }
 
 

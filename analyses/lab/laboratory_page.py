@@ -35,6 +35,7 @@ def page() -> str:
         _majority,
         _random_keys,
         _language_model,
+        _remove_norm,
         _depth,
         _compare,
         _approximation,
@@ -419,6 +420,11 @@ def _counting() -> Iterator[str]:
     yield from _sentences("counting", "Majority gate")
     yield from _prose("counting saturated")
     yield from _sentences("saturated_states")
+
+
+def _remove_norm() -> Iterator[str]:
+    yield from _prose("remove_norm 1")
+    yield from _sentences("remove_norm")
 
 
 def _long() -> Iterator[str]:

@@ -212,7 +212,7 @@ def test_damaged_runs(task: TextTask, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"norm": "batchnorm"}, "unknown norm 'batchnorm': known norms are layernorm, projection_only, scaling_only, none"),
     ({"n_heads": 3}, "d_model=16 is not divisible by n_heads=3"),
-    ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
+    ({"n_layers": 0}, "n_layers must be a whole number between 1 and 10000, got 0"),
     ({"positions": "polar"}, "unknown positions 'polar': known choices are learned, none"),
 ])  # fmt: skip
 def test_bad_configurations(options: dict[str, object], said: str) -> None:

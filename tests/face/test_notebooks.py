@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -74,13 +75,16 @@ def test_labels_of_any_script_are_drawn_without_a_word() -> None:
         assert figure._repr_png_()[0]
 
 
-def test_attention_of_a_head(report: Report) -> None:
+def test_attention_of_a_head(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr("ln_probe.render.attention_view.packed", lambda content: sent.append(content) or "")
     kept = report.exhibits.attention[0]
     layer, head = kept.layers[-1], kept.heads[-1]
     assert f"layer={layer}, head={head}" in repr(report.attention(layer, head=head))
-    place = kept.heads.index(head)
-    assert f"\nheadAt = {place};" in report.attention(layer, head=head).document()
-    assert "\nheadAt = " not in report.attention(layer).document()
+    assert report.attention(layer, head=head).document()
+    assert (sent[-1]["layer"], sent[-1]["head"]) == (layer, head)
+    assert report.attention(layer).document()
+    assert sent[-1]["layer"] == layer
     with pytest.raises(ValueError, match=r"no attention was kept of head 99: there is some of heads 0, 1"):
         report.attention(layer, head=99)
 

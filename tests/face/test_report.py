@@ -80,7 +80,7 @@ HEADS_LATER = [
 ]
 LATER = {  # columns that came since
     "heads": HEADS_LATER,
-    "keys": ["attainable_upper"],
+    "keys": ["attainable_upper", "judged_at"],
     "causal": ["delta_loss_uniform", "delta_loss_resampled", "prompts_worse", "p_adjusted", "divisor_first"],
 }
 
@@ -123,14 +123,14 @@ def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -
 
 
 def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:
-    mine = pd.DataFrame({"word": ["a", "<b>"], "count": [1, 2]})
+    mine = pd.DataFrame({"word": ["a", "<u>"], "count": [1, 2]})
     loaded = ln_probe.load_report(report.with_tables(mine=mine).save(tmp_path / "r"))
     pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
     assert loaded.describe("mine")["dtype"].tolist() == ["text", "int"]
     page = loaded.to_html(tmp_path / "page.html").read_text()
     assert 'id="table-mine"' in page
-    assert "&lt;b&gt;" in page
-    assert "<b>" not in page
+    assert "&lt;u&gt;" in page
+    assert "<u>" not in page
     pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
     joined = ln_probe.compare([loaded, loaded], ["a", "b"])
     assert set(joined.tables) == {t.name for t in BUILT_IN}  # nobody said what tells its rows apart

@@ -9,7 +9,7 @@ the norms, what both have in common is the training. Each seed draws its own bat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -216,24 +216,32 @@ def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Pa
         for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
             loss = task.evaluate(at_once(start, task, size, seed, stage))["valid_loss"]
             rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
-    values = pd.concat(rows, ignore_index=True)
-    differences = paired(values)
-    losses = curves(runs)
+    settings = {
+        "start": START if start == start_folder() else str(start),
+        "norms": len(replaceable_norms(Start(start).build())),
+        "training": vars(training(size, 0)) | {"seed": None},
+        "schedule": asdict(size.schedule),
+        "contexts": size.contexts,
+        "data": task.text.identity,
+        "seeds": seeds,
+        "finished": [run.name for run in finished],
+    }
+    values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
+    return results_of(values, curves(runs), settings, tuple(diverged(runs).values()))
+
+
+def results_of(
+    values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], diverged: tuple[str, ...] = ()
+) -> Results:
+    """The results of the values of every seed and the curves, as they are kept."""
+    differences, summary = paired(values), summarize(values, KEYS)
     return Results(
-        summary=summarize(values, KEYS),
-        tables={"effects": differences, "seeds": values[[*KEYS, "seed", "value"]], "curves": losses},
-        figures={"losses": _plot(losses, size, len(replaceable_norms(Start(start).build())))},
-        conclusions=tuple(_sentences(summarize(values, KEYS), differences)),
-        settings={
-            "start": START if start == start_folder() else str(start),
-            "training": vars(training(size, 0)) | {"seed": None},
-            "schedule": asdict(size.schedule),
-            "contexts": size.contexts,
-            "data": task.text.identity,
-            "seeds": seeds,
-            "finished": [run.name for run in finished],
-        },
-        diverged=tuple(diverged(runs).values()),
+        summary=summary,
+        tables={"effects": differences, "seeds": values, "curves": losses},
+        figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
+        conclusions=tuple(_sentences(summary, differences)),
+        settings=dict(settings),
+        diverged=diverged,
     )
 
 
@@ -278,7 +286,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str
         )
 
 
-def _plot(losses: pd.DataFrame, size: Size, norms: int) -> Figure:
+def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     from matplotlib.figure import Figure as NewFigure
 
@@ -288,8 +296,8 @@ def _plot(losses: pd.DataFrame, size: Size, norms: int) -> Figure:
     for (model, _), one in rows.groupby(["model", "seed"]):
         label = str(model) if one["seed"].iloc[0] == rows["seed"].min() else None
         ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
-    ax.axvspan(size.schedule.first, size.schedule.replaced(norms), color="0.9", label="norms go, one by one")
-    ax.axvspan(size.schedule.replaced(norms), size.schedule.over(norms), color="0.95", label="position 0 joins")
+    ax.axvspan(schedule.first, schedule.replaced(norms), color="0.9", label="norms go, one by one")
+    ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")
     ax.set(xlabel="step", ylabel="held-out loss, nats per token")
     ax.legend()
     return figure
