@@ -14,11 +14,13 @@ from ln_probe.hooks.default_tokens import bundled_texts, passages
 from ln_probe.models import bundled_folder
 
 NAMES = ln_probe.bundled_models()
+REMOVED = "lm-layernorm-removed"  # fine-tuned until its norms were constants
+TRAINED = [n for n in NAMES if n != REMOVED]
 
 
 def test_there_is_one_of_every_norm() -> None:
-    assert set(NAMES) == {f"lm-{kind}" for kind in NORM_KINDS}
-    assert sum(f.stat().st_size for n in NAMES for f in bundled_folder(n).iterdir()) < 8_000_000
+    assert set(NAMES) == {f"lm-{kind}" for kind in NORM_KINDS} | {REMOVED}
+    assert sum(f.stat().st_size for n in NAMES for f in bundled_folder(n).iterdir()) < 10_000_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -26,15 +28,15 @@ def test_small_and_with_a_recipe(name: str) -> None:
     folder = bundled_folder(name)
     assert (folder / "model.safetensors").stat().st_size < 2_000_000
     recipe = json.loads((folder / "recipe.json").read_text())
-    assert recipe["training_seconds"] > 600
-    assert f"--norm {name.removeprefix('lm-')}" in recipe["command"]
+    assert recipe["training_seconds"] > (500 if name == REMOVED else 600)
+    assert ("remove_norm" if name == REMOVED else f"--norm {name.removeprefix('lm-')}") in recipe["command"]
 
 
 def test_they_differ_in_the_norm_before_attention_alone() -> None:
-    labs = [json.loads((bundled_folder(n) / "lab.json").read_text()) for n in NAMES]
-    assert {lab["model"].pop("norm") for lab in labs} == {n.removeprefix("lm-") for n in NAMES}
+    labs = [json.loads((bundled_folder(n) / "lab.json").read_text()) for n in TRAINED]
+    assert {lab["model"].pop("norm") for lab in labs} == {n.removeprefix("lm-") for n in TRAINED}
     assert all(lab == labs[0] for lab in labs[1:])
-    tokenizers = {(bundled_folder(n) / "tokenizer.json").read_bytes() for n in NAMES}
+    tokenizers = {(bundled_folder(n) / "tokenizer.json").read_bytes() for n in TRAINED}
     assert len(tokenizers) == 1
 
 
@@ -57,8 +59,19 @@ def test_they_have_learned_to_read(name: str) -> None:
 def test_they_are_analyzed(name: str) -> None:
     model = ln_probe.load_model(name)
     report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)
-    kind = name.removeprefix("lm-")
+    kind = "projection_only" if name == REMOVED else name.removeprefix("lm-")
     assert report.layernorms.set_index("site").loc["blocks.1.ln1", "kind"] == kind
     assert report.layernorms["reconstruction_error"].max() < 1e-5
     assert report.provenance["model"]["kind"] == "bundled"
     assert len(report.findings()) >= 3
+
+
+def test_the_one_without_norms_is_as_good_and_scales_nowhere() -> None:
+    """Its norms are Px times a constant: told by their answers; its held-out loss is within 0.01 of the one it was."""
+    recipes = [json.loads((bundled_folder(n) / "recipe.json").read_text()) for n in (REMOVED, "lm-layernorm")]
+    assert abs(recipes[0]["valid_loss"] - recipes[1]["valid_loss"]) < 0.01
+    report = ln_probe.analyze(
+        ln_probe.load_model(REMOVED), torch.arange(1, 40)[None], probes=("decomposition",), progress=False
+    )
+    assert set(report.layernorms["kind"]) == {"projection_only"}
+    assert any(f.startswith("A norm-free model: none of its 9 norms scales") for f in report.findings())
