@@ -25,11 +25,9 @@ from ln_probe.hooks.site import Site
 from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
-# 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2.
-PATTERN_TOLERANCE = {
-    torch.float64: 1e-6,
-    torch.float32: 2e-4,
-}  # float64: rotary tables stay float32 in some models
+# 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
+# float64 are no exception: GPT-Neo makes its scores in float32 whatever its format, others keep rotary tables in it.
+PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
 PATTERN_TOLERANCE_HALF = 5e-2
 
 # Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small

@@ -2,7 +2,8 @@
 
 `stream` runs one prompt and hands every norm's input and every attention layer's input, keys, queries and pattern to
 callbacks while the pass is under way. At most one layer is in memory at once, so peak memory stays near that of a bare
-forward pass (a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead).
+forward pass (a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead). `stream_together` does it for
+several prompts in one pass.
 """
 
 from __future__ import annotations
@@ -65,13 +66,18 @@ class AttentionInput:
 
 @dataclass
 class _Layer:
-    """What has been seen of the layer that is running."""
+    """What has been seen of the layer that is running: of each prompt what is read, and what all have in a tensor."""
 
+    x: Sequence[Tensor]
+    y: Sequence[Tensor]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 OnNorm = Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
 OnAttention = Callable[[AttentionInput], None]
+# The same, told first which of the prompts that run together it is.
+OnNormOf = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
+OnAttentionOf = Callable[[int, AttentionInput], None]
 
 
 def _finite(site: Site, value: Tensor, what: str) -> None:
@@ -125,11 +131,14 @@ def return_free_memory() -> None:
         _kept = _resident()
 
 
-def _by_position(site: Site, value: Tensor, length: int) -> Float[Tensor, "rows d"]:
-    """Rows with position 0 first: norms inside a bridge's attention see [batch head pos d_head]."""
-    if value.ndim == 4 and site.reads in ("query", "key") and value.shape[2] == length:
+def _by_prompt(site: Site, value: Tensor, lengths: Sequence[int]) -> list[Float[Tensor, "rows d"]]:
+    """Of each prompt its rows, position 0 first, without padding: norms inside a bridge's attention see
+    [batch head pos d_head], and some see all of it in one line."""
+    longest = max(lengths)
+    if value.ndim == 4 and site.reads in ("query", "key") and value.shape[2] == longest:
         value = value.transpose(1, 2)
-    return value.reshape(-1, site.d)
+    each = value.reshape(len(lengths), -1, site.d)  # heads of a position stand together
+    return [x[: n * (x.shape[0] // longest)] for x, n in zip(each, lengths, strict=True)]
 
 
 class _Pass:
@@ -138,12 +147,12 @@ class _Pass:
     def __init__(
         self,
         sites: Sequence[Site],
-        length: int,
-        on_norm: OnNorm | None,
-        on_attention: OnAttention | None,
+        lengths: Sequence[int],
+        on_norm: OnNormOf | None,
+        on_attention: OnAttentionOf | None,
         wanted: Collection[int],
     ) -> None:
-        self.sites, self.length, self.wanted = sites, length, wanted
+        self.sites, self.lengths, self.wanted = sites, lengths, wanted
         self.on_norm, self.on_attention = on_norm, on_attention
         self.before = {layer: s for s in sites for layer in s.attention_layers}
         self.running: dict[int, _Layer] = {}
@@ -180,14 +189,16 @@ class _Pass:
             x, y = args[0].detach(), output.detach()
             if x.ndim == 4 and site.reads not in ("query", "key"):  # an input for each head: all the same
                 x, y = x[:, :, 0], y[:, :, 0]
-            _finite(site, x, "input")
-            _finite(site, y, "output")
-            if self.on_norm is not None:
-                self.on_norm(site, _by_position(site, x, self.length), _by_position(site, y, self.length))
-            read = y if site.stands_in else x  # of no known norm: what attention reads, as it is
+            xs, ys = _by_prompt(site, x, self.lengths), _by_prompt(site, y, self.lengths)
+            for prompt, (of_x, of_y) in enumerate(zip(xs, ys, strict=True)):
+                _finite(site, of_x, "input")
+                _finite(site, of_y, "output")
+                if self.on_norm is not None:
+                    self.on_norm(prompt, site, of_x, of_y)
+            read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
             for layer in site.attention_layers if self.on_attention is not None else ():
                 if layer in self.wanted:
-                    self.running[layer] = _Layer({"x": read.reshape(-1, site.d), "y": y.reshape(-1, site.d)})
+                    self.running[layer] = _Layer(read, ys)
 
         return hook
 
@@ -195,33 +206,47 @@ class _Pass:
         def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
             read = what_is_read(args, kwargs, site.d)
             if read is not None:
-                _finite(site, read, "input")
-                self.running[layer] = _Layer({"x": read, "y": read})
+                each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
+                for x in each:
+                    _finite(site, x, "input")
+                self.running[layer] = _Layer(each, each)
 
         return hook
 
     def _keep(self, layer: int, name: str) -> Any:
         def hook(_m: nn.Module, _args: Any, output: Tensor) -> None:
             if layer in self.running:
-                self.running[layer].tensors[name] = output.detach()[0]
+                self.running[layer].tensors[name] = output.detach()
 
         return hook
 
-    def _attention_hook(self, layer: int, attn: nn.Module, on_attention: OnAttention) -> Any:
+    def _attention_hook(self, layer: int, attn: nn.Module, on_attention: OnAttentionOf) -> Any:
         def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
             seen = self.running.pop(layer, None)
             if seen is None or "hook_pattern" not in seen.tensors:
                 return
-            t = seen.tensors
-            cos_sin = (t["hook_cos"], t["hook_sin"]) if "hook_cos" in t else None
-            on_attention(AttentionInput(layer, t["x"], t["y"], t["hook_pattern"], cos_sin, attn, self.before[layer]))
+            patterns, tables = seen.tensors["hook_pattern"], [seen.tensors.get(n) for n in ("hook_cos", "hook_sin")]
+            for prompt, length in enumerate(self.lengths):
+                cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :length] for t in tables)
+                on_attention(
+                    prompt,
+                    AttentionInput(
+                        layer,
+                        seen.x[prompt],
+                        seen.y[prompt],
+                        patterns[prompt, :, :length, :length],
+                        None if cos is None or sin is None else (cos, sin),
+                        attn,
+                        self.before[layer],
+                    ),
+                )
 
         return hook
 
 
-def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "pos d_model"] | None:
-    """What an attention module was given to read for its queries: of the first prompt, and of the first head where each
-    has an input of its own (`use_split_qkv_input`)."""
+def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "prompt pos d_model"] | None:
+    """What an attention module was given to read for its queries: of the first head where each has an input of its own
+    (`use_split_qkv_input`)."""
     for value in (*args, *kwargs.values()):
         if (
             isinstance(value, Tensor)
@@ -229,8 +254,8 @@ def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float
             and value.shape[-1:] == (d,)
             and value.ndim in (3, 4)
         ):
-            first = value.detach()[0]
-            return first if first.ndim == 2 else first[:, 0]
+            read = value.detach()
+            return read if read.ndim == 3 else read[:, :, 0]
     return None
 
 
@@ -257,11 +282,56 @@ def stream(
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
+    stream_together(
+        model,
+        [tokens],
+        sites,
+        on_norm=None if on_norm is None else lambda _, *seen: on_norm(*seen),
+        on_attention=None if on_attention is None else lambda _, seen: on_attention(seen),
+        layers=layers,
+    )
+
+
+def stream_together(
+    model: HookedModel,
+    prompts: Sequence[Int[Tensor, " _"]],
+    sites: Sequence[Site],
+    *,
+    on_norm: OnNormOf | None = None,
+    on_attention: OnAttentionOf | None = None,
+    layers: Collection[int] | None = None,
+) -> None:
+    """Run several prompts in one pass; the callbacks are told first which prompt it is.
+
+    Shorter prompts are padded behind their end, which changes nothing before it where attention is causal. Callbacks
+    come a layer at a time: of all prompts in their order, then of the next layer. They never see padding.
+
+    Args:
+        model: any hooked model; one that attends to later tokens (`looks_ahead`) takes prompts of equal length only.
+        prompts: token ids of each.
+        on_norm, on_attention, sites, layers: as for `stream`, after the prompt's place among `prompts`.
+
+    Raises:
+        ActivationError: a norm's input or output is not finite.
+    """
     wanted = range(len(blocks(model))) if layers is None else layers
-    under_way = _Pass(sites, len(tokens), on_norm, on_attention, wanted)
+    under_way = _Pass(sites, [len(p) for p in prompts], on_norm, on_attention, wanted)
     with exclusive(model), ExitStack() as stack:
         for module, hook in under_way.pre_hooks(model):
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module, hook in under_way.hooks(model):
             stack.callback(module.register_forward_hook(hook).remove)
-        run(model, tokens[None])
+        # Padded with a token that each has anyway: nothing that a tokenizer may take for padding.
+        run(model, nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=int(prompts[0][-1])))
+
+
+def looks_ahead(model: HookedModel, sites: Sequence[Site]) -> bool:
+    """Whether what is read at a position depends on later tokens (BERT), as one pass over two short prompts shows."""
+    first: dict[str, list[Tensor]] = {}
+    stream_together(
+        model,
+        [torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3])],
+        sites,
+        on_norm=lambda _, site, x, _y: first.setdefault(site.name, []).append(x[0].float()),
+    )
+    return any(float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in first.values())

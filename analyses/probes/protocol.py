@@ -119,7 +119,10 @@ class Piece:
 
 
 class Observer:
-    """Watches prompts, one after another, and makes a piece of them. Only what the probe needs is called."""
+    """Watches prompts and makes a piece of them. Only what the probe needs is called.
+
+    Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
+    """
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         """A norm's input and output (norms inside attention: flattened over heads)."""
@@ -129,6 +132,9 @@ class Observer:
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         """A prompt, when its forward pass is over."""
+
+    def end(self, prompt: int) -> None:
+        """All of this prompt has been seen."""
 
     def piece(self) -> Piece:
         """What is kept of all prompts that were watched."""

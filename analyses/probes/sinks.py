@@ -332,20 +332,19 @@ class _Watching(Observer):
         self.kept: dict[str, list[dict[str, Any]]] = {}
         self.heads = view.heads
         self.short = 0
-        self.now: _Prompt | None = None
+        self.under_way: dict[int, _Prompt] = {}
 
     def _of(self, number: int) -> _Prompt:
-        if self.now is None or self.now.number != number:
-            self._close()
-            self.now = _Prompt(number, self.sites)
-        return self.now
+        if number not in self.under_way:
+            self.under_way[number] = _Prompt(number, self.sites)
+        return self.under_way[number]
 
-    def _close(self) -> None:
-        if self.now is not None and self.now.outliers.longest is not None:
-            self.short += self.now.length < LEAST_TOKENS
-            for name, rows in self.now.rows().items():
+    def end(self, prompt: int) -> None:
+        seen = self.under_way.pop(prompt, None)
+        if seen is not None and seen.outliers.longest is not None:
+            self.short += seen.length < LEAST_TOKENS
+            for name, rows in seen.rows().items():
                 self.kept.setdefault(name, []).extend(rows)
-        self.now = None
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         self._of(prompt).norm(site, x, y)
@@ -354,7 +353,6 @@ class _Watching(Observer):
         self._of(prompt).attention(attended)
 
     def piece(self) -> Piece:
-        self._close()
         frames = {name: pd.DataFrame(rows) for name, rows in self.kept.items() if rows}
         if "heads" in frames:  # a row of the pattern is the head itself, unless some were chosen
             row = frames["heads"].pop("row")

@@ -62,6 +62,12 @@ class Wish:
             "hour.",
         ),
     ] = None
+    batch_size: Annotated[
+        int | None,
+        _of(
+            MEASURED, min=1, help="Prompts that go through the model together. Default: 1 on a CPU, on a GPU by memory."
+        ),
+    ] = None
     shard: Annotated[int | None, _of(WORK, min=1, help="Prompts in a work unit.")] = None
     # Its callback has put the file's options in the place of defaults by the time the command runs.
     config: Annotated[

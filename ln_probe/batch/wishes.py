@@ -76,7 +76,9 @@ def settings_of(wish: Wish) -> Settings:
         heads = None if wish.heads is None else numbers(wish.heads, "head")
     except ValueError as error:
         raise refuse(str(error)) from error
-    return Settings(wanted, layers, heads, wish.keys, wish.max_tokens, wish.seed, vocab, wish.keys_sample)
+    return Settings(
+        wanted, layers, heads, wish.keys, wish.max_tokens, wish.seed, vocab, wish.keys_sample, wish.batch_size
+    )
 
 
 def check_depth(settings: Settings, targets: Sequence[Target]) -> None:

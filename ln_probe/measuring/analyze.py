@@ -45,6 +45,7 @@ def analyze(
     seed: int = 0,
     vocab: str | Path | None = None,
     keys_sample: int | None = None,
+    batch_size: int | None = None,
     progress: bool = True,
     tokenizer: Any = None,
     prepend_bos: bool | None = None,
@@ -65,6 +66,9 @@ def analyze(
         seed: of sampled prompts and sampled keys.
         vocab: file of token strings for a model without a tokenizer (JSON, or a token a line); names among them such
             as `<EOS>` are the end tokens that sampled sequences stop at.
+        batch_size: how many prompts go through the model together: neighbours nearly of a length, padded; numbers agree
+            with those of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory
+            allows.
         progress: show what is going on: a live line on a terminal or in a notebook, elsewhere a line every half minute.
         keys_sample: how many keys of each head are measured (of the longest prompt; of shorter ones fewer in
             proportion), each among all others; fractions and quantiles then have intervals. 0: all keys. None: all,
@@ -103,6 +107,7 @@ def analyze(
         seed=seed,
         vocab=None if vocab is None else str(vocab),
         keys_sample=keys_sample,
+        batch_size=batch_size,
     )
     settings.check(hooked)
     clock = _Clock()

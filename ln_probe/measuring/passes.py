@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -28,10 +29,10 @@ from ln_probe.analyses.norm_statistics import SiteStatistics
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen, package_of
 from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, return_free_memory, stream
+from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
 from ln_probe.hooks.frozen_scale import calibration_sigmas
-from ln_probe.hooks.model import HookedModel, n_layers
+from ln_probe.hooks.model import HookedModel, device_of, n_layers
 from ln_probe.hooks.sites import Site, layers_in_words, survey
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
@@ -41,6 +42,9 @@ from ln_probe.prompting.prompts import namer, summary
 from ln_probe.prompting.sources import BUNDLED, SAMPLED
 from ln_probe.prompting.vocabulary import name_tokens
 from ln_probe.reporting.exhibits import Exhibits
+
+# Prompts go through the model together if at least so much of what goes through is no padding.
+FILLED = 0.75
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
 
@@ -77,12 +81,51 @@ class Passes:
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
-    def _told(self, stage: str, prompts: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """The prompts, and to whoever watches, which of them is under way."""
+    def _told(
+        self, stage: str, prompts: Iterable[tuple[int, Tensor]], alike: Callable[[int], object] = lambda _: None
+    ) -> Iterator[list[tuple[int, Tensor]]]:
+        """The prompts, those together that go through the model together, and to whoever watches, how far it is.
+
+        Prompts keep their order: neighbours go together, if they are nearly of a length and `alike` is equal of both.
+        """
         total = float(len(prompts)) if isinstance(prompts, Sized) else math.nan
-        for done, pair in enumerate(prompts):
+        group: list[tuple[int, Tensor]] = []
+        done = 0
+        for number, row in prompts:
+            if group and not (alike(group[0][0]) == alike(number) and self._fits([len(r) for _, r in group], len(row))):
+                tell(stage, done, total, "prompts")
+                yield group
+                done, group = done + len(group), []
+            group.append((number, row))
+        if group:
             tell(stage, done, total, "prompts")
-            yield pair
+            yield group
+
+    def _fits(self, lengths: Sequence[int], length: int) -> bool:
+        """Whether a prompt of this length may join others."""
+        most = self.settings.batch_size
+        if (most is None and not self._room) or len(lengths) + 1 > (most or math.inf):
+            return False
+        every = [*lengths, length]
+        padded = max(every) * len(every)
+        if most is None and padded > self._room:
+            return False
+        return min(every) == max(every) or (sum(every) >= FILLED * padded and not self._looks_ahead)
+
+    @cached_property
+    def _looks_ahead(self) -> bool:
+        return looks_ahead(self.model, self.found.read)
+
+    @cached_property
+    def _room(self) -> int:
+        """Tokens, padding included, that go through the model together where nobody says how many prompts do."""
+        device = device_of(self.model)
+        if device.type != "cuda":
+            return 0  # on a CPU a pass over one prompt keeps it busy: see docs/cost.md
+        free, _ = torch.cuda.mem_get_info(device)
+        cfg: Any = self.model.cfg
+        widest = max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # numbers per token that live at a time
+        return int(free / 4 / (8 * widest))
 
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
         """The maps of a layer; `again`: on a prompt on which the first pass has checked its scores."""
@@ -115,14 +158,14 @@ class Passes:
         bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
         occurred: dict[int, Queries] = defaultdict(Queries)
-        length = 0
+        group: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
 
-        def on_norm(site: Site, x: Tensor, y: Tensor) -> None:
+        def on_norm(place: int, site: Site, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
-                by_name[site.name].add(x, y, heads=max(1, len(x) // length))
+                by_name[site.name].add(x, y, heads=max(1, len(x) // len(group[place][1])))
 
-        def on_attention(seen: AttentionInput) -> None:
+        def on_attention(_: int, seen: AttentionInput) -> None:
             nonlocal bidirectional
             bidirectional |= not seen.causal
             if seen.layer in unsupported:
@@ -137,12 +180,11 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for _, row in self._told("first pass", prompts):
-            length = len(row)
-            lengths.append(float(length))
-            stream(
+        for group in self._told("first pass", prompts):  # the callbacks read it
+            lengths += [float(len(row)) for _, row in group]
+            stream_together(
                 self.model,
-                row,
+                [row for _, row in group],
                 self.found.read,
                 on_norm=on_norm,
                 layers=self.layers,
@@ -195,23 +237,26 @@ class Passes:
             return {}
         view = self._view(calibration)
         watching = [_Watching(p, view, p.prompts if default else None) for p in asked]
-        for number, row in self._told("second pass", prompts):
-            self._watch(number, row, [w for w in watching if w.takes(number)], calibration)
+        for group in self._told("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
+            self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
     def _watch(
-        self, number: int, row: Int[Tensor, " _"], watching: Sequence[_Watching], calibration: Calibration
+        self,
+        group: Sequence[tuple[int, Int[Tensor, " _"]]],
+        watching: Sequence[_Watching],
+        calibration: Calibration,
     ) -> None:
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
         large = any(w.probe.needs.variants for w in attention)
 
-        def on_norm(site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
             for w in norms if not site.stands_in else ():
-                w.see(lambda o: o.norm(number, site, x, y))
+                w.see(lambda o: o.norm(group[place][0], site, x, y))
 
-        def on_attention(seen: AttentionInput) -> None:
+        def on_attention(place: int, seen: AttentionInput) -> None:
             def read() -> Heads | None:
                 return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
 
@@ -219,23 +264,25 @@ class Passes:
             if large:
                 return_free_memory()
             for w in attention:
-                w.see(lambda o: o.attention(number, attended))
+                w.see(lambda o: o.attention(group[place][0], attended))
             if large:
                 return_free_memory()
 
         if norms or attention:
-            stream(
+            stream_together(
                 self.model,
-                row,
+                [row for _, row in group],
                 self.found.read,
                 on_norm=on_norm if norms else None,
                 layers=self.layers,
                 on_attention=on_attention if attention else None,
             )
-        for w in watching:
-            if w.probe.needs.output:
-                tell(w.probe.name)
-                w.see(lambda o: o.prompt(number, row))
+        for number, row in group:
+            for w in watching:
+                if w.probe.needs.output:
+                    tell(w.probe.name)
+                    w.see(partial(_prompt, number, row))
+                w.see(partial(_end, number))
 
     def weigh(self, probe: Probe) -> Piece | Failure:
         """What a probe that needs no prompts finds out."""
@@ -349,6 +396,14 @@ class Passes:
                 "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
             )
         return tuple(notes)
+
+
+def _prompt(number: int, row: Tensor, observer: Observer) -> None:
+    observer.prompt(number, row)
+
+
+def _end(number: int, observer: Observer) -> None:
+    observer.end(number)
 
 
 class _Watching:

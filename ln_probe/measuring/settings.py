@@ -21,7 +21,8 @@ def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Settings:
     """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
-    token strings, and how many keys of a head are measured (0: all; None: all unless that would take too long)."""
+    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), and how
+    many prompts go through the model together (None: as many as pay)."""
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
@@ -31,13 +32,15 @@ class Settings:
     seed: int = 0
     vocab: str | None = None
     keys_sample: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.probes, str) or not self.probes:
             raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(entries())}")
         if self.keys not in KEYS:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
-
+        if self.batch_size is not None and (isinstance(self.batch_size, bool) or self.batch_size < 1):
+            raise ValueError(f"batch_size must be a number of prompts, 1 or more, got {self.batch_size!r}")
         if self.keys_sample is not None and (isinstance(self.keys_sample, bool) or self.keys_sample < 0):
             raise ValueError(
                 f"keys_sample must be a number of keys per head (0: all of them), got {self.keys_sample!r}"

@@ -115,7 +115,9 @@ def report_in(world: World, folder: Path, case: Case) -> Any:
     return ln_probe.analyze(model, TOKENS, progress=False, keys="all")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] if c.dtype == "float64" else []) for c in CASES]
+)
 def test_worlds_agree(case: Case, kept: Path, tmp_path: Path, make_hugging_face: Callable[..., Any]) -> None:
     make_hugging_face(case.arch, torch.float64).save_pretrained(tmp_path / "model")
     here = kept / str(case)
