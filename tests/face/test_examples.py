@@ -14,13 +14,12 @@ from ln_probe.reporting.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LONG = ("tour", "does_projection_matter", "why_attend_to_position_0")  # half a minute and more
-NOTEBOOKS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else [])
-    for path in sorted(FOLDER.glob("*.py"))
-]
+NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in NOTEBOOKS]
+)
 def test_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> None:
     jupytext = pytest.importorskip("jupytext", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run with jupytext and nbclient (extra: dev)")
