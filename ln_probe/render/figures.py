@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -41,6 +41,7 @@ LABELS = {
 SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
+LETTERS, HANDLE = 15, 5  # of a legend: an inch holds so many, and so many make room for a line's sample
 SAME = 2e-3  # two curves closer than this, relatively, are one: 0.2 % of the axis is half a pixel
 VECTOR_CELLS = 700  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
 
@@ -275,8 +276,9 @@ def dress(axes: mpl.axes.Axes, ylabel: str, grid: str = "y") -> None:
 
 
 def axis_text(text: str) -> str:
-    """A name as it may stand on an axis: a dollar sign would begin a formula."""
-    return disarmed(text[:LABEL]).replace("\n", " ").replace("$", r"\$")
+    """A name as it may stand on an axis: a dollar sign would begin a formula; long ones keep both ends."""
+    cut = text if len(text) <= LABEL else f"{text[: LABEL // 2 - 1]}…{text[-LABEL // 2 :]}"
+    return disarmed(cut).replace("\n", " ").replace("$", r"\$")
 
 
 def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
@@ -296,12 +298,13 @@ def legend(axes: mpl.axes.Axes) -> None:
     """Above the axes, where it hides no data."""
     found = axes.get_legend_handles_labels()[1]
     if found:
+        room = LETTERS * cast(Figure, axes.figure).get_figwidth()
         axes.legend(
             frameon=False,
             fontsize=8,
             loc="lower left",
             bbox_to_anchor=(0, 1.0),
-            ncols=min(3, len(found)),
+            ncols=max(1, min(3, len(found), int(room / (max(map(len, found)) + HANDLE)))),
             borderaxespad=0.2,
             handlelength=1.6,
             columnspacing=1.2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from urllib.parse import quote
 
 import pandas as pd
@@ -28,6 +29,7 @@ from ln_probe.reporting.overview import overview, step_of
 from ln_probe.reporting.paired import paired
 
 BASELINES = 12  # models that the others can be compared with: a picture each
+STEP = " · "  # what stands between a checkpoint's name and its training step
 SENTENCES = 8  # models whose first finding stands above the table
 
 
@@ -46,6 +48,7 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
 
     Reports that name their training step (see `overview.step_of`) are drawn over training where a model has several.
     """
+    entries = [replace(e, name=n) for e, n in zip(entries, told_apart([e.name for e in entries]), strict=True)]
     done = [(e, e.report) for e in entries if e.report is not None]
     rows = [{"model": entry.name, **overview(report)} for entry, report in done]
     summary = pd.DataFrame(rows, columns=SUMMARY.names).dropna(axis=1, how="all")
@@ -67,6 +70,15 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
             script=Markup(script),
         )
     )
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Names as a page shows them: of local folders no more of the path than tells them from one another."""
+    paths = {n: PurePath(n.partition(STEP)[0]).parts for n in names}
+    local = {p for p in paths.values() if len(p) > 1 and PurePath(*p).is_absolute()}
+    kept = next((k for k in range(1, 99) if len({p[-k:] for p in local}) == len(local)), 99)
+    shown = ["/".join(paths[n][-kept:]) + "".join(n.partition(STEP)[1:]) if paths[n] in local else n for n in names]
+    return shown if len(set(shown)) == len(set(names)) else list(names)
 
 
 def comparison_cell(names: Sequence[str], reports: Sequence[Contents], summary: pd.DataFrame) -> str:
@@ -105,7 +117,7 @@ def _losses(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
             against.append(_svg(f"paired-{baseline}", title, figure, told, first=not against))
     if against:
         found.append(Shown("paired", "Difference to one of them", tuple(against), wide=True, choice="Baseline"))
-    steps, models = [step_of(r) for r in reports], [r.name for r in reports]
+    steps, models = [step_of(r) for r in reports], told_apart([r.name for r in reports])
     several = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
     trained = rows[[steps[p] is not None and several[models[p]] > 1 for p in rows["place"]]]
     if len(trained):
@@ -132,7 +144,7 @@ def _drawing_of(name: str, title: str, figure: Figure, caption: str) -> Shown:
 
 def _pictures(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     steps = [step_of(r) for r in reports]
-    models = [r.name for r in reports]
+    models = told_apart([r.name for r in reports])
     runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
     trained = [n > 1 for n in (runs[m] for m in models)]
     found = []

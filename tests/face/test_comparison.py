@@ -132,3 +132,26 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
     assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("b", "a", 40, 40)
     other = replace(two, provenance={**two.provenance, "prompts": {"sha256": "another"}})
     assert not len(ln_probe.compare([one, other]).paired)
+
+
+def test_folders_are_named_by_what_tells_them_apart() -> None:
+    from ln_probe.render.index import told_apart
+
+    assert told_apart(["/a/run layernorm · step0", "/a/run none · step0", "gpt2", "org/gpt2"]) == [
+        "run layernorm · step0",
+        "run none · step0",
+        "gpt2",
+        "org/gpt2",
+    ]
+    assert told_apart(["/a/one/model", "/b/two/model", "/a/one/model"]) == ["one/model", "two/model", "one/model"]
+    assert told_apart(["/a/model", "model"]) == ["/a/model", "model"], "two names never become one"
+    assert told_apart([]) == []
+
+
+def test_long_names_on_an_axis_keep_both_ends() -> None:
+    from ln_probe.render.figures import axis_text
+
+    first, second = (axis_text(f"EleutherAI/pythia-70m-deduped · step{n}") for n in (0, 143000))
+    assert first != second
+    assert second.endswith("step143000")
+    assert len(second) <= 24

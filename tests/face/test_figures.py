@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -158,3 +159,18 @@ def test_terms_that_do_nothing_are_not_drawn_and_huge_losses_do_not_hide_the_res
     )
     assert effects.causal_effects(report.with_tables(causal=huge)).axes[0].get_xscale() == "symlog"
     assert not effects.causal_effects(report.with_tables(causal=causal.head(0))).axes[0].patches
+
+
+def test_long_legends_leave_room_for_the_axes() -> None:
+    """Lines that coincide share a label that is as wide as the figure; matplotlib warned, and drew an axis of no size."""
+    from ln_probe.render.figures import LABELS, SIZE, legend
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    for label in (" = ".join(LABELS.values()), "hardest twentieth", "an even share, 1/n = 0.53 %"):
+        axes.plot([0, 1], [0, 1], label=label)
+    legend(axes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.draw_without_rendering()
+    assert axes.get_position().width > 0.5
