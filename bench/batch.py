@@ -24,13 +24,13 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 MODELS = ("lm-layernorm", "lm-projection_only")
 TOKENS = 256
 _LOOP = """
-import sys, torch, ln_probe
+import pathlib, sys, torch, ln_probe
 from ln_probe.analyses.machinery.parallel import use_processors
 torch.set_num_threads(1)
 use_processors(1)
 out, prompts, *models = sys.argv[1:]
 for name in models:
-    ln_probe.analyze(ln_probe.load_model(name), prompts, progress=False).save(f"{out}/{name}")
+    ln_probe.analyze(ln_probe.load_model(name), pathlib.Path(prompts), progress=False).save(f"{out}/{name}")
 """
 _DRIVER = """
 import resource, sys

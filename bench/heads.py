@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ def gpt2_shape() -> Any:
     )
 
 
-def seconds(what: Callable[[], Any], repeats: int) -> float:
-    found = []
+def seconds(whats: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Medians of processor time, taken by turns."""
+    found: list[list[float]] = [[] for _ in whats]
     for _ in range(repeats + 1):
-        began = time.process_time()
-        what()
-        found.append(time.process_time() - began)
-    return statistics.median(found[1:])  # the first compiles and warms up
+        for what, times in zip(whats, found, strict=True):
+            began = time.process_time()
+            what()
+            times.append(time.process_time() - began)
+    return [statistics.median(times[1:]) for times in found]  # the first compiles and warms up
 
 
 def main() -> None:
@@ -66,18 +68,19 @@ def main() -> None:
         model = gpt2_shape()
         tokens = torch.randint(1, 5000, (TOKENS,), generator=torch.Generator().manual_seed(0))
         tokens[0] = 0
-        bare = seconds(lambda: run(model, tokens[None]), args.repeats)
-        print(f"GPT-2 small's shape, {TOKENS} tokens, bare forward pass: {bare:.2f} s of processor time")
+        print(f"GPT-2 small's shape, {TOKENS} tokens")
         if args.part != "estimates":
             passes_module.calibration_tokens = lambda _model: [tokens]  # not to sample them from a model of this size
             passes = Passes(model, Settings(probes=("sinks",)), probes=chosen(["sinks"]))
             calibration = passes.calibrate([(0, tokens)])
-            watched = seconds(lambda: passes.measure([(0, tokens)], calibration), args.repeats)
-            print(f"sinks: {watched / bare:.2f} forward passes a prompt")
+            bare, watched = seconds(
+                [lambda: run(model, tokens[None]), lambda: passes.measure([(0, tokens)], calibration)], args.repeats
+            )
+            print(f"sinks: {watched / bare:.2f} forward passes a prompt (a bare one: {bare:.2f} s of processor time)")
         if args.part != "sinks":
             sites = find_sites(model)
             runs = HeadRuns(model, sites, mean_sigmas(model, sites, [tokens]), layers=range(12), exact=())
-            took = seconds(lambda: runs.measure(0, tokens), args.repeats)
+            bare, took = seconds([lambda: run(model, tokens[None]), lambda: runs.measure(0, tokens)], args.repeats)
             print(f"head_effects, estimates of 144 heads × 3 terms: {took / bare:.1f} forward passes a prompt")
     if args.part in (None, "exact"):
         model = ln_probe.load_model("lm-layernorm")

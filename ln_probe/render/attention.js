@@ -116,8 +116,8 @@ function pattern() {
   at("frozen").hidden = !frozen;
   at("unchanged").hidden = Boolean(frozen);
   clearTimeout(pattern.later);
-  // (The second chart after the first is seen.)
-  if (frozen) pattern.later = setTimeout(() => { draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks }); setTimeout(tell, 50); }, 0);
+  // (The second chart after the first is seen: React draws in tasks of its own.)
+  if (frozen) pattern.later = setTimeout(() => { draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks }); setTimeout(tell, 50); }, 50);
   at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
   const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
   at("resolution").textContent =
@@ -203,10 +203,10 @@ function read(event) {
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
 async function start() {
-  const code = document.createElement("script");
+  const code = document.createElement("script"), numbers = unpack(at("data").textContent);
   code.textContent = new TextDecoder().decode(await inflate(at("bundle").textContent));
   document.head.append(code);
-  data = await unpack(at("data").textContent);
+  data = await numbers;
   const first = Math.max(0, data.prompts.findIndex((p) => p.prompt === data.prompt));
   fill(at("prompt"), data.prompts, first, (p) => `${p.prompt}: ${clip(p.tokens.slice(0, 8).join(""), 40)} (${p.tokens.length} tokens)`);
   at("notes").textContent = data.notes.join(". ");

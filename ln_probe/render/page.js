@@ -141,3 +141,8 @@ addEventListener("message", (event) => {
     if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });
+// Everything is laid out once attention had its time to be drawn.
+addEventListener("load", () => {
+  const waits = document.querySelector("iframe.attention") ? 1000 : 0;
+  setTimeout(() => document.documentElement.classList.add("whole"), waits);
+});

@@ -324,11 +324,21 @@ class Visit:
             "request", lambda r: self.said.append(f"request: {r.url}") if r.url.split("#")[0] != path.as_uri() else None
         )
         self.page.goto(path.as_uri() + at)
+        if options.get("java_script_enabled", True) and "html:not(.whole)" in path.read_text(encoding="utf-8"):
+            self.page.locator("html.whole").wait_for()
 
     def attention(self) -> Any:
         frame = self.page.frame_locator("iframe.attention")
         frame.locator("#pattern canvas").wait_for()
         return frame
+
+    def until(self, expression: str) -> None:
+        """Wait until it is true (Playwright's own waiting evaluates strings, which the page's policy forbids)."""
+        for _ in range(600):
+            if self.page.evaluate(expression):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never became true: {expression}")
 
     def quiet(self) -> None:
         """Nothing was fetched, nothing was said, nothing that came with the data ran."""

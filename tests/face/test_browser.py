@@ -195,7 +195,7 @@ def test_schemes_and_widths(scheme: str, width: int, long_report: Report, visit:
     assert cell.evaluate("e => getComputedStyle(e).filter") == "none"
     assert opened.page.evaluate("getComputedStyle(document.querySelector('#unselectable svg')).filter") == "none"
     wanted = frame.locator("body").evaluate("b => document.documentElement.offsetHeight")
-    opened.page.wait_for_function(f"document.querySelector('iframe.attention').offsetHeight >= {wanted}")
+    opened.until(f"document.querySelector('iframe.attention').offsetHeight >= {wanted}")
     opened.quiet()
 
 
@@ -207,7 +207,7 @@ def test_the_view_in_a_notebook(long_report: Report, visit: Any) -> None:
     assert opened.page.frames[1].evaluate("window.origin") == "null", "the frame can reach the page around it"
     fits = "document.querySelector('iframe.attention').style.height"
     wanted = frame.locator("body").evaluate("b => `${document.documentElement.offsetHeight}px`")
-    opened.page.wait_for_function(f"{fits} === '{wanted}'")
+    opened.until(f"{fits} === '{wanted}'")
     opened.page.evaluate("postMessage({ lnProbeHeight: 77 }, '*')")  # from elsewhere than the frame
     opened.page.wait_for_timeout(50)
     assert opened.page.evaluate(fits) == wanted
