@@ -162,7 +162,7 @@ def test_terms_that_do_nothing_are_not_drawn_and_huge_losses_do_not_hide_the_res
 
 
 def test_long_legends_leave_room_for_the_axes() -> None:
-    """Lines that coincide share a label that is as wide as the figure; matplotlib warned, and drew an axis of no size."""
+    """Lines that coincide share a label as wide as the figure; matplotlib warned, and drew an axis of no size."""
     from ln_probe.render.figures import LABELS, SIZE, legend
 
     figure = Figure(figsize=SIZE, layout="constrained")
