@@ -1,4 +1,4 @@
-"""Write the tables of README.md, docs/checkpoints.md and docs/statistics.md from what is committed.
+"""Write the tables of README.md and of pages in docs/ from what is committed.
 
     python examples/checkpoints/document.py
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CHECKPOINTS = ROOT / "ln_probe" / "data" / "checkpoints"
 LABORATORY = ROOT / "analyses" / "lab" / "published"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "statistics.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("checkpoints", "heads", "statistics")))
 GROUPS = ("attention", "mlp", "final", "all")
 _BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -196,11 +196,28 @@ def coverage_table() -> str:
     return "\n".join(lines)
 
 
+def head_estimates() -> dict[str, pd.DataFrame]:
+    """First-order and exact effects of every head, by model."""
+    return {p.stem.removeprefix("heads-"): pd.read_csv(p) for p in sorted((HERE / "tables").glob("heads-*.csv"))}
+
+
+def estimates_table() -> str:
+    """How well first-order effects of heads order the exact ones."""
+    lines = ["| model | term left out | heads | rank correlation | largest effect, nats |", "|---|---|---|---|---|"]
+    for name, rows in head_estimates().items():
+        for variant, term in (("no_scaling", "scaling"), ("no_projection", "projection"), ("neither", "both")):
+            some = rows[rows["variant"] == variant]
+            rank = some["delta_loss"].corr(some["estimate"], method="spearman")
+            lines.append(f"| {name} | {term} | {len(some)} | {rank:.2f} | {some['delta_loss'].abs().max():.4f} |")
+    return "\n".join(lines)
+
+
 BLOCKS = {
     "bundled": bundled_table,
     "checkpoints": groups_table,
     "checkpoint-prompts": prompts_table,
     "earlier": earlier_table,
+    "estimates": estimates_table,
     "findings": findings_list,
     "singles": singles_table,
     "coverage": coverage_table,

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README: four concepts, and parts of a report's page as Chromium shows them.
+"""Draw the pictures of the README and of docs/heads.md: four concepts, estimates, parts of a report's page as Chromium shows them.
 
     python examples/pictures/draw.py [FOLDER] [REPORT]
 
@@ -8,6 +8,7 @@ one is made if it is not given. The concepts are computed, not sketched: verdict
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import numpy as np
 
 import ln_probe
 from ln_probe.render.drawing import Figure
+from ln_probe.render.figures import LABELS
 from ln_probe.render.norm_geometry import geometry
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
 from ln_probe.reporting.report import Report
@@ -99,6 +101,25 @@ def uniform() -> Figure:
     return figure
 
 
+def estimates() -> Figure:
+    """First-order effects of every head beside exact ones, of committed tables (docs/heads.md)."""
+    tables = runpy.run_path(str(Path(__file__).parents[1] / "checkpoints" / "document.py"))["head_estimates"]()
+    figure = Figure(figsize=(7.2, 3.3), layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axes, (name, rows) in zip(panels, tables.items(), strict=True):
+        for variant, colour in (("no_scaling", ORANGE), ("no_projection", GREEN)):
+            some = rows[rows["variant"] == variant]
+            axes.plot(some["delta_loss"], some["estimate"], "o", ms=3.5, color=colour, alpha=0.7, label=LABELS[variant])
+        ends = [rows["delta_loss"].min(), rows["delta_loss"].max()]
+        axes.plot(ends, ends, color=GRID, lw=1, zorder=0)
+        axes.set(title=name, xlabel="change of the loss, run exactly", ylabel="first-order estimate")
+        axes.locator_params(axis="x", nbins=4)
+        axes.title.set_fontsize(10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _bare(axes: object) -> None:
     axes.set_aspect("equal")  # type: ignore[attr-defined]
     axes.set_xticks([])  # type: ignore[attr-defined]
@@ -146,6 +167,7 @@ def main(folder: Path, made: Path | None) -> None:
         report = ln_probe.load_report(made)
         for name, draw in concepts(report).items():
             draw().savefig(folder / f"{name}.png", dpi=DPI)
+        estimates().savefig(folder / "estimates.png", dpi=DPI)
         screenshots(made / "report.html", folder)
 
 
