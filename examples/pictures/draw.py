@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/heads.md: four concepts, estimates, parts of a report's page as Chromium shows them.
+"""Draw the pictures of the README and of docs/heads.md: concepts, estimates, parts of a page as Chromium shows them.
 
     python examples/pictures/draw.py [FOLDER] [REPORT]
 
