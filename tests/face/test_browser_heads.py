@@ -125,6 +125,15 @@ def test_d6_phones_show_text_of_eleven_pixels(report: Report, visit: Any, page_o
     assert frame.locator("body").evaluate(smallest) >= 10.9
 
 
+def test_d6_printed_pictures_stay_with_their_titles(report: Report, visit: Any, page_of: PageOf) -> None:
+    opened = visit(page_of(report))
+    opened.page.emulate_media(media="print")
+    styles = opened.page.evaluate("""[...document.querySelectorAll(".pictures > figure")].map((e) => {
+      const s = getComputedStyle(e); return `${s.breakInside} ${s.contentVisibility} ${e.offsetHeight > 50}`; })""")
+    assert styles
+    assert set(styles) == {"avoid visible true"}
+
+
 @pytest.fixture(scope="module")
 def axe() -> str:
     if not AXE:

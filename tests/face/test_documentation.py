@@ -16,7 +16,7 @@ SHOWN = [page for page, blocks in PAGES.items() if blocks]
 
 @pytest.mark.slow  # some analyze a model on all bundled prompts
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mpl.use("Agg")
     names: dict[str, object] = {"__name__": "__main__"}
@@ -24,7 +24,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
-def test_the_readme_is_short_and_begins_with_what_to_type() -> None:
+def test_d7_the_readme_is_short_and_begins_with_what_to_type() -> None:
     text = (TOP / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     begin = text[: text.index("\n## ")]

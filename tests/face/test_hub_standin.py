@@ -133,7 +133,7 @@ PAGE = r"^http://127.* answered a request for gpt2 with a web page instead of da
         ),
     ],
 )
-def test_what_can_go_wrong_is_said_in_a_sentence(hub: Hub, fault: str, error: type[Exception], message: str) -> None:
+def test_b08_what_can_go_wrong_is_said_in_a_sentence(hub: Hub, fault: str, error: type[Exception], message: str) -> None:
     hub.fault["gpt2"] = fault
     started = time.monotonic()
     with pytest.raises(error, match=message):
@@ -141,7 +141,7 @@ def test_what_can_go_wrong_is_said_in_a_sentence(hub: Hub, fault: str, error: ty
     assert time.monotonic() - started < 60, "a fault of the hub must not look like a hang"
 
 
-def test_after_damage_the_next_try_downloads_again(hub: Hub) -> None:
+def test_b08_after_damage_the_next_try_downloads_again(hub: Hub) -> None:
     hub.fault["gpt2"] = "corrupt"
     with pytest.raises(ConnectionError, match="was damaged on its way"):
         hub_names.fetch("gpt2", revision=None, allow_pickle=False)
@@ -183,7 +183,7 @@ def test_a_model_is_described_from_its_config_alone(hub: Hub) -> None:
     assert not [line for line in hub.asked if line.endswith(".safetensors")]
 
 
-def test_plan_knows_a_model_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_c11_plan_knows_a_model_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from ln_probe.cli import app

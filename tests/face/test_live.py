@@ -18,7 +18,7 @@ from ln_probe.measuring import live
 from ln_probe.measuring.live import Live, left_of
 
 
-def test_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c11_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert live.FIRST + 1.0 < 2.0, "with Python's own start"
     assert live.EVERY < 30.0
     monkeypatch.setattr(live, "FIRST", 0.02)

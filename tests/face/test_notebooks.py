@@ -42,7 +42,7 @@ def results(model: object, report: Report) -> Iterator[object]:
     yield ln_probe.attribute_scores(model, tokens, 1, 2, 20, 3)
 
 
-def test_results_show_themselves_in_one_line(model: object, report: Report) -> None:
+def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -> None:
     """repr(report.attention()) was 143,712 characters."""
     for result in results(model, report):
         said = repr(result)
@@ -51,7 +51,7 @@ def test_results_show_themselves_in_one_line(model: object, report: Report) -> N
         assert "\n" not in said
 
 
-def test_pictures_show_without_any_magic(report: Report) -> None:
+def test_d2_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
     drawn = [figures.margins_over_depth(report), geometry(report), heads.heads_map(report, "entropy_change")]
     drawn.append(effects.causal_effects(report)) if len(report.causal) else None
@@ -89,7 +89,7 @@ def test_attention_of_a_head(report: Report, monkeypatch: pytest.MonkeyPatch) ->
         report.attention(layer, head=99)
 
 
-def test_the_frame_of_a_notebook_follows_its_content(report: Report) -> None:
+def test_d6_the_frame_of_a_notebook_follows_its_content(report: Report) -> None:
     shown = report.attention()._repr_html_()
     assert shown.startswith('<iframe class="attention"')
     assert "lnProbeHeight" in shown[: shown.index("srcdoc=")]

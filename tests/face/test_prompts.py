@@ -100,7 +100,7 @@ def test_bundled_passages_are_many_and_varied() -> None:
     assert all(40 <= len(t.split()) <= 130 or k == "code" for t, k in ((p.text, p.kind) for p in passages()))
 
 
-def test_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any) -> None:
+def test_d1_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any) -> None:
     """Up to and with an end token; enough of them and enough tokens; the two parts differ."""
     ends = list(range(25))  # half of the vocabulary, so that sequences are short
     rows = sample(model, limit=30, seed=0, ends=ends)
