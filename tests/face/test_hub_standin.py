@@ -133,7 +133,9 @@ PAGE = r"^http://127.* answered a request for gpt2 with a web page instead of da
         ),
     ],
 )
-def test_b08_what_can_go_wrong_is_said_in_a_sentence(hub: Hub, fault: str, error: type[Exception], message: str) -> None:
+def test_b08_what_can_go_wrong_is_said_in_a_sentence(
+    hub: Hub, fault: str, error: type[Exception], message: str
+) -> None:
     hub.fault["gpt2"] = fault
     started = time.monotonic()
     with pytest.raises(error, match=message):
