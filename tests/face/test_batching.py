@@ -94,6 +94,12 @@ def test_who_looks_ahead(arch: str, make_bridge: Callable[..., Any]) -> None:
     assert looks_ahead(model, survey(model).read) == (arch == "bert")
 
 
+def test_who_looks_ahead_without_norms_and_with_a_vocabulary_of_two(make_hooked: Callable[..., Any]) -> None:
+    for direction in ("causal", "bidirectional"):
+        model = make_hooked(normalization_type=None, d_vocab=2, attention_dir=direction)
+        assert looks_ahead(model, survey(model).read) == (direction == "bidirectional")
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "olmo2", "bloom"])
 def test_what_is_seen_of_a_prompt(arch: str, make_bridge: Callable[..., Any]) -> None:
     """Norms inside attention too, whose rows are heads of positions; rotary tables; no padding."""
