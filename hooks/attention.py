@@ -28,6 +28,8 @@ from ln_probe.hooks.variants import ignored_below
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
 # float64 are no exception: GPT-Neo makes its scores in float32 whatever its format, others keep rotary tables in it.
 PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
+# Below this no other form is tried. (Where scores are tiny, wrong divisors too come near: then the nearest counts.)
+CLEARLY = {torch.float64: 1e-6, torch.float32: 1e-5}
 PATTERN_TOLERANCE_HALF = 5e-2
 
 # Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small
@@ -398,8 +400,10 @@ def read_heads(
             difference = _disagreement(heads, norm_output, pattern)
             if difference < worst:
                 nearest, worst = heads, difference
-        if worst <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
-            return nearest
+        if worst <= CLEARLY.get(pattern.dtype, 0.0):
+            break
+    if worst <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
+        return nearest
     raise UnsupportedAttentionError(
         f"layer {layer}: the attention pattern of {type(attn).__name__} differs by {worst:.2g} from "
         "softmax(q·k / divisor): its scores have a form that head-space measures do not know"

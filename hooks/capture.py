@@ -80,12 +80,13 @@ OnNormOf = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]],
 OnAttentionOf = Callable[[int, AttentionInput], None]
 
 
-def _finite(site: Site, value: Tensor, what: str) -> None:
+def _finite(site: Site, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
-        at = (~torch.isfinite(value)).any(-1).nonzero()[0].tolist()
+        row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # of a position, heads stand together
+        at = row * length // len(value)
         raise ActivationError(
-            f"{site.name}: its {what} holds NaN or infinite values (first at position {at[-1]}); the model's weights "
+            f"{site.name}: its {what} holds NaN or infinite values (first at position {at}); the model's weights "
             "or precision are the likely cause: try dtype='float32', or check the checkpoint"
         )
 
@@ -191,8 +192,8 @@ class _Pass:
                 x, y = x[:, :, 0], y[:, :, 0]
             xs, ys = _by_prompt(site, x, self.lengths), _by_prompt(site, y, self.lengths)
             for prompt, (of_x, of_y) in enumerate(zip(xs, ys, strict=True)):
-                _finite(site, of_x, "input")
-                _finite(site, of_y, "output")
+                _finite(site, of_x, "input", self.lengths[prompt])
+                _finite(site, of_y, "output", self.lengths[prompt])
                 if self.on_norm is not None:
                     self.on_norm(prompt, site, of_x, of_y)
             read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
@@ -208,7 +209,7 @@ class _Pass:
             if read is not None:
                 each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
                 for x in each:
-                    _finite(site, x, "input")
+                    _finite(site, x, "input", len(x))
                 self.running[layer] = _Layer(each, each)
 
         return hook
@@ -303,7 +304,8 @@ def stream_together(
 ) -> None:
     """Run several prompts in one pass; the callbacks are told first which prompt it is.
 
-    Shorter prompts are padded behind their end, which changes nothing before it where attention is causal. Callbacks
+    Shorter prompts are padded behind their end, which changes nothing before it where attention is causal and positions
+    do not depend on how long a prompt is (`hooks.model.stretches_positions`). Callbacks
     come a layer at a time: of all prompts in their order, then of the next layer. They never see padding.
 
     Args:

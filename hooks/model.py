@@ -149,6 +149,16 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+def stretches_positions(model: HookedModel) -> bool:
+    """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
+    configs = (getattr(m, "config", None) for m in (model, getattr(model, "original_model", None)))
+    for config in (*configs, getattr(model, "cfg", None)):
+        for name in ("rope_parameters", "rope_scaling"):
+            if any(kind in str(getattr(config, name, "")) for kind in ("longrope", "dynamic")):
+                return True
+    return False
+
+
 def active_dropout(model: HookedModel) -> str:
     """Name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
     for name, module in model.named_modules():

@@ -49,6 +49,7 @@ class Causal(Probe):
     summary = "what the loss is with a term switched off"
     tables = (CAUSAL, CAUSAL_PROMPTS)
     needs = Needs(output=True, calibration=True)
+    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant
         "causal_resamples": prompt_intervals.RESAMPLES,
         "causal_confidence": prompt_intervals.CONFIDENCE,

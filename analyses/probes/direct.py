@@ -32,6 +32,7 @@ class Attribution(Probe):
     summary = "which parts write the next token's logit, through the final norm"
     tables = (ATTRIBUTION,)
     needs = Needs(output=True)
+    interleaved = True
     prompts = PROMPTS
 
     def start(self, view: View) -> Observer:

@@ -42,6 +42,7 @@ class HeadEffects(Probe):
     summary = "what the loss loses when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
     needs = Needs(output=True, calibration=True)
+    interleaved = True
     prompts = PROMPTS
     thresholds = {  # noqa: RUF012 - constants
         "head_effects_exact_work": EXACT_WORK,

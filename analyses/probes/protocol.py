@@ -244,6 +244,8 @@ class Probe:
         thresholds: constants that its tables depend on, for the provenance.
         samples_keys: whether it measures the keys that `Calibration.sample` names, where that is not all; its cost
             then decides whether they are.
+        interleaved: whether its observers bear several prompts under way at once; if one of them does not, prompts go
+            one after another unless the user gives a batch size.
         absent: what a page says was not found out where the probe did not run; empty: nothing.
     """
 
@@ -254,6 +256,7 @@ class Probe:
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
     samples_keys: ClassVar[bool] = False
+    interleaved: ClassVar[bool] = False
     absent: ClassVar[str] = ""
 
     def start(self, view: View) -> Observer:

@@ -68,6 +68,7 @@ class Selectability(Probe):
     needs = Needs(attention=True, variants=True, calibration=True)
     prompts = GEOMETRY_PROMPTS
     samples_keys = True
+    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
         "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,

@@ -275,6 +275,7 @@ class Sinks(Probe):
     summary = "where attention falls, which tokens are outliers, and where they come from"
     tables = (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)
     needs = Needs(norms=True, attention=True, calibration=True)
+    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "sink_attention": MUCH,
         "sink_share": SINK_SHARE,

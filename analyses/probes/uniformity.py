@@ -42,6 +42,7 @@ class UniformityProbe(Probe):
     summary = "how uniformly heads attend"
     tables = (Part(HEADS, (*HEADS.key, "query_radius", *MEASURES, "no_op")),)
     needs = Needs(attention=True, variants=True, calibration=True)
+    interleaved = True
     prompts = GEOMETRY_PROMPTS
 
     def start(self, view: View) -> Observer:

@@ -46,6 +46,7 @@ class WritersProbe(Probe):
     summary = "which parts set sigma, and which write on the ones-vector"
     tables = (WRITERS,)
     needs = Needs(output=True)
+    interleaved = True
     prompts = PROMPTS
 
     def start(self, view: View) -> Observer:

@@ -59,6 +59,7 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> Claime
     content = {
         "format": FORMAT,
         "identity": run.identity,
+        "batch_size": run.settings.batch_size,
         "command": run.command,
         "allow_pickle": run.allow_pickle,
         "corpus": asdict(run.corpus),
@@ -82,7 +83,7 @@ def reopen(out: Path) -> tuple[Run, list[Target]]:
     held = _read(path)
     run = Run(
         out,
-        Settings.of_plain(held["identity"]),
+        Settings.of_plain({**held["identity"], "batch_size": held.get("batch_size")}),
         ShardedCorpus(**held["corpus"]),
         command=held["command"],
         allow_pickle=held["allow_pickle"],

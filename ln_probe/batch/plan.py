@@ -114,9 +114,12 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What two runs in one folder must agree on, as plain JSON."""
+        """What two runs in one folder must agree on, as plain JSON.
+
+        Not how many prompts go through a model together: whoever ran out of memory goes on with fewer.
+        """
         return {
-            **self.settings.plain,
+            **{k: v for k, v in self.settings.plain.items() if k != "batch_size"},
             "dtype": self.dtype,
             "device": self.device,
             "prompts": self.corpus.given,

@@ -32,7 +32,7 @@ from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, rea
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
 from ln_probe.hooks.frozen_scale import calibration_sigmas
-from ln_probe.hooks.model import HookedModel, device_of, n_layers
+from ln_probe.hooks.model import HookedModel, device_of, n_layers, stretches_positions
 from ln_probe.hooks.sites import Site, layers_in_words, survey
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
@@ -108,24 +108,32 @@ class Passes:
             return False
         every = [*lengths, length]
         padded = max(every) * len(every)
-        if most is None and padded > self._room:
+        if most is None and padded * (self._each + 16 * self._heads * max(every)) > self._room:  # (patterns)
             return False
-        return min(every) == max(every) or (sum(every) >= FILLED * padded and not self._looks_ahead)
+        return min(every) == max(every) or (sum(every) >= FILLED * padded and self._takes_padding)
 
     @cached_property
-    def _looks_ahead(self) -> bool:
-        return looks_ahead(self.model, self.found.read)
+    def _takes_padding(self) -> bool:
+        """Whether tokens behind its end leave a prompt as it is."""
+        return not (stretches_positions(self.model) or looks_ahead(self.model, self.found.read))
 
     @cached_property
     def _room(self) -> int:
-        """Tokens, padding included, that go through the model together where nobody says how many prompts do."""
+        """Bytes that prompts may take which go through the model together where nobody says how many do."""
         device = device_of(self.model)
-        if device.type != "cuda":
+        if device.type != "cuda" or not all(p.interleaved for p in self.probes if p.needs.prompts):
             return 0  # on a CPU a pass over one prompt keeps it busy: see docs/cost.md
-        free, _ = torch.cuda.mem_get_info(device)
+        return torch.cuda.mem_get_info(device)[0] // 4
+
+    @property
+    def _each(self) -> int:
+        """Bytes of a token that live at a time, attention left out."""
         cfg: Any = self.model.cfg
-        widest = max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # numbers per token that live at a time
-        return int(free / 4 / (8 * widest))
+        return 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))
+
+    @property
+    def _heads(self) -> int:
+        return int(getattr(self.model.cfg, "n_heads", 0))
 
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
         """The maps of a layer; `again`: on a prompt on which the first pass has checked its scores."""

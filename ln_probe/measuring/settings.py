@@ -39,12 +39,19 @@ class Settings:
             raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(entries())}")
         if self.keys not in KEYS:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
-        if self.batch_size is not None and (isinstance(self.batch_size, bool) or self.batch_size < 1):
-            raise ValueError(f"batch_size must be a number of prompts, 1 or more, got {self.batch_size!r}")
-        if self.keys_sample is not None and (isinstance(self.keys_sample, bool) or self.keys_sample < 0):
-            raise ValueError(
-                f"keys_sample must be a number of keys per head (0: all of them), got {self.keys_sample!r}"
-            )
+        for name, least, what in (
+            ("batch_size", 1, "a number of prompts, 1 or more"),
+            ("keys_sample", 0, "a number of keys per head (0: all of them)"),
+        ):
+            given = getattr(self, name)
+            try:
+                if given is None:
+                    continue
+                if isinstance(given, bool) or operator.index(given) < least:
+                    raise TypeError
+            except TypeError:
+                raise ValueError(f"{name} must be {what}, got {given!r}") from None
+            object.__setattr__(self, name, operator.index(given))
 
     @property
     def plain(self) -> dict[str, Any]:

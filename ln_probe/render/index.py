@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from ln_probe.reporting.overview import overview, step_of
 from ln_probe.reporting.paired import paired
 
 BASELINES = 12  # models that the others can be compared with: a picture each
-STEP = " · "  # what stands between a checkpoint's name and its training step
+_STEP = re.compile(r" · [^/\\]+$")  # behind a checkpoint's name, its training step
 SENTENCES = 8  # models whose first finding stands above the table
 
 
@@ -74,10 +75,11 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
 
 def told_apart(names: Sequence[str]) -> list[str]:
     """Names as a page shows them: of local folders no more of the path than tells them from one another."""
-    paths = {n: PurePath(n.partition(STEP)[0]).parts for n in names}
+    ends = {n: step[0] if (step := _STEP.search(n)) else "" for n in names}
+    paths = {n: PurePath(n.removesuffix(ends[n])).parts for n in names}
     local = {p for p in paths.values() if len(p) > 1 and PurePath(*p).is_absolute()}
     kept = next((k for k in range(1, 99) if len({p[-k:] for p in local}) == len(local)), 99)
-    shown = ["/".join(paths[n][-kept:]) + "".join(n.partition(STEP)[1:]) if paths[n] in local else n for n in names]
+    shown = [str(PurePath(*paths[n][-kept:])) + ends[n] if paths[n] in local else n for n in names]
     return shown if len(set(shown)) == len(set(names)) else list(names)
 
 

@@ -141,8 +141,10 @@ addEventListener("message", (event) => {
     if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });
-// Everything is laid out once attention had its time to be drawn.
+// Everything is laid out once attention had its time to be drawn; at once where somebody looks for a place on the page.
+if (location.hash) document.documentElement.classList.add("whole");
+addEventListener("hashchange", () => document.documentElement.classList.add("whole"));
 addEventListener("load", () => {
-  const waits = document.querySelector("iframe.attention") ? 1000 : 0;
+  const waits = !location.hash && document.querySelector("iframe.attention") ? 1000 : 0;
   setTimeout(() => document.documentElement.classList.add("whole"), waits);
 });

@@ -134,6 +134,31 @@ def test_what_is_seen_of_a_prompt(arch: str, make_bridge: Callable[..., Any]) ->
 
 
 def test_a_wrong_batch_size(make_hooked: Callable[..., Any]) -> None:
-    for wrong in (0, -1, True):
+    for wrong in (0, -1, True, 2.5, "4"):
         with pytest.raises(ValueError, match=r"batch_size must be a number of prompts, 1 or more, got"):
             ln_probe.analyze(make_hooked(), [[1, 2, 3]], batch_size=wrong, progress=False)
+
+
+def test_angles_that_depend_on_the_length_are_not_padded(
+    make_bridge: Callable[..., Any], passed: list[list[int]]
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 11,
+    }
+    model = make_bridge("llama", torch.float64, rope_parameters=rope)
+    ln_probe.analyze(model, prompts(), probes=("uniformity",), progress=False, batch_size=4)
+    assert passed == [[12], [10], [11], [2], [12, 12]] * 2
+
+
+def test_a_run_goes_on_with_fewer_prompts_at_once(tmp_path: Any) -> None:
+    from ln_probe.batch.plan import Run
+    from ln_probe.measuring.settings import Settings
+    from ln_probe.prompting.shards import ShardedCorpus
+
+    corpus = ShardedCorpus("prompts.jsonl", "prompts", 1, "0", 1)
+    one, other = (Run(tmp_path, Settings(batch_size=n), corpus) for n in (None, 2))
+    assert one.identity == other.identity

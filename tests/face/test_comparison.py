@@ -145,6 +145,8 @@ def test_folders_are_named_by_what_tells_them_apart() -> None:
     ]
     assert told_apart(["/a/one/model", "/b/two/model", "/a/one/model"]) == ["one/model", "two/model", "one/model"]
     assert told_apart(["/a/model", "model"]) == ["/a/model", "model"], "two names never become one"
+    assert told_apart(["/a/b", "/b"]) == ["a/b", "/b"]
+    assert told_apart(["/a · b/x · step1", "/a · b/y"]) == ["x · step1", "y"]
     assert told_apart([]) == []
 
 

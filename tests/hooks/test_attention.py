@@ -181,3 +181,21 @@ def test_unbounded_queries_have_no_ellipsoid(make_bridge: Callable[..., Any]) ->
     seen, heads = layers_of(make_bridge("gpt2"))[0]
     without = Site(**{**vars(seen.site), "kind": "projection_only", "constant_scale": 1.0, "radius": math.nan})
     assert heads.query_ellipsoid(without, 0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_among_tiny_scores_the_nearest_divisor_counts(
+    make_bridge: Callable[..., Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is nearly even whatever the divisor: a wrong one comes near, too."""
+    model = make_bridge("gpt2", dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "attn" in name and weight.ndim > 1:
+                weight.mul_(0.02)
+    right = [heads.form.divisor for _, heads in layers_of(model)]
+    assert right == pytest.approx([math.sqrt(8)] * 2)
+    monkeypatch.setattr("ln_probe.hooks.attention._divisors", lambda *_: [1.0, math.sqrt(8)])  # a wrong one first
+    assert [heads.form.divisor for _, heads in layers_of(model)] == pytest.approx(right)
+    monkeypatch.setattr("ln_probe.hooks.attention.CLEARLY", {dtype: 2e-4})
+    assert [heads.form.divisor for _, heads in layers_of(model)] == [1.0, 1.0], "these scores would not tell"

@@ -69,3 +69,13 @@ def test_nan_activation_names_the_site_and_position(make_hooked: Callable[..., A
         ActivationError, match=r"blocks\.0\.ln1: its input holds NaN or infinite values \(first at position 4\)"
     ):
         stream(model, TOKENS, sites)
+
+
+def test_nan_inside_attention_names_the_position_too(make_bridge: Callable[..., Any]) -> None:
+    """Norms of queries and keys see a row for every head of a position."""
+    model = make_bridge("qwen3")
+    sites = [s for s in find_sites(model) if s.reads in ("query", "key")]
+    with torch.no_grad():
+        model.W_E[7] = float("nan")
+    with pytest.raises(ActivationError, match=r"first at position 5\)"):
+        stream(model, torch.tensor([1, 2, 3, 4, 5, 7]), sites)
