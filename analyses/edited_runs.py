@@ -26,7 +26,7 @@ Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers D
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from ln_probe.analyses.attention_spread import entropy_ratio
 from ln_probe.analyses.next_tokens import Sums
 from ln_probe.analyses.shared_passes import Job, SharedPasses
 from ln_probe.hooks.edits import Edit
-from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, UNIFORM, Constant, Divisor, Resampled, Sigmas
+from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, SCALES, UNIFORM, Constant, Divisor, Resampled, Sigmas
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.masks import is_causal, window_of
 from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
@@ -87,6 +87,7 @@ class EditedRuns:
         sigmas: to draw resampled ones from; without them there are none.
         seed: of resampled sigmas.
         single_norm_prompts: on how many of the first prompts norms are taken one by one.
+        scales: what is tried in place of the sigmas of groups, FROZEN among them.
         matched: whether the constants are the sites' own mean sigmas.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
@@ -100,12 +101,13 @@ class EditedRuns:
         sigmas: Mapping[str, Sigmas] | None = None,
         seed: int = 0,
         single_norm_prompts: int = SINGLE_NORM_PROMPTS,
+        scales: Collection[str] = SCALES,
         matched: bool = True,
         meaningless: str = "",
     ) -> None:
         self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
         self.constants = {name: Constant.of(given) for name, given in constants.items()}
-        self.sigmas, self.single_norm_prompts = sigmas or {}, single_norm_prompts
+        self.sigmas, self.single_norm_prompts, self.scales = sigmas or {}, single_norm_prompts, scales
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
@@ -166,8 +168,9 @@ class EditedRuns:
         yield FROZEN, Job(self._edits(row, FROZEN, length, prompt))
         taken = [s for s in row.members if takes_scaling(s, row.variant)]
         if row.is_group and taken and not self.no_loss:
-            yield UNIFORM, Job(self._edits(row, UNIFORM, length, prompt), whole=False)
-            if all(s.name in self.sigmas for s in taken):
+            if UNIFORM in self.scales:
+                yield UNIFORM, Job(self._edits(row, UNIFORM, length, prompt), whole=False)
+            if RESAMPLED in self.scales and all(s.name in self.sigmas for s in taken):
                 yield RESAMPLED, Job(self._edits(row, RESAMPLED, length, prompt), whole=False)
 
     def _edits(self, row: _Row, scale: str, length: int, prompt: int) -> list[Edit]:

@@ -7,7 +7,7 @@ are those of `ln_probe.analyses.prompt_intervals`, from the same resamples for e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from ln_probe.analyses.probes.protocol import (
     View,
 )
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
-from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.interventions import GROUPS, SCALES
 
 # Forward passes a prompt: each group under three variants and three scales, of which the blocks before the edit are not
 # computed again; and each norm alone under three variants, on the first prompts.
@@ -40,10 +40,15 @@ _PASSES_PER_NORM = 1.5
 
 
 class Causal(Probe):
-    """Args: single_norm_prompts: on how many of the first prompts norms are taken one by one; 0: groups alone."""
+    """What groups of norms, and single ones, do for the loss.
 
-    def __init__(self, single_norm_prompts: int = SINGLE_NORM_PROMPTS) -> None:
-        self.single_norm_prompts = single_norm_prompts
+    Args:
+        single_norm_prompts: on how many of the first prompts norms are taken one by one; 0: groups alone.
+        scales: what is tried in place of the sigmas of groups; "frozen" always is.
+    """
+
+    def __init__(self, single_norm_prompts: int = SINGLE_NORM_PROMPTS, scales: Collection[str] = SCALES) -> None:
+        self.single_norm_prompts, self.scales = single_norm_prompts, scales
 
     name = "causal"
     summary = "what the loss is with a term switched off"
@@ -59,7 +64,7 @@ class Causal(Probe):
     absent = "what happens to the loss when a term is switched off in the running model"
 
     def start(self, view: View) -> Observer:
-        return _Watching(view, self.single_norm_prompts)
+        return _Watching(view, self.single_norm_prompts, self.scales)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
         measured = [p.tables["effects"] for p in pieces if "effects" in p.tables]
@@ -81,7 +86,7 @@ class Causal(Probe):
 class _Watching(Observer):
     """Runs every prompt under every edit."""
 
-    def __init__(self, view: View, single_norm_prompts: int) -> None:
+    def __init__(self, view: View, single_norm_prompts: int, scales: Collection[str]) -> None:
         self.view, self.found = view, list[pd.DataFrame]()
         found = view.calibration
         assert found is not None
@@ -95,6 +100,7 @@ class _Watching(Observer):
                 sigmas=found.sigmas,
                 meaningless=view.meaningless,
                 single_norm_prompts=single_norm_prompts,
+                scales=scales,
             )
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:

@@ -27,6 +27,7 @@ _MULTIPLICATIONS = 2.5e10  # a second, of one core on a forward pass
 # Seconds of one core until a worker has imported what it needs, and bytes of weights that are loaded and compared with
 # the original's logits in one: 16 s for GPT-2 small.
 _START_SECONDS, _LOADED = 7.0, 6e7
+LOOK_ABOVE = 120.0  # seconds of one core: what takes less is not preceded by a first look
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -75,6 +76,12 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
         _WORKER_BYTES + _COPIES * weights,
         sum(c.disk_bytes for c in found),
     )
+
+
+def worth_a_look(run: Run, target: Target) -> bool:
+    """Whether so much is to be measured that somebody would want to see something before."""
+    seconds = cost(run, target, prompt_lengths(run.corpus, run.corpus_folder)).seconds
+    return bool({"decomposition", "causal"} & set(run.settings.probes)) and seconds >= LOOK_ABOVE
 
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:

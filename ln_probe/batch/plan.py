@@ -10,7 +10,8 @@
 The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *prompts* for each shard of
 them, one of *weights* for every probe that needs no prompts, then the *report*. What a unit computes depends on its key
 alone: not on which worker does it, nor on what was done before, nor on how many shards there are (rows are joined in
-order before anything is summed).
+order before anything is summed). Before all of them, where they will take long, a *first look* writes a page of what is
+known soon, and keeps nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ln_probe.reporting.software import __version__
 WORK_FOLDER = ".ln_probe"
 INDEX_FILE = "index.html"
 FORMAT = 4
-CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
+LOOK, CALIBRATION, PROMPTS, WEIGHTS, REPORT = "first look", "calibration", "prompts", "weights", "report"
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
@@ -50,7 +51,7 @@ class Unit:
     """A piece of work on one checkpoint.
 
     Attributes:
-        kind: one of the four above.
+        kind: one of the five above.
         shard: of the prompts; 0 where there is only one unit.
         probe: whose weights are measured; empty otherwise.
     """

@@ -31,6 +31,7 @@ def go(
     telling: Telling,
 ) -> None:
     """Do what is missing of a run, or of a slice of it, and exit."""
+    from ln_probe.batch.cost import worth_a_look
     from ln_probe.batch.drive import remains
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
@@ -43,7 +44,8 @@ def go(
             if target.error:
                 display.say(f"{target.label}: failed: {target.error}")
         todo = remains(run, targets, display, fresh=means.fresh, part=part)
-        schedule = Schedule(todo, reports=part is None)
+        looks = [t for t in todo if part is None and worth_a_look(run, t)]
+        schedule = Schedule(todo, reports=part is None, looks=looks)
         work(run, schedule, display, means, workers)
     if part is None:
         heard = {*schedule.errors, *(t for t in targets if t.error)}

@@ -21,25 +21,28 @@ from torch import nn
 from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.key_sample import KeySample
+from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
 from ln_probe.batch.finished import mark_done
 from ln_probe.batch.pieces import packed, unpacked
-from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, LOOK, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.hooks.frozen_scale import Sigmas
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.assembly import assemble, provenance
+from ln_probe.measuring.first_look import first_look
 from ln_probe.measuring.passes import Passes
 from ln_probe.measuring.recording import SAMPLED_PROMPTS
 from ln_probe.prompting.prompts import cut_notes, summary
 from ln_probe.prompting.shards import DEFAULT
 from ln_probe.prompting.token_shards import TokenShards
 from ln_probe.reporting.exhibits import Exhibits
+from ln_probe.reporting.report import REPORT_FILE, Report
 
 _SIGMAS = ("first", "rest")  # what is kept of them
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
@@ -54,6 +57,7 @@ class Outcome:
             whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
         error: what went wrong, in a sentence.
         seconds, tokens: spent and measured.
+        page: that a first look has written; empty: none.
     """
 
     state: str
@@ -61,6 +65,7 @@ class Outcome:
     seconds: float = 0.0
     tokens: int = 0
     again: tuple[Unit, ...] = ()
+    page: str = ""
 
 
 class _MissingError(Exception):
@@ -90,11 +95,15 @@ class Worker:
         self._passes: Passes | None = None
         self._tokens: TokenShards | None = None
         self._calibration: Calibration | None = None
+        self._sigmas: Mapping[str, Sigmas] | None = None  # of the first look, for the calibration
 
     def do(self, target: Target, unit: Unit) -> Outcome:
         """Do a unit, unless its result is there and whole. Never raises: what goes wrong is in the outcome."""
         start = time.perf_counter()
         try:
+            if unit.kind == LOOK:
+                page = self._look(target)
+                return Outcome(DONE, "", time.perf_counter() - start, page=page)
             tokens = self._do(target, unit)
         except _MissingError as error:
             return Outcome(DAMAGED, str(error), again=tuple(error.units))
@@ -130,7 +139,7 @@ class Worker:
         return tokens
 
     def _forget(self) -> None:
-        self._target = self._passes = self._tokens = self._calibration = None
+        self._target = self._passes = self._tokens = self._calibration = self._sigmas = None
         gc.collect()
 
     def _load(self, target: Target) -> Passes:
@@ -162,11 +171,33 @@ class Worker:
             made["prompts"] = self._tokens[unit.shard].sha256
         return made
 
+    def _look(self, target: Target) -> str:
+        """Write the page that stands where the report's will, until that is made; its path, empty if one is there."""
+        from ln_probe.render.page import report_page
+
+        passes, tokens = self._load(target), self._tokens
+        assert tokens is not None
+        folder = self.run.out / target.folder
+        if (folder / REPORT_FILE).exists():
+            return ""
+        with evaluating(passes.model):
+            report, made = first_look(
+                passes.model, self.run.settings, tokens[0].rows, tokens[0].source, tokens[0].names.__getitem__
+            )
+        self._sigmas = made.sigmas
+        request = {**self.run.identity, "model": target.name, "revision": target.revision}
+        report = replace(report, provenance={**report.provenance, "request": request, "command": self.run.command})
+        rest = [p.name for p in self.run.probes if p.name not in report.provenance["arguments"]["probes"]]
+        with store.storing(self.run.out):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / "report.html", report_page(report, under_way=_under_way(report, rest)))
+        return str(folder / "report.html")
+
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         shards = range(self.run.corpus.shards)
-        found = passes.calibrate(pair for shard in shards for pair in tokens[shard].numbered())
+        found = passes.calibrate((pair for shard in shards for pair in tokens[shard].numbered()), sigmas=self._sigmas)
         names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
         prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows), names.__getitem__)
         given = [length for shard in shards for length in tokens[shard].given]
@@ -216,6 +247,17 @@ class Worker:
         passes = self._load(target)
         probe = next(p for p in passes.probes if p.name == unit.probe)
         return packed({probe.name: passes.weigh(probe)}), 0
+
+
+def _under_way(report: Report, rest: Sequence[str]) -> str:
+    prompts = report.provenance["prompts"]
+    more = f" {', '.join(rest)} and" if rest else ""
+    return (
+        f"A first look, at {prompts['count']} prompts of at most {prompts['longest']} tokens. All prompts,{more} "
+        "intervals are still being measured and will replace this page, which looks for them every half a minute. If "
+        "the command has ended and this still stands here, it did not finish: run it again, and it goes on where it "
+        "stopped."
+    )
 
 
 def _all_of(hashes: Iterable[str]) -> str:

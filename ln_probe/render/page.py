@@ -44,12 +44,13 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def report_page(report: Contents, index: str = "") -> str:
+def report_page(report: Contents, index: str = "", under_way: str = "") -> str:
     """The whole report as one HTML page that opens offline.
 
     Args:
         report: what is shown.
         index: where the page that lists this report stands, relative to this one; empty: nowhere.
+        under_way: what a reader has to know of a report that is still being made; the page then looks for a newer one.
     """
     more, failed = others(report)
     found = [*groups(report), *more]
@@ -82,7 +83,10 @@ def report_page(report: Contents, index: str = "") -> str:
             ],
             notes=(*report.notes, *report.exhibits.notes, *failed),
             groups=shown_groups,
-            absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in shown and p.name != CAUSAL.name],
+            under_way=under_way,
+            absent=[]
+            if under_way
+            else [p for p in chosen(DEFAULT) if p.absent and p.name not in shown and p.name != CAUSAL.name],
             attention=frame,
             by_head=by_head.pictures[0].drawings[0] if by_head else None,
             tables=tables,
