@@ -3,7 +3,8 @@
 Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_PROBE_SHARED), so nothing is downloaded;
 every stage in a process of its own: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
 types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
-what all its processes hold of their own (`sum`: proportional set sizes, twice a second).
+what all its processes hold of their own (`sum`: proportional set sizes, twice a second), and when its page is there for
+the first time (`page`: the first look).
 
     python bench/whole.py                         this checkout
     python bench/whole.py --against ../before     and another one, taking turns, for comparison
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -23,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROBES = ("decomposition", "uniformity", "selectability", "causal", "unembedding")
+PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
 STAGES = ("loading", *PROBES, "whole")
 _TICK = 0.5  # seconds between two looks at the memory of all processes
 
@@ -61,15 +63,15 @@ def _memory(pid: int) -> float:
     return total
 
 
-def _measured(command: list[str], checkout: Path) -> dict[str, float]:
-    """Wall and processor seconds, and memory in MB, of a command and what it starts."""
+def _measured(command: list[str], checkout: Path, page: Path | None = None) -> dict[str, float]:
+    """Wall and processor seconds, and memory in MB, of a command and what it starts; when it has written `page`."""
     inner = (
         "import json, resource, subprocess, sys; done = subprocess.run(json.loads(sys.argv[1]), stdout=sys.stderr); "
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
         "print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))"
     )
     env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
-    began, most = time.perf_counter(), 0.0
+    began, most, seen = time.perf_counter(), 0.0, math.nan
     process = subprocess.Popen(
         [sys.executable, "-c", inner, json.dumps(command)],
         stdout=subprocess.PIPE,
@@ -80,6 +82,8 @@ def _measured(command: list[str], checkout: Path) -> dict[str, float]:
     )
     while process.poll() is None:
         most = max(most, _memory(process.pid))
+        if math.isnan(seen) and page is not None and page.exists():
+            seen = time.perf_counter() - began
         try:
             process.wait(_TICK)
         except subprocess.TimeoutExpired:
@@ -89,7 +93,7 @@ def _measured(command: list[str], checkout: Path) -> dict[str, float]:
     code, used, largest = json.loads(out.splitlines()[-1])
     if code:
         sys.exit(f"{' '.join(command[:4])} … failed ({code}):\n{errors[-2000:]}")
-    return {"wall": wall, "cpu": used, "largest": largest, "sum": most}
+    return {"wall": wall, "cpu": used, "largest": largest, "sum": most, "page": seen}
 
 
 def _stage(name: str, model: Path, checkout: Path, out: Path) -> dict[str, float]:
@@ -97,7 +101,8 @@ def _stage(name: str, model: Path, checkout: Path, out: Path) -> dict[str, float
         shutil.rmtree(out, ignore_errors=True)
         main = "from ln_probe.cli import app; app()"
         command = [sys.executable, "-c", main, "report", str(model), "--out", str(out)]
-    elif name == "loading":
+        return _measured(command, checkout, out / model.name / "report.html")
+    if name == "loading":
         command = [sys.executable, "-c", _LOADING, str(model)]
     else:
         command = [sys.executable, "-c", _PROBE, str(model), name]
@@ -114,7 +119,10 @@ def main() -> None:
     checkouts = {"here": Path(__file__).resolve().parent.parent}
     if asked.against:
         checkouts = {"before": asked.against.resolve()} | checkouts
-    print(f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s}", flush=True)
+    print(
+        f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s} {'page s':>7s}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         model = checkpoint(Path(scratch), asked.layers)
         for stage in asked.stages:
@@ -126,7 +134,7 @@ def main() -> None:
                 middle = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
                 print(
                     f"{stage:14s} {name:8s} {middle['wall']:8.1f} {middle['cpu']:8.1f} {middle['largest']:11.0f} "
-                    f"{middle['sum']:8.0f}",
+                    f"{middle['sum']:8.0f} {middle['page']:7.1f}",
                     flush=True,
                 )
 

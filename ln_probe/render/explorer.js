@@ -107,7 +107,12 @@ function explore() {
     addEventListener("hashchange", () => go(placeOf(location.hash)));
     go(placeOf(location.hash));
   } else {
-    addEventListener("message", (e) => { if (e.source === parent) go(e.data?.lnProbeGo); });
-    parent.postMessage({ lnProbeReady: true }, "*");
+    const ready = () => { parent.postMessage({ lnProbeReady: true }, "*"); tell(); };
+    addEventListener("message", (e) => {
+      if (e.source !== parent) return;
+      if (e.data?.lnProbeAsk === true) ready();
+      go(e.data?.lnProbeGo);
+    });
+    ready();
   }
 }

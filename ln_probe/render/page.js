@@ -141,6 +141,8 @@ addEventListener("message", (event) => {
     if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });
+// A frame that was drawn before anybody listened here says again what it had to say.
+for (const frame of document.querySelectorAll("iframe.attention")) frame.contentWindow.postMessage({ lnProbeAsk: true }, "*");
 // Everything is laid out once attention had its time to be drawn; at once where somebody looks for a place on the page.
 if (location.hash) document.documentElement.classList.add("whole");
 addEventListener("hashchange", () => document.documentElement.classList.add("whole"));

@@ -81,6 +81,20 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(report: Report,
     opened.quiet()
 
 
+def test_a_frame_that_was_ready_too_early_says_so_again(report: Report, visit: Any, page_of: PageOf) -> None:
+    opened = visit(page_of(report))
+    frame = opened.attention()
+    # As if the page had not listened yet when the frame was ready: an address that nobody was told of.
+    opened.page.evaluate("history.replaceState(null, '', '#L1H3P0')")
+    opened.page.evaluate("document.querySelector('iframe.attention').style.height = '10px'")
+    opened.page.evaluate(
+        "document.querySelector('iframe.attention').contentWindow.postMessage({ lnProbeAsk: true }, '*')"
+    )
+    frame.locator("#title", has_text="Layer 1, head 3").wait_for()
+    opened.until("parseFloat(document.querySelector('iframe.attention').style.height) > 100")
+    opened.quiet()
+
+
 def test_d6_filters_know_columns(report: Report, visit: Any, page_of: PageOf) -> None:
     opened = visit(page_of(report))
     section = opened.page.locator("#table-heads")
