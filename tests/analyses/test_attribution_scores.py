@@ -48,7 +48,24 @@ def assert_rebuilt(model: Any, bound: float) -> None:
     assert one.weight == pytest.approx(float(log[3].exp()), rel=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3", "opt", "gemma", "bloom", "bert"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "gpt2",
+        "llama",
+        *(
+            pytest.param(a, marks=pytest.mark.slow)
+            for a in (
+                "neox",
+                "qwen3",
+                "opt",
+                "gemma",
+                "bloom",
+                "bert",
+            )
+        ),
+    ],
+)
 def test_bridges(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
     assert_rebuilt(make_bridge(arch), 1e-5)
     if arch == "bloom":  # ALiBi: a pair of its own, −slope·distance of the third of four heads

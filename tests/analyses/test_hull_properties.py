@@ -59,6 +59,7 @@ def test_an_interior_key_changes_nothing_else(keys, seed):
 
 @settings(deadline=None, max_examples=100)
 @given(KEYS)
+@pytest.mark.slow
 def test_unselectability_is_monotone_in_t(keys):
     geometry = ln_probe.key_geometry(keys, causal=True, margins=False)
     geometry.certify()
@@ -71,6 +72,7 @@ def test_unselectability_is_monotone_in_t(keys):
 
 @settings(deadline=None, max_examples=100)
 @given(KEYS, SEEDS)
+@pytest.mark.slow
 def test_monotone_in_t_with_a_bias(keys, seed):
     bias = np.random.default_rng(seed).integers(-1, 2, len(keys)).astype(float)
     geometry = ln_probe.key_geometry(keys, bias=bias, causal=True)
@@ -144,6 +146,7 @@ def families(rng):
     yield rng.standard_t(2, (250, 5))
 
 
+@pytest.mark.slow
 def test_agreement_with_a_linear_program_on_two_thousand_keys():
     rng = np.random.default_rng(0)
     number, inside = 0, 0

@@ -101,6 +101,7 @@ def test_keys_in_each_space() -> None:
     assert 0 < np.mean([found[layer, BEFORE] for layer in range(4)]) < 0.5
 
 
+@pytest.mark.slow
 def test_a_run_of_the_experiment(prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_language_model, "TINY", SIZE)
     monkeypatch.setattr(published_language_model, "CONTEXTS", 2)

@@ -108,7 +108,22 @@ def test_norms_in_a_lower_precision_are_a_note(make_bridge: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "gemma", "qwen3", "bert"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "gpt2",
+        *(
+            pytest.param(a, marks=pytest.mark.slow)
+            for a in (
+                "neox",
+                "llama",
+                "gemma",
+                "qwen3",
+                "bert",
+            )
+        ),
+    ],
+)
 def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_bridge(arch, dtype), torch.arange(1, 21)[None], progress=False)
     assert set(report.heads["space"]) == {"normalized", "head"}

@@ -91,6 +91,7 @@ def test_tables_are_those_of_analyze(whole: Path, lab_suite: list[Path], prompts
 
 
 @pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.slow
 def test_tables_do_not_depend_on_the_shards(
     shard: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
 ) -> None:

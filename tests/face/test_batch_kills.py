@@ -133,6 +133,7 @@ def whole(lab_suite: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tu
     return batch, tables(home / "out")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> None:
     batch, expected = whole
     process = batch.start(tmp_path / "out")

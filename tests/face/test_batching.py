@@ -50,9 +50,10 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 KINDS = ["gpt2", "neox", "llama", "qwen3", "neo", "gemma3", "bloom", "gptj", "olmo2"]
+FAST = ("gpt2", "gemma3")  # no norm of its keys, and one; windows
 
 
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("arch", [pytest.param(k, marks=[] if k in FAST else pytest.mark.slow) for k in KINDS])
 def test_together_is_alone(arch: str, make_bridge: Callable[..., Any], passed: list[list[int]]) -> None:
     model = make_bridge(arch, torch.float64)
     alone = ln_probe.analyze(model, prompts(), probes=PROBES, keys="all", progress=False, batch_size=1)

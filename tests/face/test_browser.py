@@ -246,6 +246,7 @@ def test_the_index_links_to_its_reports(report: Report, visit: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile text
 
 
+@pytest.mark.slow
 def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str], visit: Any, page_of: Any) -> None:
     said, chips = "", set()
     for one in dirty:
@@ -270,6 +271,7 @@ def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str]
         assert shortened(visible(text)) in said, text
 
 
+@pytest.mark.slow
 def test_hostile_names_paths_and_provenance(
     single: list[Report], hostile: list[str], visit: Any, page_of: Any, tmp_path: Path
 ) -> None:

@@ -55,7 +55,9 @@ def test_they_have_learned_to_read(name: str) -> None:
     assert sum(losses) / len(losses) < 4.6 < math.log(1024) - 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "lm-layernorm" else pytest.mark.slow) for n in NAMES]
+)
 def test_they_are_analyzed(name: str) -> None:
     model = ln_probe.load_model(name)
     report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)

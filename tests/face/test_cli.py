@@ -28,6 +28,7 @@ def report(*args: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_one_real_checkpoint(capp: Path, tmp_path: Path) -> None:
     out = tmp_path / "reports"
     asked = ("--max-tokens", 24, "--layers", "0,2-3", "--probes", "decomposition,uniformity")

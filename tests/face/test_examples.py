@@ -13,7 +13,13 @@ from matplotlib.figure import Figure
 from ln_probe.reporting.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-LONG = ("tour", "does_projection_matter", "why_attend_to_position_0")  # half a minute and more
+LONG = (  # a quarter of a minute and more
+    "tour",
+    "does_projection_matter",
+    "why_attend_to_position_0",
+    "your_own_checkpoint",
+    "where_does_this_logit_come_from",
+)
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 

@@ -112,6 +112,7 @@ def test_a_look_that_fails_is_said_and_does_no_harm(
     assert len(tables(tmp_path / "out")) > 2
 
 
+@pytest.mark.slow
 def test_a_report_that_is_there_is_not_written_over(
     tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

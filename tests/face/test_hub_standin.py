@@ -117,14 +117,20 @@ PAGE = r"^http://127.* answered a request for gpt2 with a web page instead of da
             ConnectionError,
             r"^gpt2 is not on this machine, and the model hub \(http://127.*\) cannot be reached \(.*500",
         ),
-        (
+        pytest.param(
             "500 file",
             ConnectionError,
             r"^the download of gpt2 stopped: http://127.* failed with status 500\. Try again in",
+            marks=pytest.mark.slow,  # it is tried again for twenty seconds
         ),
         ("portal", ConnectionError, PAGE),
         ("portal file", ConnectionError, PAGE),
-        ("stall", ConnectionError, r"^the download of gpt2 stopped: http://127.* sent nothing any more\. Try again"),
+        pytest.param(
+            "stall",
+            ConnectionError,
+            r"^the download of gpt2 stopped: http://127.* sent nothing any more\. Try again",
+            marks=pytest.mark.slow,
+        ),
         ("lost", ConnectionError, r"^gpt2 lists a file that http://127.* does not have .*: try again later, or choose"),
         (
             "corrupt",

@@ -300,6 +300,7 @@ def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None
     assert "The loss without a term was measured for none" in parsed(index_page([IndexEntry("a", report=blank)])).text
 
 
+@pytest.mark.slow
 def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
     for start in range(0, len(hostile), 40):
         some = hostile[start : start + 40]

@@ -71,6 +71,7 @@ def holds_what_it_promises(exhibits: Exhibits) -> None:
     assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
 
 
+@pytest.mark.slow
 def test_without_structure_to_compress(report: Report) -> None:
     rng = np.random.default_rng(0)
     exhibits = replace(made_up(rng), samples=report.exhibits.samples * 5)

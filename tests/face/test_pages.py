@@ -117,6 +117,7 @@ def acts(page: Any) -> list[Any]:
 UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"
 
 
+@pytest.mark.slow
 def test_hostile_text_is_text_in_tables_and_pictures(
     report: Report, dirty: list[Report], hostile: list[str], parsed: Reader, page_of: PageOf
 ) -> None:
@@ -207,7 +208,20 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
     assert index_page([IndexEntry("blank", "blank/report.html", blank)])
 
 
-@pytest.mark.parametrize("column", ["margin_median", "unselectable_fraction", "attainable_p05", "entropy_ratio"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        "margin_median",
+        *(
+            pytest.param(a, marks=pytest.mark.slow)
+            for a in (
+                "unselectable_fraction",
+                "attainable_p05",
+                "entropy_ratio",
+            )
+        ),
+    ],
+)
 def test_some_unknown_numbers(column: str, report: Report) -> None:
     heads = report.heads.copy()
     heads.loc[heads.index % 2 == 0, column] = np.nan
