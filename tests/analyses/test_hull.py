@@ -352,6 +352,7 @@ def test_large_random_heads_hide_nothing():
 
 # science.md §4 (figure 1c/d of the paper): 60 random keys, share of draws that hide any key, mean fraction.
 @pytest.mark.parametrize(("d", "any_", "mean"), [(3, 1.0, 0.692), (5, 1.0, 0.309), (6, 1.0, 0.173), (8, 0.93, 0.044)])
+@pytest.mark.slow
 def test_table_of_random_keys(d, any_, mean):
     draws = 400
     keys = np.random.default_rng(0).standard_normal((draws, 60, d))

@@ -148,6 +148,7 @@ def test_thresholds() -> None:
     assert "the worst of 36 runs within the theory's reach has 100.0% in its worst bin, the best of 36" in said[0]
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = (depth.Cell(1, 3, "none"), depth.Cell(1, 4, "layernorm", "pre"))
     monkeypatch.setattr(depth, "grid", lambda quick: cells)

@@ -25,7 +25,7 @@ def measured(model: Any) -> pd.DataFrame:
     return EditedRuns(model, sites, constants, sigmas=sigmas).measure(0, TOKENS)
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3", "opt"])
+@pytest.mark.parametrize("arch", ["gpt2", "qwen3", *(pytest.param(a, marks=pytest.mark.slow) for a in ("neox", "opt"))])
 def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge(arch, torch.float32)
     together = measured(model)

@@ -40,7 +40,9 @@ def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("arch", SHAPES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a in ("gpt2", "llama") else pytest.mark.slow) for a in SHAPES]
+)
 def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["writers"], progress=False)

@@ -101,6 +101,7 @@ def test_tables_do_not_depend_on_the_shards(
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
 
 
+@pytest.mark.slow
 def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     line = [*lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", 2]
     for part in (1, 3):
@@ -169,6 +170,7 @@ def test_two_runs_in_one_folder(whole: Path, lab_suite: list[Path], prompts: Pat
         pass
 
 
+@pytest.mark.slow
 def test_more_models_join_a_folder_and_fresh_replaces_it(lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     line = ["--prompts", prompts, "--out", tmp_path, "--probes", "decomposition", "--checkpoints"]
     assert report(lab_suite[0], *line, "0,4")[0] == 0
@@ -185,6 +187,7 @@ def test_more_models_join_a_folder_and_fresh_replaces_it(lab_suite: list[Path], 
     assert [e["revision"] for e in json.loads(printed)["models"]] == ["step2"]
 
 
+@pytest.mark.slow
 def test_one_failing_model_among_five(lab_suite: list[Path], capp: Path, prompts: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()

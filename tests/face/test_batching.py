@@ -76,6 +76,7 @@ def test_together_in_single_precision(make_hooked: Callable[..., Any], passed: l
         assert_alike(table, tables[1][name], name, 1e-6)
 
 
+@pytest.mark.slow
 def test_prompts_of_a_model_that_looks_ahead_are_not_padded(
     make_bridge: Callable[..., Any], passed: list[list[int]]
 ) -> None:

@@ -86,6 +86,7 @@ def test_hovering_over_a_cell_shows_what_circuitsvis_shows(long_report: Report, 
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_many_choices_leave_one_chart(long_report: Report, visit: Any, page_of: Any) -> None:
     opened = visit(page_of(long_report))
     frame = opened.attention()
@@ -177,7 +178,14 @@ def test_a_norm_can_be_chosen(report: Report, visit: Any, page_of: Any) -> None:
     opened.quiet()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 360)])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1200),
+        ("dark", 360),
+        *(pytest.param(*w, marks=pytest.mark.slow) for w in (("dark", 1200), ("light", 390))),
+    ],
+)
 def test_schemes_and_widths(scheme: str, width: int, long_report: Report, visit: Any, page_of: Any) -> None:
     opened = visit(page_of(long_report), color_scheme=scheme, viewport={"width": width, "height": 900})
     frame = opened.attention()
@@ -214,6 +222,7 @@ def test_the_view_in_a_notebook(long_report: Report, visit: Any) -> None:
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_an_old_browser_is_told(long_report: Report, visit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # The scripts ask for a stream that no browser has. (Deleting the real one by an init script sometimes came too late
     # for the frame; changing the finished page would break its security policy.)
@@ -290,6 +299,7 @@ def test_hostile_names_paths_and_provenance(
     assert [s for s in opened.said if not s.startswith("request: file:")] == []
 
 
+@pytest.mark.slow
 def test_hostile_names_in_indexes_and_comparisons(
     dirty: list[Report], single: list[Report], hostile: list[str], visit: Any
 ) -> None:

@@ -78,6 +78,7 @@ def test_bad_arguments_exit_with_2(args: list[str], said: str, tmp_path: Path) -
     assert said in error
 
 
+@pytest.mark.slow
 def test_heads_are_chosen(capp: Path, tmp_path: Path) -> None:
     out, probes = tmp_path / "reports", "decomposition,uniformity"
     code, _, said = report(capp, "--out", out, "--max-tokens", 12, "--heads", "0,2-3", "--probes", probes)

@@ -166,6 +166,7 @@ def test_c07_a_lab_file_that_asks_for_too_much(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- reports
 
 
+@pytest.mark.slow
 def test_c06_a_flipped_bit_in_a_saved_report(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     files = [folder / name for name in ("report.json", "heads.parquet", "keys.parquet", "exhibits.npz")]

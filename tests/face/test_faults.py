@@ -95,7 +95,9 @@ def test_c01_a_loaded_model_is_no_view_of_its_file(folder: Path) -> None:
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("fault", ["lost", "altered", "another's", "index"])
+@pytest.mark.parametrize(
+    "fault", ["altered", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lost", "another's", "index"))]
+)
 def test_c02_a_corpus_shard_that_is_not_what_was_read(
     fault: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, bytes]
 ) -> None:

@@ -78,7 +78,7 @@ def check(report: ln_probe.Report, patterns: list[np.ndarray], windows: list[int
         assert keys["first_unselectable_at"].isna().all() == (window is not None or not causal)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [WORLDS[-1], *(pytest.param(w, marks=pytest.mark.slow) for w in WORLDS[:-1])])
 @pytest.mark.parametrize("case", CASES)
 def test_columns_are_those_of_hugging_face(
     case: str, world: str, make_hugging_face: Callable[..., Any], tmp_path: Path

@@ -66,6 +66,7 @@ def test_d5_lines_that_coincide_are_one_and_say_so(report: Report) -> None:
 # ------------------------------------------------------------------------------------------------------ empty pictures
 
 
+@pytest.mark.slow
 def test_d5_pictures_without_anything_on_them_are_sentences(
     report: Report, causal: pd.DataFrame, parsed: Reader
 ) -> None:

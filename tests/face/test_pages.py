@@ -161,6 +161,7 @@ def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], host
         assert shortened(disarmed(text), 200).strip() in said
 
 
+@pytest.mark.slow
 def test_hostile_text_in_small_multiples(report: Report, hostile: list[str], parsed: Reader) -> None:
     for start in range(0, len(hostile), PANELS):
         some = hostile[start : start + PANELS]
@@ -249,6 +250,7 @@ def test_a_single_token_and_a_single_head(make_hooked: Callable[..., Any], parse
     assert one.attention(0).document()
 
 
+@pytest.mark.slow
 def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
     norms = pd.concat([report.layernorms.assign(layer=i, site=f"blocks.{i}.ln1") for i in range(200)])
     norms = norms.drop_duplicates("site", ignore_index=True)

@@ -228,6 +228,7 @@ def _largest(table: str, rows: pd.DataFrame, values: Any) -> np.ndarray:
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
+@pytest.mark.slow
 def test_the_same_folded_weights_agree_in_float64(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
     """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
     case = Case("gpt2", processed=True, dtype="float64")

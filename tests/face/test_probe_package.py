@@ -270,13 +270,18 @@ def test_a_probe_may_be_an_object(make_bridge: Callable[..., Any]) -> None:
 GOOD = pd.DataFrame({"prompt": [0, 1], "size": [1.0, 2.0]})
 
 
-@pytest.mark.parametrize(("bad", "said"), [
-    *((raising(where), f"RuntimeError: in {where}") for where in ("start", "prompt", "piece", "finish", "marks")),
+WRONG_TABLES = [
     (returning(GOOD[["prompt"]]), "TableError: table 'sizes' lacks the column 'size': it has prompt"),
     (returning(GOOD.assign(more=1)), "TableError: table 'sizes' has a column 'more' that is not declared"),
     (returning(GOOD[["size", "prompt"]]), "TableError: table 'sizes' has its columns in another order: size, prompt"),
     (returning(GOOD.assign(size=["a", "b"])), "TableError: sizes.size is declared as float, and holds"),
     (returning(GOOD.assign(prompt=[1, 1])), "TableError: table 'sizes' has two rows about the same thing (prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "said"), [
+    *((raising(where), f"RuntimeError: in {where}") for where in ("start", "prompt", "piece", "finish", "marks")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_TABLES),
     (returning([1]), "TableError: table 'sizes' is a list, not a DataFrame"),
 ])  # fmt: skip
 def test_a_bad_probe_fails_alone(bad: Probe, said: str, make_bridge: Callable[..., Any], tmp_path: Path) -> None:

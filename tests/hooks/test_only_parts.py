@@ -29,7 +29,14 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
 
 
-@pytest.mark.parametrize(("what", "part"), [*((w, "keys") for w in TERMS), ("scaling", "queries"), ("both", "values")])
+@pytest.mark.parametrize(
+    ("what", "part"),
+    [
+        *(pytest.param(w, "keys", marks=[] if w == "scaling" else pytest.mark.slow) for w in TERMS),
+        pytest.param("scaling", "queries", marks=pytest.mark.slow),
+        ("both", "values"),
+    ],
+)
 def test_one_part_changes_and_the_others_stay(
     what: str, part: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]
 ) -> None:
