@@ -14,11 +14,14 @@ _Found = TypeVar("_Found")
 _share: int | None = None  # of the machine, where several processes divide it among them
 
 
+def available() -> int:
+    """How many processors there are for this process and its like."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def processors() -> int:
     """How many processors this process may use."""
-    if _share is not None:
-        return _share
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available() if _share is None else _share
 
 
 def use_processors(count: int | None) -> None:

@@ -135,11 +135,11 @@ def _weight_bytes(target: Target) -> int:
 
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
     """As many workers as there are processors, units and room in memory for."""
-    from ln_probe.batch.engines import processors
+    from ln_probe.analyses.machinery.parallel import available
 
     units = sum(len(list(run.units())) for t in targets if not t.error)
     largest = max((_weight_bytes(t) for t in targets), default=0)
     room = math.inf
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)
-    return int(max(1, min(processors(), units, room)))
+    return int(max(1, min(available(), units, room)))

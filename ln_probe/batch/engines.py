@@ -44,10 +44,6 @@ class Engine(Protocol):
         """End all workers, whatever they are doing."""
 
 
-def processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class LocalEngine:
     """A process per worker. One that is killed is replaced; all of them end when this process does.
 

@@ -88,8 +88,9 @@ def work(run: Run, schedule: Schedule, display: Display, means: Means, workers: 
 
 
 def _engine(run: Run, schedule: Schedule, means: Means, workers: int | None) -> Engine:
+    from ln_probe.analyses.machinery.parallel import available
     from ln_probe.batch.cost import default_workers
-    from ln_probe.batch.engines import InProcess, LocalEngine, processors
+    from ln_probe.batch.engines import InProcess, LocalEngine
 
     if means.engine == "ray":
         from ln_probe.batch.ray_engine import RayEngine, RayError
@@ -103,7 +104,7 @@ def _engine(run: Run, schedule: Schedule, means: Means, workers: int | None) -> 
     if workers is not None:
         return LocalEngine(run, min(workers, len(schedule)))
     count = min(default_workers(run, schedule.targets), len(schedule))
-    return LocalEngine(run, count, max(1, processors() // count))
+    return LocalEngine(run, count, max(1, available() // count))
 
 
 def end(

@@ -45,10 +45,10 @@ class _Work:
         """A unit that can be done now."""
         if self.error or self.finished:
             return None
-        if self.look and Unit(LOOK) not in self.running:
-            return Unit(LOOK)
+        if self.look:  # which has the machine to itself, so that somebody sees something soon
+            return None if Unit(LOOK) in self.running else Unit(LOOK)
         if self.calibrate:
-            if not self.running & {Unit(LOOK), Unit(CALIBRATION)}:
+            if Unit(CALIBRATION) not in self.running:
                 return Unit(CALIBRATION)
             return next((u for u in self.waiting if u.kind == WEIGHTS), None)  # which need no calibration
         if self.waiting:

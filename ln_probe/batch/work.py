@@ -22,7 +22,7 @@ from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.key_sample import KeySample
 from ln_probe.analyses.machinery.files import write_text
-from ln_probe.analyses.machinery.parallel import use_processors
+from ln_probe.analyses.machinery.parallel import available, use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
@@ -95,7 +95,6 @@ class Worker:
         self._passes: Passes | None = None
         self._tokens: TokenShards | None = None
         self._calibration: Calibration | None = None
-        self._sigmas: Mapping[str, Sigmas] | None = None  # of the first look, for the calibration
 
     def do(self, target: Target, unit: Unit) -> Outcome:
         """Do a unit, unless its result is there and whole. Never raises: what goes wrong is in the outcome."""
@@ -139,7 +138,7 @@ class Worker:
         return tokens
 
     def _forget(self) -> None:
-        self._target = self._passes = self._tokens = self._calibration = self._sigmas = None
+        self._target = self._passes = self._tokens = self._calibration = None
         gc.collect()
 
     def _load(self, target: Target) -> Passes:
@@ -180,11 +179,14 @@ class Worker:
         folder = self.run.out / target.folder
         if (folder / REPORT_FILE).exists():
             return ""
-        with evaluating(passes.model):
-            report, made = first_look(
-                passes.model, self.run.settings, tokens[0].rows, tokens[0].source, tokens[0].names.__getitem__
-            )
-        self._sigmas = made.sigmas
+        torch.set_num_threads(available())  # nothing of it is kept, so it may depend on them
+        try:
+            with evaluating(passes.model):
+                report = first_look(
+                    passes.model, self.run.settings, tokens[0].rows, tokens[0].source, tokens[0].names.__getitem__
+                )
+        finally:
+            torch.set_num_threads(1)
         request = {**self.run.identity, "model": target.name, "revision": target.revision}
         report = replace(report, provenance={**report.provenance, "request": request, "command": self.run.command})
         rest = [p.name for p in self.run.probes if p.name not in report.provenance["arguments"]["probes"]]
@@ -197,7 +199,7 @@ class Worker:
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         shards = range(self.run.corpus.shards)
-        found = passes.calibrate((pair for shard in shards for pair in tokens[shard].numbered()), sigmas=self._sigmas)
+        found = passes.calibrate(pair for shard in shards for pair in tokens[shard].numbered())
         names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
         prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows), names.__getitem__)
         given = [length for shard in shards for length in tokens[shard].given]

@@ -9,7 +9,6 @@ from typing import cast
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.protocol import Context, Probe
@@ -38,8 +37,8 @@ def first_look(
     rows: Sequence[Int[Tensor, " _"]],
     source: str,
     name_of: Callable[[int], str],
-) -> tuple[Report, Calibration]:
-    """A report of the first prompts' beginnings, and what they were calibrated by.
+) -> Report:
+    """A report of the first prompts' beginnings.
 
     Args:
         model: in evaluation mode.
@@ -67,7 +66,7 @@ def first_look(
         int(model.cfg.d_model),
         probes,
     )
-    report = assemble(
+    return assemble(
         probes,
         pieces,
         Context(calibration, settings.layers, lambda p, i: name_of(int(first[p][i])), settings.keys, settings.seed),
@@ -75,4 +74,3 @@ def first_look(
         provenance=made_of,
         notes=calibration.notes,
     )
-    return report, calibration

@@ -31,7 +31,7 @@ from ln_probe.analyses.probes.registry import chosen, package_of
 from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
-from ln_probe.hooks.frozen_scale import Sigmas, calibration_sigmas
+from ln_probe.hooks.frozen_scale import calibration_sigmas
 from ln_probe.hooks.model import HookedModel, device_of, n_layers, stretches_positions
 from ln_probe.hooks.sites import Site, layers_in_words, survey
 from ln_probe.loading.pretrained import NO_HEAD
@@ -148,13 +148,11 @@ class Passes:
         self._forms[seen.layer] = length, heads.form
         return heads
 
-    def calibrate(
-        self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]], *, sigmas: Mapping[str, Sigmas] | None = None
-    ) -> Calibration:
+    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
         """The first pass, over all prompts (number and token ids) in their order.
 
         The constants are not theirs: they come from prompts of their own (`calibration_tokens`), on which nothing is
-        measured. `sigmas`: of an earlier calibration of the same norms, on whatever prompts.
+        measured.
         """
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
@@ -201,8 +199,7 @@ class Passes:
                 on_attention=on_attention if self.wants_heads else None,
             )
         rows = calibration_tokens(self.model)
-        if sigmas is None:
-            sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
+        sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
         return_free_memory()
         sample = self._sample(lengths)
         notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
@@ -210,7 +207,7 @@ class Passes:
         return Calibration(
             norms=norm_statistics.table(statistics),
             constants={name: found.constant for name, found in sigmas.items()},
-            sigmas=dict(sigmas),
+            sigmas=sigmas,
             calibrated_on=summary(f"{source}, calibration part", rows),
             radii={
                 layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)

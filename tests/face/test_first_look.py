@@ -75,7 +75,7 @@ def test_what_it_says_is_what_analyze_says_of_the_same_tokens() -> None:
     model = ln_probe.load_model("lm-layernorm")
     rows = [torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(k)) for k in range(6)]
     with evaluating(cast(nn.Module, model)):
-        look, _ = first_look(cast(HookedModel, model), Settings(), rows, "ids", str)
+        look = first_look(cast(HookedModel, model), Settings(), rows, "ids", str)
     whole = ln_probe.analyze(
         model,
         prompts=[r[:TOKENS].tolist() for r in rows[:LOOKED_AT]],
