@@ -159,10 +159,10 @@ class Attended:
         """How uniformly all heads attend to the keys of a variant, and the largest weight each key gets."""
         if variant not in self._spread:
             assert self.heads is not None
-            q, q_plain = self._queries
+            q = self._queries[0]
             found = self._ellipsoid(self.length - 1)
             axes = None if found is None else found[1]
-            uniform, most = attention_spread.measure(self.heads, self.site, q, self.keys(variant), axes, q_plain)
+            uniform, most = attention_spread.measure(self.heads, q, self.keys(variant), axes, self._angle)
             self._spread[variant] = uniform, most.numpy()
         return self._spread[variant]
 
@@ -182,7 +182,13 @@ class Attended:
     @cached_property
     def _queries(self) -> tuple[Tensor, Tensor]:
         assert self.heads is not None
-        return self.heads.queries(self._intact), self.heads.queries(self._intact, rotate=False)
+        plain = self.heads.queries(self._intact, rotate=False)
+        return plain if self.heads.rotary is None else self.heads.queries(self._intact), plain
+
+    @cached_property
+    def _angle(self) -> Float[Tensor, " head"]:
+        assert self.heads is not None
+        return attention_spread.mean_angle(self.heads, self.site, self._queries[1])
 
     def _ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
         assert self.heads is not None

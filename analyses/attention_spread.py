@@ -101,6 +101,14 @@ def angle_to_uniform(
     return torch.cat(found)
 
 
+def mean_angle(heads: Heads, site: Site, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
+    """Mean of `angle_to_uniform` over the queries that see more than one key; NaN without projection."""
+    first = 1 if heads.causal else 0
+    if not site.projects or len(q) < 2:
+        return torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
+    return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
+
+
 def spread_floor(
     k: Float[Tensor, "key head d_head"], axes: Float[Tensor, "head d_head axis"] | None
 ) -> Float[Tensor, " head"]:
@@ -120,11 +128,10 @@ def spread_floor(
 
 def measure(
     heads: Heads,
-    site: Site,
     q: Float[Tensor, "query head d_head"],
     k: Float[Tensor, "key head d_head"],
     axes: Float[Tensor, "head d_head axis"] | None,
-    q_plain: Float[Tensor, "query head d_head"],
+    angle: Float[Tensor, " head"],
 ) -> tuple[Uniformity, Float[Tensor, "head key"]]:
     """Uniformity of one layer on one prompt, and the largest weight that each key received (`received`).
 
@@ -132,10 +139,10 @@ def measure(
 
     Args:
         heads: the layer's maps.
-        site: the norm before it.
-        q: queries as attention sees them; q_plain: before rotary positions.
+        q: queries as attention sees them.
         k: keys as attention sees them (of any variant).
         axes: of the reachable ellipsoid, or None.
+        angle: `mean_angle` of these queries, whatever the keys.
     """
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
     entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
@@ -152,7 +159,6 @@ def measure(
             entropy[some] = entropy_ratio(pattern, causal=causal, window=window)[:, first:].mean(-1).cpu()
     if len(q) < 2:
         return Uniformity(nothing, nothing, nothing, nothing), most
-    angle = angle_to_uniform(heads, site.gain, q_plain)[first:].nanmean(0).cpu() if site.projects else nothing
     seen = k if window is None else k[-window:]  # by the last query
     floor = nothing if bias is not None else spread_floor(seen, axes)
     return Uniformity(entropy, angle, spread, floor), most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,17 +71,16 @@ def plain_queries(heads: Heads, y: Float[Tensor, "pos d_model"]) -> Float64[Tens
     return heads.queries(y, rotate=False).cpu() / heads.divisor
 
 
-def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head"] | None:
-    """|A⁺(q - c)| of the queries of one prompt, before rotary positions: 1 on the edge of the reachable ellipsoid.
+def observed_radius(
+    heads: Heads, site: Site, queries: Float64[Tensor, "pos head d_head"]
+) -> Float64[Tensor, "pos head"] | None:
+    """|A⁺(q - c)| of the queries of one prompt (`plain_queries`): 1 on the edge of the reachable ellipsoid.
 
     None if the norm does not scale (the reachable set is unbounded).
     """
-    plain = replace(heads, rotary=None)
-    ellipsoid = plain.query_ellipsoid(site, 0)
-    if ellipsoid is None:
+    found = heads.reached(site)
+    if found is None:
         return None
-    center, axes = ellipsoid
-    q = plain_queries(heads, y)
-    inverse = torch.linalg.pinv(axes)
-    distance: Tensor = torch.einsum("had,phd->pha", inverse, q - center).norm(dim=-1)
+    offset = queries * heads.divisor - found.center
+    distance: Tensor = torch.einsum("had,phd->pha", found.inverse, offset).norm(dim=-1)
     return distance

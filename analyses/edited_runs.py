@@ -207,6 +207,7 @@ class EditedRuns:
             else:
                 losses |= dict.fromkeys(_OF_GROUPS, found["nll"])
         compared = {"kl": found["kl"], "agree": found["agree"]}
+        overflowed = math.isnan(found["kl"]) and not math.isnan(intact["kl"])
         if self.no_loss or self.meaningless:
             losses = dict.fromkeys(losses, math.nan)
         if self.meaningless:
@@ -216,7 +217,7 @@ class EditedRuns:
             **compared,
             "predicted": float(length - 1),
             "positions": float(length),
-            "entropy": found.get("entropy", math.nan),
+            "entropy": math.nan if overflowed else found.get("entropy", math.nan),
             "queries": found.get("queries", 0.0),
         }
 

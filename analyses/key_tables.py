@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -34,11 +34,13 @@ def tables(
         seed: of the sample.
     """
     heads: list[dict[str, object]] = []
-    keys: list[pd.DataFrame] = []
+    keys: list[dict[str, np.ndarray]] = []
     for block in blocks(pieces):
         heads += [_head_row(rows, row, head, calibration) for rows, row, head in head_rows(block)]
-        keys += _key_frames(block, token, every=every, seed=seed)
-    return heads, pd.concat(keys, ignore_index=True) if keys else KEYS.empty()
+        keys += _key_rows(block, token, every=every, seed=seed)
+    if not keys:
+        return heads, KEYS.empty()
+    return heads, pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
 
 
 def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
@@ -106,7 +108,10 @@ def _by_theorem(rows: KeyRows) -> str:
     return rows.theorem
 
 
-def _key_frames(block: Block, token: Callable[[int, int], str], *, every: bool, seed: int) -> Iterable[pd.DataFrame]:
+def _key_rows(
+    block: Block, token: Callable[[int, int], str], *, every: bool, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Columns of the `keys` table for one head under one variant after another."""
     first = next(iter(block.values()))
     prompt = np.repeat(first.prompts, first.columns)
     every_position = np.concatenate([np.arange(n) for n in first.columns])
@@ -117,18 +122,15 @@ def _key_frames(block: Block, token: Callable[[int, int], str], *, every: bool, 
         picked = np.arange(len(prompt)) if every else _pick(here, rng)
         names = np.array([token(int(p), int(i)) for p, i in zip(prompt[picked], position[picked], strict=True)], object)
         for variant, found in here.items():
-            frame = pd.DataFrame({m: a[picked] for m, a in found.items()})
-            frame = frame.assign(
-                layer=first.layer,
-                head=head,
-                space=first.space,
-                variant=variant,
-                prompt=prompt[picked],
-                position=position[picked],
-                token=names,
-                verdict=NAMES[found["verdict"][picked]],
-            )
-            yield frame[KEYS.names]
+            alike = {"layer": first.layer, "head": head, "space": first.space, "variant": variant}
+            yield {
+                **{m: a[picked] for m, a in found.items()},
+                **{n: np.full(len(picked), v, object if isinstance(v, str) else np.int64) for n, v in alike.items()},
+                "prompt": prompt[picked],
+                "position": position[picked],
+                "token": names,
+                "verdict": NAMES[found["verdict"][picked]],
+            }
 
 
 def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -78,10 +78,12 @@ def interval(
 
 
 def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
-    """Two-sided p of "as many prompts go up as down", exact for any distribution; NaN if no change is known."""
-    known = change[np.isfinite(change) & (change != 0)]
+    """Two-sided p of "as many prompts go up as down", exact for any distribution; NaN unless every change is known."""
+    if not len(change) or not np.isfinite(change).all():
+        return math.nan
+    known = change[change != 0]
     if not len(known):
-        return math.nan if not np.isfinite(change).any() else 1.0
+        return 1.0
     return float(stats.binomtest(int((known > 0).sum()), len(known)).pvalue)
 
 

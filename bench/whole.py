@@ -4,11 +4,12 @@ Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_
 every stage in a process of its own: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
 types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
 what all its processes hold of their own (`sum`: proportional set sizes, twice a second), and when its page is there for
-the first time (`page`: the first look).
+the first time (`page`: the first look). `planned`: what `ln-probe plan` says of the same command beforehand.
 
     python bench/whole.py                         this checkout
     python bench/whole.py --against ../before     and another one, taking turns, for comparison
     python bench/whole.py --stages causal whole --repeats 3
+    python bench/whole.py --stages whole --prompts 4     on the first four of the bundled prompts alone
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -96,12 +98,30 @@ def _measured(command: list[str], checkout: Path, page: Path | None = None) -> d
     return {"wall": wall, "cpu": used, "largest": largest, "sum": most, "page": seen}
 
 
-def _stage(name: str, model: Path, checkout: Path, out: Path) -> dict[str, float]:
+def _planned(command: list[str], checkout: Path) -> float:
+    """Seconds of the wall that `ln-probe plan` expects."""
+    env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"about ([\d.]+) (s|min|h) with", said)
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.nan
+
+
+def _some_prompts(folder: Path, count: int) -> Path:
+    """The first of the bundled prompts, as a file of a user's own."""
+    from ln_probe.hooks.default_tokens import bundled_texts
+
+    file = folder / f"prompts-{count}.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in bundled_texts()[:count]))
+    return file
+
+
+def _stage(name: str, model: Path, checkout: Path, out: Path, prompts: Path | None) -> dict[str, float]:
     if name == "whole":
         shutil.rmtree(out, ignore_errors=True)
-        main = "from ln_probe.cli import app; app()"
-        command = [sys.executable, "-c", main, "report", str(model), "--out", str(out)]
-        return _measured(command, checkout, out / model.name / "report.html")
+        main = [sys.executable, "-c", "from ln_probe.cli import app; app()"]
+        rest = [str(model), "--out", str(out), *(["--prompts", str(prompts)] if prompts else [])]
+        planned = _planned([*main, "plan", *rest], checkout)
+        return _measured([*main, "report", *rest], checkout, out / model.name / "report.html") | {"planned": planned}
     if name == "loading":
         command = [sys.executable, "-c", _LOADING, str(model)]
     else:
@@ -115,26 +135,29 @@ def main() -> None:
     given.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     given.add_argument("--repeats", type=int, default=1)
     given.add_argument("--layers", type=int, default=12)
+    given.add_argument("--prompts", type=int, help="of `whole`: the first so many of the bundled ones (default: all)")
     asked = given.parse_args()
     checkouts = {"here": Path(__file__).resolve().parent.parent}
     if asked.against:
         checkouts = {"before": asked.against.resolve()} | checkouts
     print(
-        f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s} {'page s':>7s}",
+        f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s} {'page s':>7s} "
+        f"{'planned':>8s}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = checkpoint(Path(scratch), asked.layers)
+        prompts = _some_prompts(Path(scratch), asked.prompts) if asked.prompts else None
         for stage in asked.stages:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
             for _ in range(asked.repeats):
                 for name, checkout in checkouts.items():
-                    found[name].append(_stage(stage, model, checkout, Path(scratch) / "reports"))
+                    found[name].append(_stage(stage, model, checkout, Path(scratch) / "reports", prompts))
             for name, runs in found.items():
                 middle = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
                 print(
                     f"{stage:14s} {name:8s} {middle['wall']:8.1f} {middle['cpu']:8.1f} {middle['largest']:11.0f} "
-                    f"{middle['sum']:8.0f} {middle['page']:7.1f}",
+                    f"{middle['sum']:8.0f} {middle['page']:7.1f} {middle.get('planned', math.nan):8.0f}",
                     flush=True,
                 )
 

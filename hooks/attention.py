@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,24 @@ class Rotary:
 
 
 @dataclass(frozen=True, eq=False)
+class Reached:
+    """The queries {c + A u, |u| ≤ 1} that a norm lets each head make, before rotary positions and the divisor.
+
+    Attributes:
+        center: [head d_head], float64, on the CPU.
+        axes: [head d_head axis], at most d_head of them.
+    """
+
+    center: Float[Tensor, "head d_head"]
+    axes: Float[Tensor, "head d_head axis"]
+
+    @cached_property
+    def inverse(self) -> Float[Tensor, "head axis d_head"]:
+        """A⁺: of a query q, |A⁺(q - c)| is 1 on the edge."""
+        return cast(Tensor, torch.linalg.pinv(self.axes))
+
+
+@dataclass(frozen=True, eq=False)
 class Heads:
     """One attention layer as linear maps; keys of grouped-query layers are repeated for each of their heads.
 
@@ -82,6 +101,8 @@ class Heads:
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
         slopes: ALiBi's [head], in nats a position: added to a score is slope·(key's position), which differs from
             −slope·distance by nothing that a softmax sees. None without ALiBi.
+        known: what `reached` found, by norm: it depends on weights alone, so whoever reads a layer anew for every
+            prompt hands it on.
     """
 
     layer: int
@@ -96,6 +117,7 @@ class Heads:
     causal: bool = True
     window: int | None = None
     slopes: Float[Tensor, " head"] | None = None
+    known: dict[str, Reached | None] = field(default_factory=dict)
 
     @property
     def n_heads(self) -> int:
@@ -171,17 +193,24 @@ class Heads:
         What the norm can put out (`Site.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
         a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
         """
-        if self.q_norm is not None:
-            size = self.n_heads, self.W_Q.shape[-1]
-            found = self.q_norm.reachable()
-            found = found and (_per_head(found[0], *size), _per_head(found[1], *size))
-        else:
-            found = site.reachable(self.W_Q)
-            found = found and (found[0] + self.b_Q.cpu(), found[1])
+        found = self.reached(site)
         if found is None:
             return None
-        center, axes = self.turned(*found, position)
-        return center / self.divisor, _compact(axes / self.divisor)
+        center, axes = self.turned(found.center, found.axes, position)
+        return center / self.divisor, axes / self.divisor
+
+    def reached(self, site: Site) -> Reached | None:
+        """The same before rotary positions and the divisor."""
+        if site.name not in self.known:
+            if self.q_norm is not None:
+                size = self.n_heads, self.W_Q.shape[-1]
+                found = self.q_norm.reachable()
+                found = found and (_per_head(found[0], *size), _per_head(found[1], *size))
+            else:
+                found = site.reachable(self.W_Q)
+                found = found and (found[0] + self.b_Q.cpu(), found[1])
+            self.known[site.name] = None if found is None else Reached(found[0], _compact(found[1]))
+        return self.known[site.name]
 
     def query_directions(
         self, site: Site, position: int

@@ -22,16 +22,17 @@ hypothesis.settings.load_profile("ln_probe")
 
 # Every call in every test is checked against its annotations, shapes of tensors and arrays included (jaxtyping with
 # beartype). Not so the compiled kernels: numba takes the bare function and cannot compile a wrapper around it; what
-# calls them is checked. jaxtyping has a mark for such functions, `no_type_check`, and reads ours as the same.
+# calls them is checked.
 KERNELS = ("compiled", "compiled_in_order")
-_marked = _import_hook._is_no_type_check
+_visit = _import_hook.JaxtypingTransformer.visit_FunctionDef
 
 
-def _unchecked(decorator: ast.AST) -> bool:
-    return _marked(decorator) or (isinstance(decorator, ast.Name) and decorator.id in KERNELS)
+def _visit_unless_compiled(self: Any, node: ast.FunctionDef) -> Any:
+    marks = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return node if any(isinstance(m, ast.Name) and m.id in KERNELS for m in marks) else _visit(self, node)
 
 
-_import_hook._is_no_type_check = _unchecked
+_import_hook.JaxtypingTransformer.visit_FunctionDef = _visit_unless_compiled
 _package = Path(str(importlib.util.find_spec("ln_probe").origin)).parent  # type: ignore[union-attr]
 _rooms = [f"ln_probe.{p.stem}" for p in _package.iterdir() if p.stem not in ("analyses", "__init__", "__pycache__")]
 _rooms.append("ln_probe.analyses")

@@ -48,6 +48,24 @@ def _depth(tables: Tables, settings: Settings) -> Results:
     return findings(tables["exact_match"], training=vars(training(False, 0)))
 
 
+def _depth_deep(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.depth.depth_deep import findings
+
+    return findings(tables["exact_match"])
+
+
+def _longer_inputs(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.approximation.longer_inputs import findings
+
+    return findings(tables["errors"], tables["solved"])
+
+
+def _dot_product_text(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.approximation.approximation_text import findings
+
+    return findings(tables["losses"], settings)
+
+
 def _counting(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.counting.counting import findings
 
@@ -63,7 +81,25 @@ def _counting_budget(tables: Tables, settings: Settings) -> Results:
 def _saturated(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.counting.saturated_states import findings
 
-    return findings(tables["values"])
+    return findings(tables["values"], tables["growth"])
+
+
+def _rational(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.counting.rational_recurrence import findings
+
+    return findings(tables["values"], tables["errors"])
+
+
+def _traces(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.counting.counting_traces import findings
+
+    return findings(dict(tables))
+
+
+def _compiler(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.compiler.compiler import findings
+
+    return findings(tables["agreement"], tables["operations"], tables["lengths"])
 
 
 def _approximation(tables: Tables, settings: Settings) -> Results:
@@ -82,6 +118,24 @@ def _majority(tables: Tables, settings: Settings) -> Results:
     seeds = tuple(sorted({seed for _, _, seed in there}))
     runs = [r for r in majority.make_runs(Request(Path("."), seeds)) if (*r.keys.values(), r.seed) in there]
     return findings(curves, start_angles(runs), majority.settings(runs[0]))
+
+
+def _majority_in_space(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.majority.majority_in_space import findings
+
+    return findings(tables["coordinates"], tables["scores"], settings)
+
+
+def _encoder(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.encoder.encoder_findings import findings
+
+    return findings(tables["seeds"], tables["curves"], settings)
+
+
+def _encoder_passages(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.encoder.encoder_passages import findings
+
+    return findings(tables["values"], settings)
 
 
 def _language_model(tables: Tables, settings: Settings) -> Results:
@@ -110,15 +164,26 @@ def _remove_norm(tables: Tables, settings: Settings) -> Results:
 
 KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
+    "depth_deep": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth_deep),
+    "longer_inputs": Kept(("errors", "solved"), (), _longer_inputs),
+    "dot_product_text": Kept(("losses",), ("layers", "heads", "dot_product", "norm"), _dot_product_text),
     "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
     "counting_budget": Kept(("values",), ("task", "model", "lr"), _counting_budget),
-    "saturated_states": Kept(("values",), (), _saturated),
+    "saturated_states": Kept(("values", "growth"), (), _saturated),
+    "rational_recurrence": Kept(("values", "errors"), (), _rational),
+    "counting_traces": Kept(
+        ("networks", "dimensions", "traces", "readings", "moves"), ("task", "model", "norm", "norm_site"), _traces
+    ),
+    "compiler": Kept(("agreement", "operations", "lengths"), (), _compiler),
     "approximation": Kept(
         ("errors",),
         ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),
         _approximation,
     ),
     "majority": Kept(("curves",), ("norm", "radius"), _majority),
+    "majority_in_space": Kept(("coordinates", "scores"), ("norm", "radius"), _majority_in_space),
+    "encoder": Kept(("seeds", "curves"), ("shape", "norm"), _encoder),
+    "encoder_passages": Kept(("values",), ("shape", "norm"), _encoder_passages),
     "language_model": Kept(("seeds", "curves"), ("norm", "divisor"), _language_model),
     "language_model_full": Kept(("seeds", "curves"), ("norm", "divisor"), _language_model),
     "language_model_bundled": Kept(("seeds",), ("norm",), _bundled),

@@ -33,13 +33,18 @@ def page() -> str:
         _rules,
         _verdicts,
         _majority,
+        _majority_in_space,
         _random_keys,
         _language_model,
+        _encoder,
         _remove_norm,
         _depth,
         _compare,
+        _compiler,
         _approximation,
+        _longer_inputs,
         _counting,
+        _traces,
         _long,
     )
     return "\n".join(line for part in parts for line in part()).rstrip() + "\n"
@@ -219,6 +224,35 @@ def _majority() -> Iterator[str]:
     yield from _sentences("majority", "To a training loss", "alone")
 
 
+def _majority_in_space() -> Iterator[str]:
+    summary, contrasts = _table("majority_in_space"), _table("majority_in_space", "contrasts")
+    yield from _prose("majority_in_space 1")
+    angle, right = summary[summary["measure"] == "angle_deg"], summary[summary["measure"] == "test_accuracy"]
+    rows = []
+    for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
+        one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step")
+        compared = contrasts[(contrasts["norm"] == norm) & (contrasts["radius"] == radius)].set_index("measure")
+        cells = [
+            f"{_range(compared.loc[m], scale, digits, sign=True)} (Holm {compared.loc[m, 'p_holm']:.2g})"
+            if m in compared.index
+            else "–"
+            for m, scale, digits in (("angle_deg", 1, 0), ("test_accuracy", 100, 1))
+        ]
+        rows.append(
+            (
+                f"`{norm}`, {radius}",
+                f"{_range(one.iloc[0])}°",
+                f"{_range(one.iloc[-1])}°",
+                cells[0],
+                _range(_row(right, norm=norm, radius=radius), 100, 1),
+                cells[1],
+            )
+        )
+    header = ("norm, radius", "angle, start", "after training", "− LayerNorm", "test accuracy, %", "− LayerNorm")
+    yield from _markdown(header, rows)
+    yield from _prose("majority_in_space 2")
+
+
 def _random_keys() -> Iterator[str]:
     summary = _table("random_keys")
     yield from _prose("random_keys 1")
@@ -278,6 +312,27 @@ def _language_model() -> Iterator[str]:
     yield from _prose("language_model 2")
 
 
+def _encoder() -> Iterator[str]:
+    summary, about = _table("encoder"), _about("encoder")["settings"]
+    yield from _prose("encoder 1")
+    last = summary[summary["step"] == about["training"]["steps"]]
+    shares = last[(last["measure"] == "unselectable_fraction") & (last["shape"] == "narrow")]
+    rows = [
+        (f"`{norm}`", str(space), *(_range(row, 100, 1) for _, row in part.sort_values("layer").iterrows()))
+        for (norm, space), part in shares.groupby(["norm", "space"], sort=False)
+    ]
+    yield from _markdown(("trained (narrow)", "keys", "layer 1", "2", "3", "4"), rows)
+    wide = last[(last["measure"] == "unselectable_fraction") & (last["shape"] == "wide")]
+    yield (
+        f"Wide (d 64, four heads of 16): at most {100 * wide['mean'].max():.2g} % in any layer and space, under any "
+        "norm tried. What leaving out a term changes:"
+    )
+    yield ""
+    yield from _sentences("encoder", "masked loss", "narrow: leaving out")
+    yield from _prose("encoder_passages 1")
+    yield from _sentences("encoder_passages")
+
+
 def _depth() -> Iterator[str]:
     summary = _table("depth")
     yield from _prose("depth 1")
@@ -306,6 +361,34 @@ def _depth() -> Iterator[str]:
     yield from _prose("depth 4")
     yield from _sentences("depth", "all depths at once")
     yield from _prose("depth 5")
+
+
+def _compiler() -> Iterator[str]:
+    agreement, operations = _table("compiler", "agreement"), _table("compiler", "operations")
+    yield from _prose("compiler 1")
+    by = ["construction", "norm", "suffices"]
+    models = agreement.groupby([*by, "program"], sort=False, as_index=False)["value"].min()
+    rows: list[tuple[str, ...]] = []
+    for (construction, norm, enough), part in models.groupby(by, sort=False):
+        right = f"{(part['value'] == 1).sum()} of {len(part)}"
+        rows.append((f"`{construction}`", f"`{norm}`", "yes" if enough else "no", right))
+    yield from _markdown(("construction", "norm", "suffices", "programs right on every word"), rows)
+    yield from _prose("compiler 2")
+    means = [str(c) for c in operations if c not in ("operation", "program", "output", "exact_with")]
+    rows = [
+        (
+            str(row["operation"]),
+            *("–" if np.isnan(row[m]) else "all" if row[m] == 1 else f"{100 * row[m]:.1f}" for m in means),
+            str(row["exact_with"]),
+        )
+        for row in operations.to_dict("records")
+    ]
+    yield from _markdown(("operation", *means, "exact with"), rows)
+    yield from _prose("compiler 3")
+    wide = _table("compiler", "lengths").pivot(index="means", columns="letters", values="value")
+    order = dict.fromkeys(_table("compiler", "lengths")["means"])
+    rows = [(str(m), *("all" if x == 1 else f"{100 * x:.1f}" for x in wide.loc[m])) for m in order]
+    yield from _markdown(("means", *map(str, wide.columns)), rows)
 
 
 def _compare() -> Iterator[str]:
@@ -368,6 +451,25 @@ def _approximation() -> Iterator[str]:
         for r in _table("approximation", "norm_factors").to_dict("records")
     ]
     yield from _markdown(("norm, order", "model", "factor", "Holm"), rows)
+    yield from _prose("approximation rates")
+    yield from _sentences("approximation", "Attainable rate", "Trained rates")
+    yield from _prose("approximation dot product")
+    yield from _sentences("approximation", "3a, dot product")
+
+
+def _longer_inputs() -> Iterator[str]:
+    summary = _table("longer_inputs")
+    told = summary[summary["measure"] == "relative_mse"]
+    yield from _prose("longer_inputs 1")
+    rows = []
+    for (target, kernel, heads), part in told.groupby(["target", "kernel", "heads"], sort=False):
+        by = part.set_index("length")
+        rows.append((f"{target} {kernel}, H {heads}", "solved", *(_power(x) for x in by["solved"])))
+        if by["mean"].notna().all():
+            cells = (f"{_power(r['mean'])} [{_power(r['ci_low'])}, {_power(r['ci_high'])}]" for _, r in by.iterrows())
+            rows.append((f"{target} {kernel}, H {heads}", "trained", *cells))
+    yield from _markdown(("target, positions", "", *map(str, dict.fromkeys(told["length"]))), rows)
+    yield from _prose("longer_inputs 2")
 
 
 def _counting() -> Iterator[str]:
@@ -420,6 +522,41 @@ def _counting() -> Iterator[str]:
     yield from _sentences("counting", "Majority gate")
     yield from _prose("counting saturated")
     yield from _sentences("saturated_states")
+    yield from _prose("counting rational")
+    yield from _sentences("rational_recurrence")
+
+
+def _traces() -> Iterator[str]:
+    networks = _table("counting_traces", "networks")
+    yield from _prose("traces 1")
+    rows = []
+    for (task, model, norm, site, phase), part in networks.groupby(
+        ["task", "model", "norm", "norm_site", "phase"], sort=False
+    ):
+        counts = ", ".join("yes" if found else "no" for found in part["dimensions_counting"])
+        slopes = zip(part["slope_before"], part["slope_in"], strict=True)
+        straight = part[["r2_before", "r2_in"]].min(axis=1)
+        rows.append(
+            (
+                f"{task}, {phase}'s: {model}" + ("" if norm == "none" else f", `{norm}` on its {site}"),
+                ", ".join(str(seed) for seed in part["seed"]),
+                counts,
+                ", ".join(f"{up:+.3f} / {down:+.3f}" for up, down in slopes),
+                ", ".join(f"{r2:.4f}" for r2 in straight),
+                *(
+                    ", ".join(f"{value:.{digits}f}" for value in part[column])
+                    for column, digits in (
+                        ("holds_to", 0), ("reads_to", 0), ("exact_to", 0), ("reads_last_as", 0), ("carried", 2)
+                    )
+                ),
+            )
+        )  # fmt: skip
+    header = (
+        "network", "seeds", "counts", "slopes up / down", "least R²", "straight to", "reads right to", "exact to",
+        "takes the longest for", "moved by 1",
+    )  # fmt: skip
+    yield from _markdown(header, rows)
+    yield from _prose("traces 2")
 
 
 def _remove_norm() -> Iterator[str]:

@@ -104,6 +104,8 @@ STAGES = (
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
     Stage("counting", (1, 2), _counter, 132, "weights of two more seeds"),
     Stage("depth", TEN[3:], lambda k: k["norm_order"] == "pre", 328, "pre-norm order, ten seeds"),
+    Stage("depth_deep", THREE, lambda k: True, 13, "depths 4 to 6 on short words, rotary and ALiBi positions"),
+    Stage("longer_inputs", THREE, lambda k: True, 3, "trained encodings on longer inputs"),
 )
 
 

@@ -377,6 +377,13 @@ class LabTransformer(HookedRootModule):
         if tokens.shape[1] > self.cfg.n_ctx:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the context of {self.cfg.n_ctx}: cut the prompt")
 
+    def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the first block reads: embeddings, and positions where they are added."""
+        resid: Tensor = self.hook_embed(F.embedding(tokens, self.embed.W_E))
+        if (table := self._position_table()) is not None:
+            resid = resid + self.hook_pos_embed(table[: tokens.shape[1]].expand_as(resid))
+        return resid
+
     def stream(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """What the unembedding reads: the stream after the final norm.
 
@@ -384,9 +391,7 @@ class LabTransformer(HookedRootModule):
             ValueError: tokens not [batch pos], or longer than the context.
         """
         self._check(tokens)
-        resid = self.hook_embed(F.embedding(tokens, self.embed.W_E))
-        if (table := self._position_table()) is not None:
-            resid = resid + self.hook_pos_embed(table[: tokens.shape[1]].expand_as(resid))
+        resid = self.embedded(tokens)
         for block in self.blocks:
             resid = block(resid)
         normalized: Tensor = self.ln_final(resid)

@@ -33,9 +33,10 @@ from ln_probe.analyses.probes.protocol import (
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.hooks.interventions import GROUPS, SCALES
 
-# Forward passes a prompt: each group under three variants and three scales, of which the blocks before the edit are not
-# computed again; and each norm alone under three variants, on the first prompts.
-_PASSES_OF_GROUPS = 12.0
+# Forward passes a prompt: three groups that begin in the first block under three variants, two of these with three
+# scales each, and the final norm, of which the blocks are not computed again; and each norm alone under three variants,
+# on the first prompts, from its block on.
+_PASSES_OF_GROUPS = 23.0
 _PASSES_PER_NORM = 1.5
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from ln_probe.analyses.prompt_intervals import interval
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CHECKPOINTS = ROOT / "ln_probe" / "data" / "checkpoints"
@@ -188,6 +190,37 @@ def singles_table() -> str:
     return "\n".join(lines)
 
 
+def parts_table() -> str:
+    """Effects of scaling on queries, keys and values one at a time, with each of the two kinds of constants."""
+    lines = [
+        "| checkpoint | norms | constants | all three | queries alone | keys alone | values alone |",
+        "|---" * 7 + "|",
+    ]
+    ways = ("all three", "queries", "keys", "values")
+    for path in sorted((HERE / "tables").glob("parts-*.csv")):
+        kept = pd.read_csv(path)
+        for (sites, constants), rows in kept.groupby(["sites", "constants"], sort=False):
+            cells = []
+            for only in ways:
+                mine = rows[rows["only"] == only]
+                weight = mine["predicted"].to_numpy(float)
+                total = mine["delta_loss"].to_numpy(float) * weight
+                cells.append(change(total.sum() / weight.sum(), *interval(total, weight)))
+            name = path.stem.removeprefix("parts-")
+            lines.append(f"| {name} | `{sites}` | {constants} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def overflow_list() -> str:
+    """Of which cells there is no number, and why."""
+    found = []
+    for case in cases():
+        for note in read(case)[1]["notes"]:  # type: ignore[attr-defined]
+            if "not finite" in note:
+                found.append(f"{case}: {note.split(': ')[-1]}")
+    return "\n".join(f"* {line}" for line in found)
+
+
 def coverage_table() -> str:
     """Simulated coverage of the interval over prompts."""
     found = pd.read_csv(HERE / "tables" / "coverage.csv")
@@ -218,6 +251,8 @@ BLOCKS = {
     "checkpoint-prompts": prompts_table,
     "earlier": earlier_table,
     "estimates": estimates_table,
+    "overflows": overflow_list,
+    "parts": parts_table,
     "findings": findings_list,
     "singles": singles_table,
     "coverage": coverage_table,

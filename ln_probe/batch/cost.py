@@ -27,6 +27,7 @@ _MULTIPLICATIONS = 2.5e10  # a second, of one core on a forward pass
 # Seconds of one core until a worker has imported what it needs, and bytes of weights that are loaded and compared with
 # the original's logits in one: 16 s for GPT-2 small.
 _START_SECONDS, _LOADED = 7.0, 6e7
+_CALIBRATION_TOKENS = 1700.0  # of the passages that constants come from, with GPT-2's vocabulary
 LOOK_ABOVE = 120.0  # seconds of one core: what takes less is not preceded by a first look
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
@@ -61,13 +62,15 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     heads = shape.get("heads", math.nan)
     default = run.corpus.given == DEFAULT
     of_words = shape.get("vocabulary", math.nan), shape.get("width", math.nan)
-    found = [
-        probe.cost(Shape(layers, heads, tuple(lengths[: probe.prompts] if default else lengths), *of_words))
-        for probe in chosen(run.settings.probes)
-    ]
-    passes = 1.0 + any(p.watches for p in run.probes) + sum(c.passes for c in found)  # the calibration, and the probes'
+    # The calibration, and what the probes watch; the constants come from prompts of their own.
+    passed = (1.0 + any(p.watches for p in run.probes)) * tokens + _CALIBRATION_TOKENS
+    found = []
+    for probe in chosen(run.settings.probes):
+        taken = tuple(lengths[: probe.prompts] if default else lengths)
+        found.append(probe.cost(Shape(layers, heads, taken, *of_words)))
+        passed += found[-1].passes * sum(taken)
     weights = float(_weight_bytes(target) or math.nan)
-    forward = passes * tokens * weights / 4 / _MULTIPLICATIONS
+    forward = passed * weights / 4 / _MULTIPLICATIONS
     starting = _START_SECONDS + weights / _LOADED
     return Cost(
         units,

@@ -39,9 +39,9 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
         else "  ".join(v.ljust(w) if i == 0 else v.rjust(w) for i, (v, w) in enumerate(zip(r, widths, strict=True)))
         for r in rows
     ]
-    units = sum(c.units for c in known)
+    units, each, shards = sum(c.units for c in known), run.corpus.per_shard, run.corpus.shards
     lines.append(
-        f"{units} units, {run.corpus.shards} shard{'s' * (run.corpus.shards != 1)} of {run.corpus.per_shard} prompts: "
+        f"{units} units, {shards} shard{'s' * (shards != 1)} of {each} prompt{'s' * (each != 1)}: "
         f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
         f"at most {size(disk)} of results under {run.work} until the reports are made"
     )

@@ -93,9 +93,9 @@ def check_depth(settings: Settings, targets: Sequence[Target]) -> None:
 def run_of(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
     """The run, its prompts divided into shards in the folder `corpus`."""
     from ln_probe.batch.plan import Run
-    from ln_probe.prompting.shards import PER_SHARD, divide
+    from ln_probe.prompting.shards import divide
 
-    sharded = divide(wish.prompts, corpus, wish.shard or PER_SHARD, wish.max_prompts)
+    sharded = divide(wish.prompts, corpus, wish.shard, wish.max_prompts)
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     return Run(out, settings, sharded, wish.dtype, wish.device, wish.allow_pickle, command)
 

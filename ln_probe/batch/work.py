@@ -35,6 +35,7 @@ from ln_probe.hooks.frozen_scale import Sigmas
 from ln_probe.hooks.model import HookedModel, context_length, evaluating
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.assembly import assemble, provenance
+from ln_probe.measuring.first_look import PROMPTS as LOOKED_AT
 from ln_probe.measuring.first_look import first_look
 from ln_probe.measuring.passes import Passes
 from ln_probe.measuring.recording import SAMPLED_PROMPTS
@@ -180,11 +181,14 @@ class Worker:
         if (folder / REPORT_FILE).exists():
             return ""
         torch.set_num_threads(available())  # nothing of it is kept, so it may depend on them
+        rows: list[torch.Tensor] = []
+        names: dict[int, str] = {}
+        for shard in range(self.run.corpus.shards):
+            if len(rows) < LOOKED_AT:
+                rows, names = [*rows, *tokens[shard].rows], names | dict(tokens[shard].names)
         try:
             with evaluating(passes.model):
-                report = first_look(
-                    passes.model, self.run.settings, tokens[0].rows, tokens[0].source, tokens[0].names.__getitem__
-                )
+                report = first_look(passes.model, self.run.settings, rows, tokens[0].source, names.__getitem__)
         finally:
             torch.set_num_threads(1)
         request = {**self.run.identity, "model": target.name, "revision": target.revision}

@@ -22,7 +22,7 @@ from ln_probe.prompting.prompts import summary
 from ln_probe.reporting.exhibits import Exhibits
 from ln_probe.reporting.report import Report
 
-PROMPTS, TOKENS = 4, 64  # of the first prompts so many, so much of each
+PROMPTS, TOKENS = 4, 32  # of the first prompts so many, so much of each
 
 
 def looked_for(settings: Settings) -> tuple[Probe, ...]:

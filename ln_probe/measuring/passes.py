@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen, package_of
-from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, read_heads
+from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
 from ln_probe.hooks.frozen_scale import calibration_sigmas
@@ -78,6 +79,7 @@ class Passes:
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
         self._forms: dict[int, tuple[int, Form]] = {}  # of each layer's scores, by the longest prompt seen: its length
+        self._reached: dict[int, dict[str, Reached | None]] = {}  # of each layer, by norm
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
@@ -143,6 +145,7 @@ class Passes:
         decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
         known = decided if again else None
         heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin, known, seen.causal)
+        heads = replace(heads, known=self._reached.setdefault(seen.layer, {}))
         if decided is not None:
             return decided.of(heads)
         self._forms[seen.layer] = length, heads.form
@@ -183,8 +186,9 @@ class Passes:
             except UnsupportedAttentionError as error:
                 unsupported[seen.layer] = str(error)
                 return
-            occurred[seen.layer].add(plain_queries(heads, seen.y).numpy())
-            radius = observed_radius(heads, seen.site, seen.y)
+            queries = plain_queries(heads, seen.y)
+            occurred[seen.layer].add(queries.numpy())
+            radius = observed_radius(heads, seen.site, queries)
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 

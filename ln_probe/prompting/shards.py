@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from ln_probe.analyses.machinery import plain_json
@@ -17,6 +17,8 @@ from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries, is_data
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
 # tokens through the bundled models take about 10 seconds, 4 of 512 through GPT-2 small's shape 10 minutes.
 PER_SHARD = 4
+# Into so many shards few prompts are divided as well, so that all workers have something to do.
+SHARDS = 8
 INDEX_FILE = "shards.txt"
 DEFAULT = "default"  # the bundled prompts, or sampled ones for a model without a tokenizer
 
@@ -54,13 +56,13 @@ class ShardedCorpus:
         return max(1, -(-self.count // self.per_shard))
 
 
-def divide(given: str | None, home: Path, per_shard: int, limit: int | None = None) -> ShardedCorpus:
+def divide(given: str | None, home: Path, per_shard: int | None = None, limit: int | None = None) -> ShardedCorpus:
     """Read the prompts, one after another, into shards under `home`; what is there already is not read again.
 
     Args:
         given: file or data set; "sampled"; None for the bundled prompts.
         home: folder of the shards; they go into one below it, named by what is asked for.
-        per_shard: prompts in each.
+        per_shard: prompts in each; None: PER_SHARD, and fewer of a file that has not enough for SHARDS of them.
         limit: no more than so many prompts.
 
     Raises:
@@ -71,20 +73,24 @@ def divide(given: str | None, home: Path, per_shard: int, limit: int | None = No
 
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
-    sampled = SAMPLED_SEQUENCES[MEASURED]
+    sampled, usual = SAMPLED_SEQUENCES[MEASURED], per_shard or PER_SHARD
     if given == SAMPLED:
-        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", per_shard)
+        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", usual)
     if given is None:
         texts = bundled_texts()[:limit]
-        _, digest, index = _write(texts, folder, per_shard)
+        _, digest, index = _write(texts, folder, usual)
         count = max(len(texts), sampled)
-        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, per_shard, folder=name, index_sha256=index)
+        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, folder=name, index_sha256=index)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
     held = _held(folder, file_sha256)
     if held is not None:
         return held
-    count, digest, index = _write(found, folder, per_shard)
+    iterator = iter(found)
+    if per_shard is None:
+        first = list(islice(iterator, SHARDS * PER_SHARD))
+        per_shard, iterator = max(1, -(-len(first) // SHARDS)), chain(first, iterator)
+    count, digest, index = _write(iterator, folder, per_shard)
     if not count:
         raise ValueError(f"no prompts ({given} is empty): give at least one")
     if not is_dataset(given) and _sha256(Path(given)) != file_sha256:

@@ -2,10 +2,11 @@
 const SIGNS = ["", "▲", "✕", "?"];
 const WINDOW = 64; // tokens enlarged at once: circuitsvis draws an element a cell, and 128² take a second
 const INK = [0, 114, 178]; // Okabe & Ito's blue
+const SCROLLBAR = 20; // pixels: coming and going of one is no reason to draw again
 const LABEL = 10; // characters of a token on an axis
 
 const at = (id) => document.getElementById(id);
-let data, shown, layerAt = 0, headAt = 0, keyAt = 0, corner = null;
+let data, shown, layerAt = 0, headAt = 0, keyAt = 0, corner = null, drawnFor = 0;
 
 const share = (value) => (Number.isNaN(value) ? "–" : `${Number((100 * value).toPrecision(value < 0.1 ? 2 : 3))} %`);
 const weight = (byte) => (byte / 255) ** 2;
@@ -128,6 +129,7 @@ function pattern() {
   at("back").hidden = corner === null;
   if (full && pooled) paint(at("navigator"), full, 0, size());
   nameCharts();
+  drawnFor = at("panels").offsetWidth;
   setTimeout(tell, 50);
 }
 
@@ -202,6 +204,12 @@ function read(event) {
 // told after every drawing (by then React has put its elements in place).
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
+// A chart keeps the width it was drawn for, be it the none of a frame that had no place on the page yet.
+function fit() {
+  clearTimeout(fit.later);
+  if (Math.abs(at("panels").offsetWidth - drawnFor) > SCROLLBAR) fit.later = setTimeout(pattern, 50);
+}
+
 async function start() {
   const code = document.createElement("script"), numbers = unpack(at("data").textContent);
   code.textContent = new TextDecoder().decode(await inflate(at("bundle").textContent));
@@ -233,7 +241,7 @@ async function start() {
   new MutationObserver(nameCharts).observe(at("panels"), { childList: true, subtree: true });
   choosePrompt(first, data.layer, data.head);
   explore();
-  new ResizeObserver(tell).observe(document.documentElement);
+  new ResizeObserver(() => { tell(); fit(); }).observe(document.documentElement);
 }
 
 start().catch((error) => { at("title").textContent = `Attention cannot be drawn: ${error.message}`; });

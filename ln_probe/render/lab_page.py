@@ -10,10 +10,12 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.schema import Table
 from ln_probe.render.page import environment
 from ln_probe.render.payload import own_script, policy
+from ln_probe.render.space import TABLE, space_part
 from ln_probe.render.table_html import table
 
 PAGE_FILE = "page.html"
@@ -34,7 +36,8 @@ def write_lab_page(folder: Path) -> Path:
         raise FileNotFoundError(f"{folder} holds no results.json: run the experiment first")
     about = json.loads((folder / "results.json").read_text())
     summary = pd.read_csv(folder / "summary.csv", keep_default_na=False, na_values=[""])
-    script = own_script("unpack.js", "page.js")
+    points = next((name for name in about["tables"] if Path(name).stem == TABLE), None)
+    script = own_script("unpack.js", "page.js", *(["space.js"] if points else []))
     page = (
         environment()
         .get_template("lab.html")
@@ -42,6 +45,7 @@ def write_lab_page(folder: Path) -> Path:
             about=about,
             first=FIRST,
             facts=_facts(about),
+            space=space_part(table_at(folder, TABLE)) if points else "",
             pictures=[_picture(folder / name) for name in about["figures"]],
             table=table(Table("summary", "Means and 95 % intervals over seeds", _ABOUT, (), ()), summary),
             settings=json.dumps(about["settings"], indent=1),

@@ -34,6 +34,11 @@ COUNTS: st.SearchStrategy[Any] = st.deferred(
 )
 
 
+def multiplied(node: Any) -> int:
+    """How often a program multiplies: each time by 5 at most, and 64 bits end where that is done too often."""
+    return (node[0] == "times") + sum(multiplied(part) for part in node if isinstance(part, tuple))
+
+
 def render(node: Any) -> str:
     match node:
         case ("Q", letter):

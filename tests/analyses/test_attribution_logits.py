@@ -52,9 +52,7 @@ def assert_adds_up(model: Any, bound: float, *, at: int = 6) -> None:
     assert abs(found.table["projection"].sum() - taken) <= 2 * bound * float(logits.abs().max())
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param(a, marks=[] if a in ("gpt2", "llama") else pytest.mark.slow) for a in BRIDGED]
-)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "gpt2" else pytest.mark.slow) for a in BRIDGED])
 def test_bridges(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
     for model in (make_bridge(arch), make_folded(arch), make_folded(arch, centre=True)):
         assert_adds_up(model, 1e-5)

@@ -22,7 +22,9 @@ from ln_probe.analyses.lab.depth import crasp_programs
 from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
 from ln_probe.analyses.lab.depth.crasp_transformer import answers, gate_program, gate_transformer
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.training import load_run
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.cli import app
@@ -30,21 +32,11 @@ from ln_probe.hooks import find_sites
 
 SUFFICE = {"scaling": sorted(SCALES), "clip": NORM_KINDS, "rounding": NORM_KINDS}
 MAJORITY_TWICE = gate_program(2)
-CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 * #[true] - 5)"
-PROGRAMS = {
-    "majority": crasp_programs.MAJORITY,
-    "Dyck-1": crasp_programs.DYCK_1,
-    "a^n b^n c^n": crasp_programs.A_N_B_N_C_N,
-    "within 5": crasp_programs.L_5,
-    "blocks": crasp_programs.blocks(3),
-    "last block": crasp_programs.last_block(5),
-    "majority of majorities": MAJORITY_TWICE,
-    "a letter": "x := not Q_a or Q_b",
-    "nothing": "x := #[Q_a] < 0 or false",
-    "cases": f"{CASES} y := 2 * #[x > 1] != #[x <= 1] + 1",
-    "layers of counts": "x := #[#[Q_a] > 1 and Q_b] + #[Q_a] > 2 ? 1 : 0 y := x == 1 or Q_b",
-    "large factors": "x := 1000000 * #[Q_a] < 999999 * #[Q_b]",
-}
+PROGRAMS = {  # the smaller ones of the experiment's, and what this file alone tries
+    name: compiler.PROGRAMS[name][0]
+    for name in ("majority", "Dyck-1", "a^n b^n c^n", "within 5", "member of L3", "last block of L5", "nothing",
+                 "majority of majorities, depth 2", "cases, counted", "layers of counts", "large factors")
+} | {"a letter": "x := not Q_a or Q_b"}  # fmt: skip
 
 
 def every_word(compiled: CompiledProgram, length: int) -> list[tuple[str, ...]]:
@@ -71,18 +63,12 @@ def test_programs_on_every_short_word(name: str, construction: Any) -> None:
 
 @pytest.mark.parametrize("construction", ["scaling", "clip"])
 def test_outputs_that_are_counts(construction: Any) -> None:
-    for source in (
-        CASES,
-        "x := 7",
-        "x := Q_a ? 3 : -2",
-        "A := 2147483646 * #[Q_a] + #[Q_b]",
-        "x := #[#[Q_a] > #[Q_b]]",
-    ):
-        program = parse(source)
+    for name in ("cases", "a constant", "a choice", "a sum", "counted comparison"):
+        program = parse(compiler.PROGRAMS[name][0])
         for norm in SUFFICE[construction]:
             compiled = compile_program(program, construction, norm, alphabet="ab", n_ctx=64)
             words = every_word(compiled, 6)
-            assert np.array_equal(compiled.run(words), truth(compiled, words)), (source, norm)
+            assert np.array_equal(compiled.run(words), truth(compiled, words)), (name, norm)
             assert compiled.attending == max(1, program.depth)
 
 
@@ -287,6 +273,7 @@ def test_depth_198() -> None:
     assert np.array_equal(compiled.run(words), truth(compiled, words))
 
 
+@pytest.mark.slow
 def test_the_experiment_and_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two programs, few words; a run that goes on reads what was measured; operations by their verdicts."""
     kept = {name: compiler.PROGRAMS[name] for name in ("majority of majorities, depth 2", "two symbols")}
@@ -311,6 +298,23 @@ def test_the_experiment_and_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert verdicts["CONDITIONAL on a comparison, as a count"] == "clip"
     monkeypatch.setattr(compiler, "agreement", lambda *args: pytest.fail("measured twice"))
     assert compiler.run(request).tables["agreement"].equals(table)
+
+
+def test_what_is_kept_covers_every_program_and_norm() -> None:
+    """The committed comparison: all words to length 8, 1,000 of length 200, no wrong answer where a norm suffices."""
+    kept = table_at(folder("compiler"), "agreement")
+    assert set(kept["program"]) == set(compiler.PROGRAMS)
+    enough = kept[kept["suffices"]]
+    assert set(enough["words"]) == {compiler.WORDS} == {1000}
+    assert set(kept["every_word_to"]) == {8}
+    assert (enough["value"] == 1).all()
+    for name, (source, _) in compiler.PROGRAMS.items():
+        boolean = parse(source).output.expression.kind == "Boolean"
+        wanted = {(c, n) for c in CONSTRUCTIONS[: 3 if boolean else 2] for n in SUFFICE[c]}
+        part = enough[enough["program"] == name]
+        assert set(zip(part["construction"], part["norm"], strict=True)) == wanted, name
+    verdicts = table_at(folder("compiler"), "operations").set_index("operation")["exact_with"]
+    assert list(verdicts.index) == list(compiler.OPERATIONS)
 
 
 def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_the_program_knows_a_square():
     assert lower <= 2.5 <= upper
 
 
+@pytest.mark.slow
 def test_margins_of_a_hundred_off_centre_ellipsoids():
     report = judged(range(100))
     assert not report.bounds, str(report)

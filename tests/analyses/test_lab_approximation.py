@@ -289,6 +289,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pd.testing.assert_frame_equal(again.summary, results.summary)
 
 
+@pytest.mark.slow
 def test_what_there_is_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(out=tmp_path / "approximation", seeds=(0,), collect=True)
     assert run("approximation", request, command="", ln_probe_version="0").summary.empty

@@ -180,9 +180,12 @@ def test_torchs_start() -> None:
 
 @pytest.mark.parametrize("options", [
     {"positions": "rotary", "norm": "scaling_only"},
-    {"positions": "none", "norm": "projection_only", "divisor": 0.5, "affine": False, "bias_qkv": False},
-    {"positions": "alibi"},
-    {"norm_order": "post", "positions": "sinusoidal"},
+    pytest.param(
+        {"positions": "none", "norm": "projection_only", "divisor": 0.5, "affine": False, "bias_qkv": False},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"positions": "alibi"}, marks=pytest.mark.slow),
+    pytest.param({"norm_order": "post", "positions": "sinusoidal"}, marks=pytest.mark.slow),
     {"norm": None, "norm_final": None, "bias_unembed": False},
 ])  # fmt: skip
 def test_they_are_analyzed(options: dict[str, object]) -> None:

@@ -60,4 +60,5 @@ def test_signs_and_holm() -> None:
     assert sign_test(np.ones(12)) == pytest.approx(2**-11)
     assert sign_test(np.array([1.0, -1.0, 0.0])) == 1.0
     assert math.isnan(sign_test(np.array([math.nan])))
+    assert math.isnan(sign_test(np.array([1.0] * 12 + [math.nan]))), "not of the prompts that happen to be finite"
     assert holm([0.01, math.nan, 0.04, 0.02]).tolist() == pytest.approx([0.03, math.nan, 0.04, 0.04], nan_ok=True)

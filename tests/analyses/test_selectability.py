@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 import ln_probe
 from ln_probe.analyses import key_tables
 from ln_probe.analyses.attention_spread import received
-from ln_probe.analyses.calibration import observed_radius
+from ln_probe.analyses.calibration import observed_radius, plain_queries
 from ln_probe.analyses.probes import selectability
 from ln_probe.analyses.tables import HEADS, KEYS
 from ln_probe.analyses.variant_outputs import VARIANTS, no_op, variant_outputs
@@ -161,7 +161,7 @@ def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[...,
     for seen in attention_inputs(model):
         norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
         heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
-        radius = observed_radius(heads, seen.site, seen.y)
+        radius = observed_radius(heads, seen.site, plain_queries(heads, seen.y))
         assert radius is not None
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output

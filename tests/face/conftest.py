@@ -315,6 +315,7 @@ class Visit:
     def __init__(self, browser: Any, path: Path, at: str = "", **options: Any) -> None:
         self.said: list[str] = []
         self.context = browser.new_context(offline=True, accept_downloads=True, **options)
+        self.context.set_default_timeout(300_000)  # a busy machine takes its time
         self.context.add_init_script(WATCH)
         self.page = self.context.new_page()
         self.page.on("console", lambda m: self.said.append(f"{m.type}: {m.text}"))
@@ -329,12 +330,13 @@ class Visit:
 
     def attention(self) -> Any:
         frame = self.page.frame_locator("iframe.attention")
+        self.page.locator("iframe.attention").scroll_into_view_if_needed()  # observers rest out of sight
         frame.locator("#pattern canvas").wait_for()
         return frame
 
     def until(self, expression: str) -> None:
         """Wait until it is true (Playwright's own waiting evaluates strings, which the page's policy forbids)."""
-        for _ in range(600):
+        for _ in range(6000):
             if self.page.evaluate(expression):
                 return
             self.page.wait_for_timeout(50)

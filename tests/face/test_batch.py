@@ -266,7 +266,7 @@ def test_the_plan_loads_nothing(lab_suite: list[Path], prompts: Path, tmp_path: 
     assert not out.exists()
     code, text, _ = command("report", lab_suite[0], "no-such-model", "--prompts", prompts, "--out", out, "--dry-run")
     assert code == 1
-    assert "2 shards of 4 prompts: about" in text
+    assert "5 shards of 1 prompt: about" in text  # of so few
     assert "no-such-model  failed: ValueError: No model is called" in text
     assert not out.exists()
 

@@ -95,6 +95,23 @@ def test_a_frame_that_was_ready_too_early_says_so_again(report: Report, visit: A
     opened.quiet()
 
 
+def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(report: Report, visit: Any, page_of: PageOf) -> None:
+    opened = visit(page_of(report))
+    frame = opened.attention()
+    opened.page.evaluate("document.querySelector('iframe.attention').style.display = 'none'")
+    opened.page.evaluate("location.hash = '#L0H3P0'")
+    frame.locator("#title", has_text="Layer 0, head 3").wait_for(state="attached")
+    frame.locator("#pattern canvas[width='0']").wait_for(state="attached")
+    opened.page.evaluate("document.querySelector('iframe.attention').style.display = ''")
+    canvas = opened.attention().locator("#pattern canvas")
+    wide = canvas.evaluate("e => e.width")
+    assert wide > 300
+    opened.page.set_viewport_size({"width": 500, "height": 800})  # a telephone that was turned
+    frame.locator(f"#pattern canvas:not([width='{wide}'])").wait_for()
+    assert 200 < canvas.evaluate("e => e.width") < wide
+    opened.quiet()
+
+
 def test_d6_filters_know_columns(report: Report, visit: Any, page_of: PageOf) -> None:
     opened = visit(page_of(report))
     section = opened.page.locator("#table-heads")

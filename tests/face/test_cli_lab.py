@@ -77,7 +77,7 @@ def test_ctrl_c_says_how_to_go_on(toy: list[Request], tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("args", "said"), [
-    (["nothing"], "unknown experiment 'nothing': known ones are majority, random_keys, language_model"),
+    (["nothing"], "unknown experiment 'nothing': known ones are majority, majority_in_space, random_keys"),
     (["toy", "--text", "x.txt"], "toy takes no text and no tokenizer: leave out x.txt"),
     (["language_model"], "language_model trains on text that you give: add --text FILE"),
     (["language_model", "--text", "no-such.txt"], "no text file no-such.txt"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.prompting.shards import divide, shard_file
+from ln_probe.prompting.shards import divide, read_shard, shard_file
 from ln_probe.prompting.sources import DatasetName, check_source, entries
 
 TEXTS = ["one two", "three\u2028four", "fünf 🙂 </s>", "six"]
@@ -103,6 +103,17 @@ def test_shards_hold_every_prompt_once_in_order(
         hashes.add(corpus.sha256)
         assert divide(str(file), home / "corpus", size) == corpus
     assert len(hashes) == 1, "the hash of the prompts depends on how they are divided"
+
+
+@pytest.mark.parametrize(("count", "each"), [(1, 1), (4, 1), (9, 2), (31, 4), (32, 4), (100, 4)])
+def test_few_prompts_are_divided_too(tmp_path: Path, count: int, each: int) -> None:
+    """So that there is something to do for every worker."""
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{k}"}) + "\n" for k in range(count)))
+    corpus = divide(str(file), tmp_path / "shards")
+    assert (corpus.count, corpus.per_shard, corpus.shards) == (count, each, -(-count // each))
+    read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.folder, corpus, k)]
+    assert read == [str(k) for k in range(count)]
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

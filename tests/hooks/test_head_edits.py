@@ -91,7 +91,7 @@ def edit_by_hand(hf: Any, what: str, heads: dict[int, list[int]]) -> None:
         attn.forward = forward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])  # llama: rotary, two heads to a key
 @pytest.mark.parametrize("heads", [[(0, 1)], [(1, 3), (0, 0), (1, 2)]])
 def test_heads_edited_in_hugging_face_by_hand(

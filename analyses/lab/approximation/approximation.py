@@ -32,6 +32,8 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     table_optimum,
     variance,
 )
+from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors, product_sentences
+from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
+SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # of the kept optima: more than are trained, for their rate
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
 FFN_FREE = 0
 SIGNIFICANT = 0.05  # of Holm's p over all norms: below it an effect is spoken of
@@ -204,6 +207,8 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
     factors = norm_factors(table)
+    exponents, laws = trained_exponents(table), attainable_laws(pd.read_csv(OPTIMA))
+    products = dot_product_factors(table)
     optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
     summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
@@ -213,9 +218,17 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
             "errors": table,
             "norm_factors": factors,
             "optima": pd.read_csv(OPTIMA),
+            "rates_trained": exponents,
+            "rates_attainable": laws,
+            "dot_product": products,
         },
         figures={} if table.empty else dict(_figures(summary, table)),
-        conclusions=(*_conclusions(summary), *_norm_conclusions(factors)),
+        conclusions=(
+            *_conclusions(summary),
+            *_norm_conclusions(factors),
+            *sentences(exponents, laws),
+            *product_sentences(products),
+        ),
         settings={
             "training": vars(training(quick, 0, RATES[0])),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
@@ -237,7 +250,7 @@ def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.Dat
     summed in extended precision; `mse_extended`, `largest_extended`: of coefficients solved for with `digits` digits,
     for the same slopes. Where the two part, the columns are dependent to within float64's rounding.
     """
-    shown = cells or [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in HEADS]
+    shown = cells or [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in SOLVED_HEADS]
     rows = []
     for target, kernel, heads in shown:
         found = linear_optimum(target, kernel, heads)

@@ -49,9 +49,13 @@ def _units(target: str) -> Float[Tensor, "unit input"]:
     return torch.randn(UNITS, inputs, generator=generator, dtype=torch.float64) / math.sqrt(UNITS)
 
 
-def lag_weights(target: str) -> Float[np.ndarray, " lag"] | None:
-    """The weight of each lag 0 … 999 in a linear target; None for 1b and 2a."""
-    lag = np.arange(LENGTH, dtype=float)
+def lag_weights(target: str, length: int = LENGTH) -> Float[np.ndarray, " lag"] | None:
+    """The weight of each lag 0 … length - 1 in a linear target; None for 1b and 2a.
+
+    2b's places are counted from the beginning of 1000 inputs, whatever the length: only 4a and 4b have another meaning
+    for longer ones.
+    """
+    lag = np.arange(length, dtype=float)
     if target == "4a":
         return np.concatenate([[0.0], lag[1:] ** -0.5])
     if target == "4b":
@@ -109,12 +113,14 @@ class Optimum:
     coefficients: tuple[float, ...]
 
 
-def design(kernel: str, slopes: Sequence[float] | Float[np.ndarray, " head"]) -> Float[np.ndarray, "lag feature"]:
+def design(
+    kernel: str, slopes: Sequence[float] | Float[np.ndarray, " head"], length: int = LENGTH
+) -> Float[np.ndarray, "lag feature"]:
     """What heads of these slopes and the residual can add up: a column of attention per head, then lag 0 alone."""
-    phi = lag_features(kernel, LENGTH).numpy()
+    phi = lag_features(kernel, length).numpy()
     scores = np.where(np.isinf(phi)[:, None], -np.inf, np.outer(np.where(np.isinf(phi), 0.0, phi), slopes))
     weights = np.exp(scores - scores.max(axis=0))
-    residual = np.zeros((LENGTH, 1))
+    residual = np.zeros((length, 1))
     residual[0] = 1.0
     return np.hstack([weights / weights.sum(axis=0), residual])
 

@@ -1,17 +1,20 @@
 """Layers against heads, and attention with the dot product or without, on text.
 
 The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
-scaled down to models that a CPU trains on text the user gives; with LayerNorm, each of its terms, or none.
+scaled down to models that a CPU trains on text the user gives; with LayerNorm, each of its terms, or none. `run_small`
+is 3b alone, with LayerNorm and a tenth of the steps: minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.lab.approximation.dot_product import SIGNIFICANT, paired
 from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 D_VOCAB, N_CTX = 1024, 128
 LAYERS, HEADS = (1, 2, 4), (1, 4, 16)
+STEPS, SMALL_STEPS, QUICK_STEPS = 2000, 200, 150
 KEYS = ("layers", "heads", "dot_product", "norm")
 # Of three sizes of model, with and without the dot product, in nats on OpenWebText: not comparable but in order.
 PUBLISHED = "3b: 5.796 < 5.830, 5.374 < 5.486, 4.994 < 5.274 with the dot product and without, by size of model"
@@ -53,8 +57,14 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     return (*sizes, *without, *normed)
 
 
-def training(quick: bool, seed: int) -> TrainConfig:
-    steps = 150 if quick else 2000
+def small_grid() -> tuple[Cell, ...]:
+    """3b: three sizes of model, each with the dot product and without."""
+    return tuple(Cell(layers, 4, dot_product) for layers in LAYERS for dot_product in (True, False))
+
+
+def training(quick: bool, seed: int, steps: int = STEPS) -> TrainConfig:
+    """The schedule; `steps` only where it is not the quick one."""
+    steps = min(steps, QUICK_STEPS) if quick else steps
     return TrainConfig(
         steps=steps,
         batch=16,
@@ -69,44 +79,67 @@ def training(quick: bool, seed: int) -> TrainConfig:
 
 def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and compare held-out losses."""
+    return _run(request, grid(request.quick), {})
+
+
+def run_small(request: Request) -> Results:
+    """3b alone: three sizes with the dot product and without, a tenth of the steps."""
+    return _run(request, small_grid()[:4] if request.quick else small_grid(), {"steps": SMALL_STEPS})
+
+
+def _run(request: Request, cells: Sequence[Cell], shorter: Mapping[str, int]) -> Results:
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        grid(request.quick),
+        cells,
         request,
         keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda *_: task,
         spec=Cell.spec,
-        training=lambda _, seed: training(request.quick, seed),
+        training=lambda _, seed: training(request.quick, seed, **shorter),
     )
     carry_out(runs, request)
     table = curves(runs)
-    table = table[table["measure"] == "valid_loss"]
-    summary = summarize(table.drop(columns="step"), [*KEYS, "measure"])
+    about = {"training": vars(training(request.quick, 0, **shorter)), "text": task.identity}
+    return findings(table[table["measure"] == "valid_loss"], about, tuple(diverged(runs).values()))
+
+
+def findings(table: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from the held-out loss of every run.
+
+    Args:
+        table: KEYS, `seed`, `measure`, `value` (and `step`).
+        about: `training` and `text`, for the record.
+        lost: what became of runs that diverged.
+    """
+    values = table.drop(columns="step", errors="ignore")
+    summary = summarize(values, [*KEYS, "measure"])
+    products = paired(values, ["layers", "heads", "norm"])
     return Results(
         summary,
-        tables={"losses": table},
+        tables={"losses": table, "dot_product": products},
         figures={} if table.empty else {"losses": _bars(summary)},
-        conclusions=tuple(_conclusions(summary)),
+        conclusions=tuple(_conclusions(summary, products)),
         settings={
-            "training": vars(training(request.quick, 0)),
-            "seeds": len(request.seeds),
-            "text": task.identity,
+            "training": about.get("training"),
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "text": about.get("text"),
             "published": PUBLISHED,
         },
-        diverged=tuple(diverged(runs).values()),
+        diverged=lost,
     )
 
 
-def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
+def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]:
     loss = {tuple(row[key] for key in KEYS): row["mean"] for row in summary.to_dict("records")}
-    for layers, heads, dot_product, norm in loss:
-        without = loss.get((layers, heads, False, norm))
-        if dot_product and without is not None:
-            yield (
-                f"{layers} layers, {heads} heads, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the "
-                f"dot product, {without:.3f} without."
-            )
+    for row in products.to_dict("records"):
+        layers, heads, norm = row["layers"], row["heads"], row["norm"]
+        spread = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
+        yield (
+            f"{layers} layers, {heads} heads, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
+            f"product, {loss[layers, heads, False, norm]:.3f} without: {row['mean']:+.3f}{spread} ({row['seeds']} seeds"
+            + (f", Holm {row['p_holm']:.2g})." if row["p_holm"] < SIGNIFICANT else "): no difference these seeds tell.")
+        )
     sized = {(layers, heads): x for (layers, heads, dot, norm), x in loss.items() if dot and norm == "layernorm"}
     if {(1, 1), (2, 1), (1, 4)} <= set(sized):
         yield (

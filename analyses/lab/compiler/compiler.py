@@ -43,6 +43,7 @@ LENGTHS = (50, 100, 200, 400, 800, 1600)
 LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
 KEYS = ("program", "construction", "norm")
 
+CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 * #[true] - 5)"
 PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and of its tests, and its words' letters
     "majority": (crasp_programs.MAJORITY, "ab"),
     "Dyck-1": (crasp_programs.DYCK_1, "()"),
@@ -61,6 +62,15 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and 
     "a letter": ("symbol := Q_a", "ab"),
     "largest factor": ("A := 2147483647 * #[Q_a]", "ab"),
     "two symbols": ("x := #[Q_a] + #[Q_b]", "ab"),  # of one letter each, as words here have
+    "nothing": ("x := #[Q_a] < 0 or false", "ab"),
+    "large factors": ("x := 1000000 * #[Q_a] < 999999 * #[Q_b]", "ab"),
+    "layers of counts": ("x := #[#[Q_a] > 1 and Q_b] + #[Q_a] > 2 ? 1 : 0 y := x == 1 or Q_b", "ab"),
+    "cases": (CASES, "ab"),
+    "cases, counted": (f"{CASES} y := 2 * #[x > 1] != #[x <= 1] + 1", "ab"),
+    "a constant": ("x := 7", "ab"),
+    "a choice": ("x := Q_a ? 3 : -2", "ab"),
+    "a sum": ("A := 2147483646 * #[Q_a] + #[Q_b]", "ab"),
+    "counted comparison": ("x := #[#[Q_a] > #[Q_b]]", "ab"),
 }  # fmt: skip
 
 # What each operation is tried on; outputs that are counts have no place in fixed precision.
@@ -215,7 +225,7 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
 
 
 def lengths_table(lengths: Sequence[int], seed: int = 0) -> pd.DataFrame:
-    """Share of right answers at the last letter of random words of several lengths: `means, letters, value`."""
+    """Share of right answers on random words of several lengths: `means, letters, value`."""
     program = parse(LENGTHS_PROGRAM)
     rows = []
     for letters in lengths:
@@ -250,9 +260,16 @@ def run(request: Request) -> Results:
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, json.dumps({"words": words, "rows": held}).encode())
         rows += held or []
-    table = pd.DataFrame(rows)
-    operations = operations_table()
-    lengths = lengths_table(LENGTHS[:4] if request.quick else LENGTHS)
+    lengths = LENGTHS[:4] if request.quick else LENGTHS
+    return findings(pd.DataFrame(rows), operations_table(), lengths_table(lengths))
+
+
+def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> Results:
+    """Summary, figures and sentences from what was compared.
+
+    Args:
+        table: rows of `agreement`. operations, lengths: of `operations_table` and `lengths_table`.
+    """
     summary = pd.DataFrame() if table.empty else summarize(table, [*KEYS, "measure"])
     return Results(
         summary,
@@ -262,7 +279,7 @@ def run(request: Request) -> Results:
         settings={
             "every_word_to": EVERY_WORD_TO,
             "letters": LETTERS,
-            "words": words,
+            "words": 0 if table.empty else int(table["words"].max()),
             "few_words": FEW_WORDS,
             "short_clip": SHORT_CLIP,
             "lengths_program": LENGTHS_PROGRAM,

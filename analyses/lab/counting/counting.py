@@ -13,7 +13,7 @@ The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,10 +193,10 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     )
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
+def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run]:
+    """Every run of the grid, or of these cells."""
     return planned(
-        grid(request.quick),
+        grid(request.quick) if cells is None else cells,
         request,
         keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
         name=lambda cell: "-".join(str(getattr(cell, key)) for key in KEYS).replace(" ", ""),

@@ -165,28 +165,36 @@ class NormedLayer(nn.Module):
         gain = x.new_ones(size) if norm is None or norm.w is None else norm.w
         bias = x.new_zeros(size) if norm is None or norm.b is None else norm.b
         switch = NO_NORM if norm is None else switch_of(norm, self.cfg.norm_site)
-        return recurrence(CELL_NUMBERS[self.cfg.cell], switch, self._inputs(x), w_hh, b_hh, gain, bias)
+        return recurrence(CELL_NUMBERS[self.cfg.cell], switch, self.inputs(x), w_hh, b_hh, gain, bias)
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         """The same recurrence, step by step, with the norm in its place."""
-        _, w_hh, _, b_hh = self._tensors()
         h = c = x.new_zeros(x.shape[0], self.cfg.hidden)
         outputs = []
-        for i in self._inputs(x).unbind(1):
-            r = F.linear(h, w_hh)
-            if self.norm_recurrent is not None:
-                r = self.norm_recurrent(r)
-            r = r + b_hh
-            if self.cfg.cell == "lstm":
-                h, c = self._lstm(i + r, c)
-            elif self.cfg.cell == "gru":
-                h = self._state(_gru(i, r, h))
-            else:
-                h = self._state(torch.tanh(i + r) if self.cfg.cell == "rnn_tanh" else torch.relu(i + r))
+        for i in self.inputs(x).unbind(1):
+            h, c = self.step(i, h, c)
             outputs.append(h)
         return torch.stack(outputs, dim=1)
 
-    def _inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
+    def step(
+        self,
+        i: Float[Tensor, "batch gate"],
+        h: Float[Tensor, "batch hidden"],
+        c: Float[Tensor, "batch hidden"],
+    ) -> tuple[Float[Tensor, "batch hidden"], Float[Tensor, "batch hidden"]]:
+        """h and c (an LSTM's; others leave it alone) after one more letter, of which the gates get `i`."""
+        _, w_hh, _, b_hh = self._tensors()
+        r = F.linear(h, w_hh)
+        if self.norm_recurrent is not None:
+            r = self.norm_recurrent(r)
+        r = r + b_hh
+        if self.cfg.cell == "lstm":
+            return self._lstm(i + r, c)
+        if self.cfg.cell == "gru":
+            return self._state(_gru(i, r, h)), c
+        return self._state(torch.tanh(i + r) if self.cfg.cell == "rnn_tanh" else torch.relu(i + r)), c
+
+    def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs give to the gates: W_ih x, normed if the norm stands there, and b_ih."""
         w_ih, _, b_ih, _ = self._tensors()
         inputs = F.linear(x, w_ih)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
@@ -149,6 +150,12 @@ def _run(request: Request, size: Size) -> Results:
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
+def unselectable_share(keys: Float[torch.Tensor, "set key d"]) -> float:
+    """Share of keys that no query can select among those of their set (a context's, or a head's), mean over sets."""
+    verdict = key_geometry(keys.double().numpy(), margins=False).verdict
+    return float((verdict == NAMES[UNSELECTABLE]).mean())
+
+
 @torch.no_grad()
 def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
     """Layer, space, and share of unselectable keys among those of each context (all its keys, mean over contexts)."""
@@ -161,8 +168,7 @@ def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[t
             (NORMALIZED, cache[f"blocks.{layer}.ln1.hook_normalized"]),
             (HEAD, heads),
         ):
-            verdict = key_geometry(keys.double().numpy(), margins=False).verdict
-            yield layer, space, float((verdict == NAMES[UNSELECTABLE]).mean())
+            yield layer, space, unselectable_share(keys)
 
 
 def measure(run: Run) -> pd.DataFrame:

@@ -1,0 +1,222 @@
+"""Do relative encodings go on beyond the length they were fitted to?
+
+After Wang & E (2024), section 6, targets 4a and 4b, whose weights go on at any lag: dot-product-free attention without
+an FFN (as published) with logarithmic, linear or T5 positions, trained on 1000 inputs, or solved by least squares for
+them, and put on up to 8000. Such a model is affine in its inputs, so its squared error on any length is a sum over lags
+and nothing is sampled. A table of positions has no entry beyond its length: it is left out.
+
+Two things happen to a softmax over more inputs: a lag gets weight that it did not have, and all others lose what it
+gets. An encoding whose weights add up (linear; logarithmic with a slope above 1) keeps its near lags and misses the far
+ones; one whose weights do not (logarithmic with a slope of 1/2, which *is* 4a; T5, constant from lag 128 on) is scaled
+down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+
+from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
+from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, design, lag_weights, linear_optimum
+from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.run_folder import MODEL_FILE
+from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
+from ln_probe.analyses.lab.sealed_tensors import load_tensors
+from ln_probe.analyses.lab.training import TrainConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
+KERNELS, TARGETS = ("log", "linear", "t5"), ("4a", "4b")
+HEADS, HEADS_QUICK = (1, 16), (1,)
+STEPS, QUICK_STEPS = 600, 100  # published: 10,000
+KEYS = ("target", "kernel", "heads", "length")
+FAR = 4000  # the length that sentences speak of
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model: what it learns, its kernel and its heads."""
+
+    target: str
+    kernel: str
+    heads: int
+
+    def spec(self) -> RelativeConfig:
+        return RelativeConfig(LENGTH, self.heads, FFN_FREE, self.kernel)
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
+    heads = HEADS_QUICK if quick else HEADS
+    return tuple(Cell(t, kernel, h) for t in TARGETS for kernel in KERNELS for h in heads)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The approximation experiment's schedule with fewer steps."""
+    steps = QUICK_STEPS if quick else STEPS
+    return replace(approximation_training(quick, seed, RATES[0]), steps=steps, evaluate_every=steps)
+
+
+def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.ndarray, " lag"]]:
+    """A model's output for x = -1 or +1 at each lag, as constant + sum of weight x: on inputs of any length.
+
+    Args:
+        model: without an FFN, the dot product and a norm, its positions by a slope.
+
+    Returns:
+        The constant and the weight of each lag 0 … length - 1, in float64.
+
+    Raises:
+        ValueError: a model that is not affine, or a table of positions.
+    """
+    cfg = model.cfg
+    if cfg.width or cfg.dot_product or cfg.norm != "none":
+        raise ValueError("not affine in its inputs: the model has an FFN, the dot product or a norm")
+    if cfg.kernel == "table":
+        raise ValueError(f"a table of {cfg.length} positions says nothing of longer inputs")
+    with torch.no_grad():
+        attention = design(cfg.kernel, model.log_slope.double().exp().numpy(), length)[:, :-1]  # [lag head]
+        embed, out = model.embed.double(), model.out.weight[0].double()
+        # what a head writes, seen by the readout, if all it reads is -1, or +1; [input head]
+        written = torch.einsum("vd,hde,hef,f->vh", embed, model.W_V.double(), model.W_O.double(), out).numpy()
+        alone = (embed @ out).numpy()
+        bias = float(model.out.bias[0])
+    weights = attention @ ((written[1] - written[0]) / 2)
+    weights[0] += (alone[1] - alone[0]) / 2
+    return bias + float(written.mean(0).sum() + alone.mean()), weights
+
+
+def error(target: str, constant: float, weights: Float[np.ndarray, " lag"]) -> tuple[float, float]:
+    """The squared error of an affine function on its length, and relative to that of the best constant.
+
+    Raises:
+        ValueError: a target that is not 4a or 4b.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} has no longer inputs: known are {', '.join(TARGETS)}")
+    wanted = lag_weights(target, len(weights))
+    assert wanted is not None
+    found = constant**2 + float(((weights - wanted) ** 2).sum())
+    return found, found / float((wanted**2).sum())
+
+
+def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Errors of the least-squares solutions for 1000 inputs on every length: KEYS, `measure`, `value`."""
+    rows = []
+    for cell in cells:
+        found = linear_optimum(cell.target, cell.kernel, cell.heads)
+        for length in LENGTHS:
+            weights = design(cell.kernel, found.slopes, length) @ np.asarray(found.coefficients)
+            rows += _rows(cell, length, *error(cell.target, 0.0, weights))
+    return pd.DataFrame(rows, columns=[*KEYS, "measure", "value"])
+
+
+def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
+    """Errors of the trained models on every length: KEYS, `measure`, `seed`, `value`; those that are finished."""
+    rows = []
+    for run in runs:
+        if not (run.folder / MODEL_FILE).exists():
+            continue
+        model = run.spec.build()
+        assert isinstance(model, RelativeTransformer)
+        model.load_state_dict(load_tensors(run.folder / MODEL_FILE)[0])
+        cell = Cell(str(run.keys["target"]), str(run.keys["kernel"]), int(run.keys["heads"]))
+        for length in LENGTHS:
+            told = _rows(cell, length, *error(cell.target, *affine(model, length)))
+            rows += [(*row[:-1], run.seed, row[-1]) for row in told]
+    return pd.DataFrame(rows, columns=[*KEYS, "measure", "seed", "value"])
+
+
+def _rows(cell: Cell, length: int, mse: float, relative: float) -> list[tuple[str, str, int, int, str, float]]:
+    about = (cell.target, cell.kernel, cell.heads, length)
+    return [(*about, "mse", mse), (*about, "relative_mse", relative)]
+
+
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {"target": cell.target, "kernel": cell.kernel, "heads": cell.heads},
+        name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
+        task=lambda cell, _: ApproximationTask(cell.target),
+        spec=Cell.spec,
+        training=lambda _, seed: training(request.quick, seed),
+    )
+
+
+def run(request: Request) -> Results:
+    """Train what is not trained, and put every model and every solution on longer inputs."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    solved = solved_errors(grid(request.quick))
+    return findings(trained_errors(runs), solved, request.quick, tuple(diverged(runs).values()))
+
+
+def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from errors on every length (`trained_errors`, `solved_errors`)."""
+    keys = [*KEYS, "measure"]
+    summary = summarize(trained, keys, kind="log").drop(columns="published")
+    summary = solved.rename(columns={"value": "solved"}).merge(summary, on=keys, how="left", validate="1:1")
+    return Results(
+        summary,
+        tables={"errors": trained, "solved": solved},
+        figures={"longer": _curves(summary)},
+        conclusions=tuple(_conclusions(summary)),
+        settings={
+            "lengths": LENGTHS,
+            "training": vars(training(quick, 0)),
+            "seeds": sorted({int(seed) for seed in trained["seed"]}),
+            "published": "none that could be checked here",
+        },
+        diverged=lost,
+    )
+
+
+def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
+    """For each model, its error relative to the best constant where it was fitted and at FAR."""
+    relative = summary[summary["measure"] == "relative_mse"]
+    for (target, kernel, heads), part in relative.groupby(["target", "kernel", "heads"], sort=False):
+        by = part.set_index("length")
+        near, far = (by[by.index == length].iloc[0] for length in (LENGTH, FAR))
+        told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
+        if not np.isnan(far["mean"]):
+            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {far['seeds']:.0f} seeds"
+        yield f"{target}, {kernel} positions, {heads} heads, error relative to the best constant: {told}."
+
+
+def _spread(row: pd.Series) -> str:
+    return "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:.2g}, {row['ci_high']:.2g}]"
+
+
+def _curves(summary: pd.DataFrame) -> Figure:
+    """Error relative to the best constant over length; a line per number of heads, dashed for least squares."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    panels = [(t, k) for t in TARGETS for k in KERNELS]
+    part = summary[summary["measure"] == "relative_mse"]
+    for (target, kernel), ax in zip(panels, figure.subplots(2, 3, sharex=True, sharey=True).flat, strict=True):
+        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
+        for number, heads in enumerate(dict.fromkeys(cell["heads"])):
+            line = cell[cell["heads"] == heads].sort_values("length")
+            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3)
+            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--", label=f"{heads} heads")
+        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
+        ax.set_xticks(LENGTHS, labels=[str(n) if n != 1250 else "" for n in LENGTHS], fontsize=7)
+        ax.minorticks_off()
+        if len(cell):
+            ax.legend(fontsize=7)
+    figure.axes[0].set_ylabel("error / best constant's")
+    return figure

@@ -1,0 +1,213 @@
+"""Which recurrent cells are weighted finite automata? What of that can be stated exactly.
+
+Merrill et al. (2020) call a cell rationally recurrent if each of its units computes what a weighted finite automaton
+computes, and prove that a QRNN is and an LSTM is not. A theorem is not measured; two things beside it are:
+
+    automaton   a QRNN layer with f-, fo- or ifo-pooling and weights as the laboratory starts them is written down as an
+                automaton of 14 states a unit (two letters): its weights of random words against the layer's states
+    rank        of a block of the Hankel matrix of the last layer's units of saturated cells (`saturated_cells`; words
+                of up to `block` letters before and after), in exact arithmetic: no automaton with fewer states gives
+                the same numbers. A rank that stops growing excludes nothing; one that grows does
+    enough      states of an automaton that there is: a single QRNN layer's 14, or a state for each of a finite cell's
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY
+from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
+from ln_probe.analyses.lab.counting.recurrent_steps import pooled
+from ln_probe.analyses.lab.counting.saturated_cells import (
+    LETTERS,
+    POOLED,
+    SaturatedLayer,
+    advance,
+    closure,
+    drawn,
+    start,
+)
+from ln_probe.analyses.lab.counting.weighted_automata import of_pooling, rank_at_least
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, summarize
+
+POOLINGS = ("f", "fo", "ifo")
+NETWORKS, WORDS, LENGTH = 10, 3, 512  # of each pooling and seed; letters of a word
+SPREAD = 4.0  # weights that torch starts with leave every gate near 1/2; these reach from 0 to 1
+EXACT = 1e-12  # float64 rounds 512 sums of products of numbers below 512 to less
+ENOUGH = 14  # two for every pair of letters read last, a missing first one counted, and for the empty word
+FINITE = 500  # states; a cell with more is taken as one without a bound: finite ones here have below 100
+# Cell, layers, hidden units of what is saturated and ranked.
+CELLS = (
+    ("rnn_tanh", 1, 3), ("gru", 1, 3), ("gru", 2, 3), ("qrnn f", 1, 3), ("qrnn fo", 1, 3), ("qrnn ifo", 1, 3),
+    ("qrnn fo", 2, 3), ("qrnn ifo", 2, 3), ("lstm", 1, 1), ("lstm", 1, 3), ("lstm", 2, 3), ("rnn_relu", 1, 3),
+)  # fmt: skip
+DRAWS, DRAWS_QUICK = 10, 5  # of weights, per seed
+BLOCKS, BLOCKS_QUICK = (2, 4, 6), (2, 4)  # letters before and after; at 6 a block is 127 x 127 words
+KEYS = ("cell", "layers", "hidden", "measure", "block")
+
+
+def run(request: Request) -> Results:
+    """Compare automata with layers, and rank Hankel blocks."""
+    errors, ranks = [], []
+    for seed in request.seeds:
+        for pooling in POOLINGS:
+            errors.append((pooling, seed, largest_error(pooling, seed, NETWORKS // 5 if request.quick else NETWORKS)))
+        for number, (cell, layers, hidden) in enumerate(CELLS):
+            rng = np.random.default_rng([seed, number])
+            found: dict[int, list[int]] = {}
+            enough: list[float] = []
+            for _ in range(DRAWS_QUICK if request.quick else DRAWS):
+                net = drawn(cell, layers, rng, hidden)
+                for block, rank in hankel_ranks(net, BLOCKS_QUICK if request.quick else BLOCKS).items():
+                    found.setdefault(block, []).append(rank)
+                enough.append(states_enough(net))
+            for block, all_of in found.items():
+                for name, value in (("largest", max(all_of)), ("median", float(np.median(all_of)))):
+                    ranks.append((cell, layers, hidden, f"rank, {name}", block, seed, float(value)))
+            ranks.append((cell, layers, hidden, "enough, largest", 0, seed, max(enough)))  # infinite: none is known
+    return findings(
+        pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
+        pd.DataFrame(errors, columns=["pooling", "seed", "value"]),
+    )
+
+
+def findings(ranks: pd.DataFrame, errors: pd.DataFrame) -> Results:
+    """Tables, and sentences, from the ranks (KEYS, `seed`, `value`) and the largest errors (`pooling`, …) of seeds."""
+    summary = summarize(ranks[np.isfinite(ranks["value"])], list(KEYS))
+    return Results(
+        summary,
+        tables={"values": ranks, "errors": errors},
+        conclusions=(*_automata(errors), *_ranks(ranks)),
+        settings={
+            "draws": DRAWS,
+            "networks": NETWORKS,
+            "words": f"{WORDS} of {LENGTH} letters",
+            "seeds": sorted({int(s) for s in ranks["seed"]}),
+            "published": "theorems, no figures: QRNNs are rationally recurrent, LSTMs are not (Merrill et al. 2020)",
+        },
+    )
+
+
+def _automata(errors: pd.DataFrame) -> Iterator[str]:
+    for pooling, part in errors.groupby("pooling", sort=False):
+        worst = part["value"].max()
+        verdict = "is its automaton" if worst <= EXACT else f"is NOT its automaton to {EXACT:g}"
+        yield (
+            f"A QRNN layer with {pooling}-pooling {verdict}: largest difference {worst:.1g} of the unit's largest "
+            f"state (seeds: {len(part)}, words of {LENGTH} letters)."
+        )
+
+
+def _ranks(ranks: pd.DataFrame) -> Iterator[str]:
+    """The rank of the worst draw of all seeds at every block: one draw is enough for a bound."""
+    for (cell, layers, hidden), part in ranks.groupby(["cell", "layers", "hidden"], sort=False):
+        top = part[part["measure"] == "rank, largest"].groupby("block")["value"].max()
+        enough = part[part["measure"] == "enough, largest"]["value"].max()
+        told = ", ".join(f"{value:.0f} at {block}" for block, value in top.items())
+        said = f"{cell}, layers: {layers}, hidden units: {hidden}: Hankel rank of the worst draw {told}"
+        if np.isfinite(enough):
+            yield f"{said}; an automaton of {enough:.0f} states is enough for every draw."
+        else:
+            still = top.is_unique and top.is_monotonic_increasing
+            grows = "and the rank grows with every block" if still else "and the rank grows no more"
+            yield f"{said}: any automaton for it needs {top.iloc[-1]:.0f} states or more, {grows}; none is known here."
+
+
+def states_enough(net: list[SaturatedLayer]) -> float:
+    """States of an automaton that gives what a net's units give; infinite if none is known here."""
+    bounds = [float(found)] if (found := closure(net, FINITE)) is not None else []
+    if len(net) == 1 and net[0].cell in POOLED:
+        bounds.append(ENOUGH)
+    return min(bounds, default=np.inf)
+
+
+def largest_error(pooling: str, seed: int, networks: int) -> float:
+    """How far the automata's weights are from a QRNN layer's states, relative to the largest of the word.
+
+    Args:
+        pooling: one of POOLINGS. seed: of weights and words. networks: how many layers.
+    """
+    worst = 0.0
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(networks):
+        torch.manual_seed(1000 * seed + number)
+        layer = PooledLayer(pooling)
+        words = torch.randint(PREFIX_VOCABULARY, (WORDS, LENGTH), generator=generator)
+        with torch.no_grad():
+            states = layer(words).numpy()
+            gates = [gate.numpy() for gate in layer.by_context()]
+        for unit in range(states.shape[-1]):
+            automaton = of_pooling(*(gate[..., unit] for gate in gates))
+            for word, given in zip(words.numpy(), states[..., unit], strict=True):
+                worst = max(worst, float(np.abs(automaton.weights(word) - given).max() / np.abs(given).max()))
+    return worst
+
+
+class PooledLayer(nn.Module):
+    """The embedding and first layer of the laboratory's QRNN in float64, with one of three poolings.
+
+    With fo it is that layer itself; f leaves its output gate out, ifo has an input gate of its own in place of 1 - f.
+
+    Raises:
+        ValueError: an unknown pooling.
+    """
+
+    def __init__(self, pooling: str) -> None:
+        super().__init__()
+        if pooling not in POOLINGS:
+            raise ValueError(f"unknown pooling {pooling!r}: known are {', '.join(POOLINGS)}")
+        model = RecurrentConfig("qrnn", PREFIX_VOCABULARY, 2).build().double()
+        self.pooling, self.embed, self.layer = pooling, model.embed, cast("QRNNLayer", model.layers[0])
+        self.put = nn.Linear(self.layer.gates.in_features, model.cfg.hidden).double()
+        with torch.no_grad():
+            for linear in (self.layer.gates, self.put):
+                linear.weight *= SPREAD
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """out_t c_t of every word, [word pos hidden]."""
+        x = self.embed(tokens)
+        if self.pooling == "fo":
+            found: Tensor = self.layer(x)
+            return found
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        keep, added, out = self._gates(torch.cat([x, before], dim=-1))
+        return out * pooled(keep.contiguous(), added.contiguous())
+
+    def by_context(self) -> tuple[Tensor, Tensor, Tensor]:
+        """keep, added and out at each letter by the letter before (last row: none), [before letter hidden]."""
+        letters = self.embed.weight
+        befores = torch.cat([letters, torch.zeros_like(letters[:1])])
+        pairs = [[torch.cat([letter, before]) for letter in letters] for before in befores]
+        return self._gates(torch.stack([torch.stack(row) for row in pairs]))
+
+    def _gates(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z, f, o = self.layer.gates(window).chunk(3, dim=-1)
+        f = torch.sigmoid(f)
+        i = torch.sigmoid(self.put(window)) if self.pooling == "ifo" else 1 - f
+        return f, i * torch.tanh(z), torch.ones_like(o) if self.pooling == "f" else torch.sigmoid(o)
+
+
+def hankel_ranks(net: list[SaturatedLayer], blocks: tuple[int, ...]) -> dict[int, int]:
+    """The largest rank over the units of the last layer, of the block of words of at most so many letters."""
+    words, states = list[tuple[int, ...]]([()]), start(net)
+    after: dict[tuple[int, ...], np.ndarray] = {(): states[0]}
+    for _ in range(2 * max(blocks)):
+        words = [(*word, letter) for letter in range(LETTERS) for word in words]
+        states = np.vstack([advance(net, states, letter) for letter in range(LETTERS)])
+        after.update(zip(words, states, strict=True))
+    units = range(len(states[0]) - net[-1].size, len(states[0]) - net[-1].size + net[-1].U.shape[1])
+    found = {}
+    for block in blocks:
+        short = [w for n in range(block + 1) for w in itertools.product(range(LETTERS), repeat=n)]
+        cube = np.array([[after[(*u, *v)] for v in short] for u in short])
+        found[block] = max(rank_at_least(cube[..., unit]) for unit in units)
+    return found

@@ -1,0 +1,220 @@
+"""Depths 4 to 6 on L6 to L8, with and without positions, at a size that half an hour of one core trains.
+
+The depth experiment (`depth`) ends at depth 3. One run of depth 6 at its size takes eight minutes (2000 steps of 230
+ms), so words are shorter and steps fewer here, and the norm is LayerNorm alone: what is asked is whether the boundary
+k = depth + 2 of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP") goes on, and what rotary or ALiBi positions
+change within it. The grid is the two squares on either side of the boundary, k up to 8; `CUT` says what is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.lab.depth.block_languages import predicted_depth
+from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates
+from ln_probe.analyses.lab.depth.depth_task import EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import binomial_interval
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.transformer import LabConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BINS = ((26, 50), (51, 75), (76, 100), (101, 125))  # half the lengths of `depth`: 70 ms a step at depth 4, not 157
+# A pilot (depth 4 on L6, seed 1000, in no table) had 99.5 % of the words of every bin right from step 250 on.
+STEPS, QUICK_STEPS = 300, 60
+QUICK_WORDS = 100
+SIGNIFICANT = 0.05  # of Holm's p over all contrasts
+POSITIONS = ("none", "rotary", "alibi")
+DEPTHS = (4, 5, 6)
+Square = tuple[int, int, str]  # depth, k, positions
+CUT = (
+    "the norms other than LayerNorm, and pre-norm order",
+    "squares farther than one from the boundary (depth 4 on L8, depth 5 on L6, depth 6 on L6 and L7)",
+    "rotary and ALiBi positions beyond the boundary, and at depths 5 and 6",
+)
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained: either side of the boundary; with rotary and ALiBi positions depth 4 on L6 alone."""
+    if quick:
+        return (Cell(4, 6), Cell(4, 7), Cell(6, 8))
+    squares = [Cell(depth, k) for depth, k in ((4, 6), (4, 7), (5, 7), (5, 8), (6, 8))]
+    return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
+
+
+def spec(cell: Cell) -> LabConfig:
+    """`depth`'s shape with room for these words."""
+    return replace(cell.spec(), n_ctx=BINS[-1][1] + 1)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """`depth`'s schedule with fewer steps."""
+    steps = QUICK_STEPS if quick else STEPS
+    return TrainConfig(
+        steps=steps,
+        batch=32,
+        lr=1e-3,
+        lr_end=1e-5,
+        warmup=min(100, steps // 4),
+        clip=1.0,
+        seed=seed,
+        evaluate_every=steps,
+    )
+
+
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    words = QUICK_WORDS if request.quick else EVALUATION_WORDS
+    return planned(
+        grid(request.quick),
+        request,
+        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
+        name=lambda cell: f"{cell.positions}-L{cell.k}-depth{cell.depth}",
+        task=lambda cell, _: BlockTask(cell.k, words, BINS),
+        spec=spec,
+        training=lambda _, seed: training(request.quick, seed),
+    )
+
+
+def run(request: Request) -> Results:
+    """Train the grid (or what is left of it) and say on which side of the boundary words are labelled right."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    table = curves(runs)
+    table = table[table["measure"].isin([measure(b) for b in BINS])]
+    return findings(table, request.quick, tuple(diverged(runs).values()))
+
+
+def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from the exact match of every run.
+
+    Args:
+        table: KEYS, `seed`, `measure`, `value` (and `step`).
+        quick: whether of the quick size.
+        lost: what became of runs that diverged.
+    """
+    values = table.drop(columns="step", errors="ignore")
+    hits, contrasts = hit_rates(table), reach_contrasts(values)
+    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
+    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    return Results(
+        summary,
+        tables={"exact_match": table, "hits": hits, "contrasts": contrasts},
+        figures={} if table.empty else {"deep": _length_curves(summary)},
+        conclusions=(*_boundary(table, hits), *_contrast_sentences(contrasts)),
+        settings={
+            "bins": BINS,
+            "hit": HIT,
+            "model": spec(Cell(4, 6)).to_dict(),
+            "training": vars(training(quick, 0)),
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "cut": CUT,
+            "published": "exact match at 1.6 times the longest training word (351-400 letters); post-norm, d_model 256 "
+            "or 512; one seed, the best of four configurations, blocks with a third norm",
+        },
+        diverged=lost,
+    )
+
+
+def published_table() -> pd.DataFrame:
+    """The published exact match (0-1), beside the bin at the same ratio to the training lengths."""
+    rows = [
+        (depth, k, "none", measure(BINS[2]), percent / 100)
+        for k, percents in PUBLISHED.items()
+        for depth, percent in enumerate(percents, start=1)
+    ]
+    return pd.DataFrame(rows, columns=["depth", "k", "positions", "measure", "published"])
+
+
+def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
+    """What one block, one layer or positions change in REACH (mean exact match beyond the training lengths).
+
+    Args:
+        values: KEYS, `seed`, `measure`, `value`.
+
+    Returns:
+        `contrast` (in words), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
+        a depth on its longest language within reach minus one block more; a language with one layer more minus without
+        it; rotary and ALiBi positions minus none.
+    """
+    far = values[values["measure"] != measure(BINS[0])]
+    reach = far.groupby(["depth", "k", "positions", "seed"], sort=False, as_index=False)["value"].mean()
+    reach = reach[["seed", "depth", "k", "positions", "value"]]
+
+    def minus(this: Square, that: Square, words: str) -> pd.DataFrame:
+        cells = [
+            reach[(reach["depth"] == depth) & (reach["k"] == k) & (reach["positions"] == positions)]
+            for depth, k, positions in (this, that)
+        ]
+        both = cells[0][["seed", "value"]].merge(cells[1][["seed", "value"]], on="seed", suffixes=("", "_that"))
+        return pd.DataFrame({"contrast": words, "seed": both["seed"], "value": both["value"] - both["value_that"]})
+
+    none = POSITIONS[0]
+    made = [minus((d, d + 2, none), (d, d + 3, none), f"depth {d}: L{d + 2} minus L{d + 3}") for d in DEPTHS[:-1]]
+    made += [minus((d + 1, d + 3, none), (d, d + 3, none), f"L{d + 3}: depth {d + 1} minus {d}") for d in DEPTHS[:-1]]
+    made += [minus((4, 6, p), (4, 6, none), f"depth 4, L6: {p} positions minus none") for p in POSITIONS[1:]]
+    return contrasted(pd.concat(made, ignore_index=True), ["contrast"], (-1.0, 1.0))
+
+
+def _boundary(table: pd.DataFrame, hits: pd.DataFrame) -> Iterator[str]:
+    """On either side, how many runs are right in every bin, and what their worst bins have."""
+    by = ["positions", "depth", "k", "seed"]
+    worst = table.groupby(by, sort=False, as_index=False)["value"].min()
+    worst["within"] = worst["k"].map(predicted_depth) <= worst["depth"]
+    for positions, part in hits.groupby("positions", sort=False):
+        counts = []
+        for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
+            side = part[part["predicted"] == within]
+            if runs := int(side["seeds"].sum()):
+                right = int(side["hits"].sum())
+                low, high = binomial_interval(right, runs)
+                bins = worst[(worst["positions"] == positions) & (worst["within"] == within)]["value"]
+                counts.append(
+                    f"{right} of {runs} runs with {words} [{low:.0%}, {high:.0%}], their worst bins {bins.min():.0%} "
+                    f"to {bins.max():.0%}"
+                )
+        where = "without positions" if positions == "none" else f"{positions} positions"
+        depths = ", ".join(str(d) for d in sorted(set(part["depth"])))
+        hit = f"at least {HIT:.0%} right in every bin after these steps"
+        yield f"{where}, depths {depths}: {hit} in {'; '.join(counts)}."
+
+
+def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
+    for row in contrasts.to_dict("records"):
+        spread = "" if np.isnan(row["ci_low"]) else f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]"
+        told = f"Holm {row['p_holm']:.2g}" if row["p_holm"] < SIGNIFICANT else "no difference these seeds can tell"
+        yield (
+            f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} ({row['seeds']} "
+            f"seed{'s' if row['seeds'] > 1 else ''}; {told})."
+        )
+
+
+def _length_curves(summary: pd.DataFrame) -> Figure:
+    """Exact match over length, a panel per (depth, k), a line per kind of positions."""
+    from matplotlib.figure import Figure
+
+    squares = list(dict.fromkeys(zip(summary["depth"], summary["k"], strict=True)))
+    figure = Figure(figsize=(2.6 * len(squares), 2.6), layout="constrained")
+    lengths = [sum(b) / 2 for b in BINS]
+    for (depth, k), ax in zip(squares, figure.subplots(1, len(squares), squeeze=False, sharey=True).flat, strict=True):
+        cell = summary[(summary["depth"] == depth) & (summary["k"] == k)]
+        for number, positions in enumerate(POSITIONS):
+            line = cell[cell["positions"] == positions].set_index("measure").reindex([measure(b) for b in BINS])
+            if line["mean"].notna().any():
+                ax.plot(lengths, line["mean"], f"C{number}o-", markersize=3, label=positions)
+                ax.fill_between(lengths, line["ci_low"], line["ci_high"], color=f"C{number}", alpha=0.15)
+            ax.plot(lengths, line["published"], "r*")
+        side = "within" if predicted_depth(k) <= depth else "beyond"
+        ax.set(title=f"depth {depth}, L{k}: {side}", xlabel="letters", ylim=(0, 1.05))
+    figure.axes[0].set_ylabel("exact match")
+    figure.axes[0].legend(fontsize=7)
+    return figure

@@ -1,0 +1,271 @@
+"""Majority in three dimensions: keys and queries that can be drawn, before and after each LayerNorm term.
+
+After Brody, Alon & Yahav 2023, figures 1a and 1b: the majority model with d 3, 10 classes and sequences of 30. A class
+is one point: its key is what attention reads of its embedding, its query is W_K q, the direction in which a query q
+looks among those points (k·q = y·W_K q). Both are taken of the stream as it is, of the stream after one term, and after
+both, whichever the model trained with. Scaling alone turns no query; projection does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+
+from ln_probe.analyses.lab.majority.majority_data import MajoritySize
+from ln_probe.analyses.lab.majority.majority_task import MajorityTask, majority_model
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, checkpoint_steps, weights_of
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import TrainConfig, load_weights
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.experiments import Request
+
+D, CLASSES, LENGTH = 3, 10, 30  # published
+SIZE = MajoritySize(CLASSES, LENGTH)
+# Of 9,600 examples (the partitions of 30 are few), 7 seconds of a core: with the published batch (6000) and rate (1e-3)
+# 300 steps, which take as long, leave accuracy at a third.
+STEPS, STEPS_QUICK, BATCH, RATE = 3000, 600, 500, 1e-2
+# Norm before attention, its radius (√d, and the 1/√d of the published layer without projection).
+CELLS = (
+    ("layernorm", "sqrt(d)"), ("scaling_only", "sqrt(d)"), ("scaling_only", "1/sqrt(d)"),
+    ("projection_only", "sqrt(d)"), ("none", "sqrt(d)"),
+)  # fmt: skip
+RADII = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(D)}
+STAGES = ("stream", "projected", "scaled", "both")  # what keys and queries are made of
+STAGE_OF = {"layernorm": "both", "scaling_only": "scaled", "projection_only": "projected", "none": "stream"}
+ROLES = ("key", "query")
+KEYS = ["norm", "radius", "step", "measure"]
+COORDINATES = ["norm", "radius", "seed", "step", "stage", "role", "token", "x", "y", "z"]
+ANGLE, ACCURACY = "angle_deg", "test_accuracy"
+WHOLE = ("layernorm", "sqrt(d)")
+SIGNIFICANT = 0.05
+RANDOM_ANGLE = math.degrees(1.0)  # mean angle of a random direction in 3-D to a line: 1 radian (its cosine is uniform)
+
+
+def space_model(norm: str, radius: str) -> LabConfig:
+    """The published model of the majority task, with d 3; its MLP keeps the eight hidden units."""
+    return replace(majority_model(norm, RADII[radius], SIZE), d_model=D, d_head=D)
+
+
+def make_runs(request: Request) -> list[Run]:
+    """A run per seed and cell, all cells of a seed on the same data in the same order."""
+    tasks = {seed: MajorityTask(seed, SIZE) for seed in request.seeds}
+    steps = STEPS_QUICK if request.quick else STEPS
+    return planned(
+        CELLS,
+        request,
+        keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
+        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_')}",
+        task=lambda _, seed: tasks[seed],
+        spec=lambda cell: space_model(*cell),
+        training=lambda _, seed: TrainConfig(
+            steps=steps,
+            batch=BATCH,
+            lr=RATE,
+            lr_end=0.0,
+            warmup=0,
+            weight_decay=0.0,
+            betas=(0.9, 0.999),
+            clip=0.0,
+            seed=seed,
+            evaluate_every=max(1, steps // 10),
+            save_at=(0,),
+            state_every=500,
+            optimizer="adam",
+            schedule="linear",
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+
+
+def stages_of(x: Float[torch.Tensor, "token d"]) -> dict[str, Float[torch.Tensor, "token d"]]:
+    """The stream, and what projection, scaling (to √d, eps 0) and both make of it.
+
+    Raises:
+        ValueError: a vector that is zero, or along the ones-vector: it has no direction to scale.
+    """
+    projected = x - x.mean(-1, keepdim=True)
+    made = {}
+    for name, vectors in (("scaled", x), ("both", projected)):
+        length = vectors.norm(dim=-1, keepdim=True)
+        if not bool((length > 0).all()):
+            raise ValueError(f"vector {int((length == 0).flatten().nonzero()[0])} is zero: it cannot be scaled")
+        made[name] = vectors / length * math.sqrt(x.shape[-1])
+    return {"stream": x, "projected": projected, **made}
+
+
+def points(model: LabTransformer) -> Iterator[tuple[str, str, Float[np.ndarray, "token d"]]]:
+    """Stage, role, and a point for each token: keys as they are read, queries W_K q made of the same stage."""
+    attention = cast("Attention", cast("Any", model.blocks[0]).attn)
+    looks = (attention.W_Q[0] @ attention.W_K[0].T).detach().double()
+    for stage, y in stages_of(model.embed.W_E.detach().double()).items():
+        yield stage, "key", y.numpy()
+        yield stage, "query", (y @ looks).numpy()
+
+
+def angle_to_ones(vectors: Float[np.ndarray, "token d"]) -> Float[np.ndarray, " token"]:
+    """Angle of each vector to the line of the ones-vector, 0 to 90 degrees."""
+    cosine = np.abs(vectors.sum(-1)) / (np.linalg.norm(vectors, axis=-1) * math.sqrt(vectors.shape[-1]))
+    found: Float[np.ndarray, " token"] = np.degrees(np.arccos(np.clip(cosine, 0.0, 1.0)))
+    return found
+
+
+def trained(run: Run, step: int | None = None) -> LabTransformer:
+    """The model of a run, the final one or that of a kept step."""
+    model = cast("LabTransformer", run.spec.build())
+    load_weights(model, weights_of(run.folder, step))
+    return model.eval()
+
+
+def drawn(run: Run) -> pd.DataFrame:
+    """COORDINATES of a run's models: a row per kept step, stage, role and token."""
+    rows = []
+    for step in checkpoint_steps(run.folder):
+        for stage, role, vectors in points(trained(run, step)):
+            for token, (x, y, z) in enumerate(vectors.tolist()):
+                rows.append((run.keys["norm"], run.keys["radius"], run.seed, step, stage, role, token, x, y, z))
+    return pd.DataFrame(rows, columns=COORDINATES)
+
+
+def angles(coordinates: pd.DataFrame) -> pd.DataFrame:
+    """Mean angle of queries to the ones-vector at the stage that each model trained with: KEYS, `seed`, `value`."""
+    own = coordinates[(coordinates["role"] == "query") & (coordinates["stage"] == coordinates["norm"].map(STAGE_OF))]
+    found = own.assign(value=angle_to_ones(own[["x", "y", "z"]].to_numpy(float)), measure=ANGLE)
+    return found.groupby([*KEYS, "seed"], sort=False)["value"].mean().reset_index()
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def run(request: Request) -> Results:
+    """Train (or go on), and take coordinates of every seed."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    done = [r for r in runs if (r.folder / MODEL_FILE).exists()]
+    if not done:
+        raise ValueError("no run is finished yet: leave out --collect to train")
+    last = curves(done)
+    last = last[(last["step"] == done[0].training.steps) & last["measure"].isin((ACCURACY, "test_loss"))]
+    coordinates = pd.concat([drawn(each) for each in done], ignore_index=True)
+    return findings(coordinates, last[[*KEYS, "seed", "value"]], settings(done[0]), tuple(diverged(runs).values()))
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What all runs share, for the record."""
+    return {
+        "training": {k: v for k, v in vars(run.training).items() if k != "seed"},
+        "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
+        "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
+        "published": "figures 1a and 1b, drawings; no figures to compare with were at hand",
+    }
+
+
+def findings(
+    coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...] = ()
+) -> Results:
+    """Tables, a figure and sentences.
+
+    Args:
+        coordinates: COORDINATES of every run.
+        scores: KEYS, `seed`, `value`: test loss and accuracy at the end.
+        about: settings. lost: runs that diverged.
+    """
+    values = pd.concat([angles(coordinates), scores], ignore_index=True)[[*KEYS, "seed", "value"]]
+    share = values["measure"] == ACCURACY
+    parts = [summarize(values[~share], KEYS), summarize(values[share], KEYS, kind="share")]
+    summary = pd.concat([p for p in parts if len(p)], ignore_index=True)
+    summary[["ci_low", "ci_high"]] = summary[["ci_low", "ci_high"]].clip(*_bounds(summary["measure"]), axis=0)
+    contrasts = against_layernorm(values)
+    return Results(
+        summary=summary,
+        tables={"coordinates": coordinates, "scores": scores, "contrasts": contrasts},
+        figures={"keys_and_queries": _draw(coordinates)},
+        conclusions=tuple(_sentences(summary, contrasts)),
+        settings={**about, "seeds": sorted({int(s) for s in coordinates["seed"]})},
+        diverged=lost,
+    )
+
+
+def against_layernorm(values: pd.DataFrame) -> pd.DataFrame:
+    """Angles and accuracies after training minus LayerNorm's of the same seed, with intervals and Holm's p over all."""
+    told = values[(values["step"] > 0) & values["measure"].isin((ANGLE, ACCURACY))]
+    whole = told[(told["norm"] == WHOLE[0]) & (told["radius"] == WHOLE[1])]
+    same = ["seed", "step", "measure"]
+    pairs = told.merge(whole[[*same, "value"]], on=same, suffixes=("", "_whole"))
+    pairs = pairs[(pairs["norm"] != WHOLE[0]) | (pairs["radius"] != WHOLE[1])]
+    found = contrasted(pairs.assign(value=pairs["value"] - pairs["value_whole"]), KEYS)
+    most = _bounds(found["measure"])[1]
+    found[["ci_low", "ci_high"]] = found[["ci_low", "ci_high"]].clip(-most, most, axis=0)
+    return found
+
+
+def _bounds(measures: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """Between what a measure lies: intervals end there."""
+    most = measures.map({ANGLE: 90.0, ACCURACY: 1.0}).fillna(np.inf)
+    return 0.0 * measures.map(len), most
+
+
+def _interval(row: dict[Any, Any], scale: float = 1.0, digits: int = 0, sign: bool = False) -> str:
+    plus = "+" if sign else ""
+    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
+    return center if math.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
+
+
+def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
+    angle = summary[summary["measure"] == ANGLE]
+    right = summary[summary["measure"] == ACCURACY]
+    compared = {(r["norm"], r["radius"]): r for r in contrasts[contrasts["measure"] == ANGLE].to_dict("records")}
+    for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
+        one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step").to_dict("records")
+        score = right[(right["norm"] == norm) & (right["radius"] == radius)].to_dict("records")
+        text = (
+            f"{norm} at radius {radius}: queries stand at {_interval(one[0])}° to the ones-vector before training and "
+            f"at {_interval(one[-1])}° after {one[-1]['step']} steps (random directions: {RANDOM_ANGLE:.0f}°); test "
+            f"accuracy {_interval(score[0], 100, 1)} % (seeds: {one[-1]['seeds']})"
+        )
+        if (row := compared.get((norm, radius))) is not None:
+            clear = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+            text += f"; against LayerNorm {_interval(row, sign=True)}°{clear}"
+        yield f"{text}."
+
+
+def _draw(coordinates: pd.DataFrame) -> Figure:
+    """Keys and queries of the first seed after training, a panel per stage of the model with LayerNorm."""
+    from matplotlib.figure import Figure as NewFigure
+
+    one = coordinates[
+        (coordinates["norm"] == WHOLE[0])
+        & (coordinates["radius"] == WHOLE[1])
+        & (coordinates["seed"] == coordinates["seed"].min())
+        & (coordinates["step"] == coordinates["step"].max())
+    ]
+    figure = NewFigure(figsize=(13, 3.6), layout="constrained")
+    for number, stage in enumerate(STAGES, start=1):
+        ax: Any = figure.add_subplot(1, len(STAGES), number, projection="3d")
+        part = one[one["stage"] == stage]
+        keys, queries = (part[part["role"] == role][["x", "y", "z"]].to_numpy(float) for role in ROLES)
+        reach = float(np.abs(keys).max()) if len(keys) else 1.0
+        lengths = np.linalg.norm(queries, axis=-1, keepdims=True)
+        ends = queries / np.maximum(lengths, np.finfo(float).tiny) * reach  # directions: their lengths differ by stage
+        ax.scatter(*keys.T, color="C0", label="keys")
+        for end in ends:
+            ax.plot(*zip((0, 0, 0), end, strict=True), color="C1", lw=1)
+        ones = np.array([[-1.0] * D, [1.0] * D]).T * reach / math.sqrt(D)
+        ax.plot(*ones, color="0.5", ls=":", label="ones-vector")
+        ax.set(title=stage, xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
+        ax.tick_params(labelsize=6)
+    figure.axes[0].legend(fontsize=7)
+    return figure
