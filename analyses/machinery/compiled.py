@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,12 +34,14 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline"
 # the tenth digit from call to call, with whatever addresses the allocator had to give.
 _APART = 64
 
+_WEEK = 7 * 24 * 3600.0
+
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` on its first call.
 
-    The machine code is cached beside the module, or in numba's own folder (`NUMBA_CACHE_DIR`) if that one is
-    read-only; where neither can be written it is compiled anew in every process, which costs some seconds.
+    The machine code is cached beside the module, or in the user's cache folder if that one is read-only (both give way
+    to `NUMBA_CACHE_DIR`); where neither can be written it is compiled anew in every process, which costs some seconds.
     """
     return _compile(function, fastmath=_FAST_MATH)
 
@@ -47,35 +53,56 @@ def compiled_in_order(function: Callable[_Args, _Result]) -> Callable[_Args, _Re
 
 def _compile(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
     options |= _OPTIONS
-    folders = {Path(file).resolve().parent for file in (function.__code__.co_filename, __file__)}
+    own, ours = Path(function.__code__.co_filename).resolve().parent, Path(__file__).resolve().parent
+    place = _place(own, _stamp(own) + _stamp(ours))
+    if place is None:
+        return cast("Callable[_Args, _Result]", numba.njit(function, **options))
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(place)
     try:
         made = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # "no locator available": no folder to write to
-        made = None
-    if made is None or not _valid_while(made, tuple(_sources(folder) for folder in sorted(folders))):
+    except RuntimeError:  # "no locator available": the folder cannot be written after all
         made = numba.njit(function, **options)
+    finally:
+        numba.config.CACHE_DIR = before
     return cast("Callable[_Args, _Result]", made)
 
 
-def _valid_while(made: Any, stamp: tuple[Any, ...]) -> bool:
-    """Have cached machine code taken for stale once `stamp` is another; False if this numba cannot be told.
+def _place(folder: Path, stamp: str) -> Path | None:
+    """The folder for the machine code of these sources, made; None where none can be.
 
     numba takes cached code for valid while the function's own file is unchanged, but it contains what the function
-    calls in other files: any change in its folder, or in this one, makes it stale. numba has no public way to say so.
-    Where its inside is another one nothing is cached: slower to begin with, never stale.
+    calls in other files: so the code of every state of the sources, and of every numba, has a folder of its own.
     """
-    index: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
-    if not hasattr(index, "_source_stamp"):
-        return False
-    index._source_stamp = stamp
-    return True
+    name = f"numba-{hashlib.sha256(f'{numba.__version__} {stamp}'.encode()).hexdigest()[:16]}"
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ln_probe"
+    for home in [Path(chosen)] if chosen else [folder / "__pycache__", user]:
+        place = home / name
+        try:
+            if not place.is_dir():
+                place.mkdir(parents=True, exist_ok=True)
+                _forget(home, place)
+            if os.access(place, os.W_OK):
+                return place
+        except OSError:
+            continue
+    return None
+
+
+def _forget(home: Path, kept: Path) -> None:
+    """Take away the folders of earlier states that no one has written to for a week."""
+    for other in home.glob("numba-*"):
+        if other != kept and time.time() - other.stat().st_mtime > _WEEK:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @cache
-def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of every source file in a folder."""
-    found = [(path.name, path.stat()) for path in sorted(folder.glob("*.py"))]
-    return tuple((name, status.st_mtime_ns, status.st_size) for name, status in found)
+def _stamp(folder: Path) -> str:
+    """What the source files of a folder hold."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        found.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 @compiled
