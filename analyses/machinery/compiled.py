@@ -57,13 +57,14 @@ def _compile(function: Callable[_Args, _Result], **options: Any) -> Callable[_Ar
     place = _place(own, _stamp(own) + _stamp(ours))
     if place is None:
         return cast("Callable[_Args, _Result]", numba.njit(function, **options))
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(place)
+    settings: Any = numba.config  # (its attributes are made as it is imported)
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(place)
     try:
         made = numba.njit(function, cache=True, **options)
     except RuntimeError:  # "no locator available": the folder cannot be written after all
         made = numba.njit(function, **options)
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
     return cast("Callable[_Args, _Result]", made)
 
 
