@@ -79,7 +79,7 @@ def arrays(sets: Mapping[int, Set]) -> dict[str, np.ndarray]:
     return {f"empirical/{layer}/{part}": found[i] for layer, found in sets.items() for i, part in _PARTS}
 
 
-def of_arrays(found: Mapping[str, Float[np.ndarray, ...]]) -> dict[int, Set]:
+def of_arrays(found: Mapping[str, Float[np.ndarray, " ..."]]) -> dict[int, Set]:
     """What `arrays` made (names without "empirical/")."""
     layers = sorted({int(name.partition("/")[0]) for name in found})
     return {layer: (found[f"{layer}/center"], found[f"{layer}/axes"]) for layer in layers}

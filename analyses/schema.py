@@ -227,7 +227,7 @@ def joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return made[table.names]
 
 
-def _is_kind(values: pd.Series[Any], kind: str) -> bool:
+def _is_kind(values: pd.Series, kind: str) -> bool:
     types = pd.api.types
     if kind == "int":  # missing values make a column of whole numbers one of floats
         return types.is_integer_dtype(values) or (types.is_float_dtype(values) and bool(values.isna().any()))

@@ -169,7 +169,7 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
     return frame.assign(p_adjusted=adjusted(frame))
 
 
-def adjusted(frame: pd.DataFrame) -> pd.Series[float]:
+def adjusted(frame: pd.DataFrame) -> pd.Series:
     """The p-values in `p_adjusted`, adjusted (Holm) for the others that one would look through: the groups, or the
     single norms, under one variant."""
     family = [frame["sites"].isin(GROUPS), frame["variant"]]

@@ -132,7 +132,7 @@ def _by_construction(effects: pd.DataFrame) -> list[Finding]:
     ]
 
 
-def _row(groups: pd.DataFrame, sites: str, variant: str) -> pd.Series[Any] | None:
+def _row(groups: pd.DataFrame, sites: str, variant: str) -> pd.Series | None:
     rows = groups[(groups["sites"] == sites) & (groups["variant"] == variant)]
     return rows.iloc[0] if len(rows) else None
 

@@ -112,7 +112,7 @@ class View:
 class Piece:
     """What a probe keeps of some prompts: arrays and tables by name, plain JSON, and what a reader has to know."""
 
-    arrays: Mapping[str, Shaped[np.ndarray, ...]] = field(default_factory=dict)
+    arrays: Mapping[str, Shaped[np.ndarray, " ..."]] = field(default_factory=dict)
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

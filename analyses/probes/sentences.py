@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or
 NOT_SIZE_MATCHED = "no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)"
 
 
-def largest(rows: pd.DataFrame, values: pd.Series[float]) -> pd.Series[Any]:
+def largest(rows: pd.DataFrame, values: pd.Series) -> pd.Series:
     """The row at which `values` is largest."""
     return rows.iloc[int(np.nanargmax(values.to_numpy(float)))]
 

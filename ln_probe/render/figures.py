@@ -211,7 +211,7 @@ def _sites_of(report: Contents) -> pd.DataFrame:
     return report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
 
 
-def _tail(rows: pd.DataFrame, column: str) -> pd.Series[float]:
+def _tail(rows: pd.DataFrame, column: str) -> pd.Series:
     """Without position 0; with it where there is no other token."""
     return rows[f"{column}_tail"].fillna(rows[column])
 

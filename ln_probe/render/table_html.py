@@ -98,11 +98,11 @@ def _cell(value: Any, column: str) -> str:
     return shortened(disarmed(value), 400) if isinstance(value, str) else figure_text(value)
 
 
-def _strings(column: pd.Series[Any], name: str) -> list[str]:
+def _strings(column: pd.Series, name: str) -> list[str]:
     return [_cell(value, name) if value is not None else "" for value in column]
 
 
-def _numbers(column: pd.Series[Any]) -> list[float | int | None]:
+def _numbers(column: pd.Series) -> list[float | int | None]:
     found: list[float | int | None] = []
     for value in column.tolist():
         if value is None or (isinstance(value, float) and not math.isfinite(value)):

@@ -322,5 +322,5 @@ def _length_curves(summary: pd.DataFrame) -> Figure:
     return figure
 
 
-def _in_order(column: Sequence[str] | pd.Series[str]) -> list[str]:
+def _in_order(column: Sequence[str] | pd.Series) -> list[str]:
     return list(dict.fromkeys(column))

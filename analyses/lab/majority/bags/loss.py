@@ -89,13 +89,13 @@ class _BagLoss(torch.autograd.Function):
 
 
 def _sweep(
-    bags: Bags, eps: float, tables: list[Float32[np.ndarray, ...]]
-) -> tuple[float, float, list[Float64[np.ndarray, ...]]]:
+    bags: Bags, eps: float, tables: list[Float32[np.ndarray, " ..."]]
+) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
     """Mean loss, accuracy, and the gradient of the loss by every table."""
     total = float(bags.counts[bags.chosen].sum(dtype=np.int64))
     inputs = [np.ascontiguousarray(t, np.float32) for t in tables]
 
-    def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, ...]]]:
+    def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
         gradients = [np.zeros(t.shape) for t in inputs]
         scalars = (np.float32(eps), np.float32(total))
         arguments: tuple[Any, ...] = (bags.counts, bags.label, piece, *scalars, *inputs, *gradients)
