@@ -1,0 +1,113 @@
+"""On a GPU where there is one (`-m cuda`), and everywhere on a stand-in that refuses what a GPU refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import stand_in
+import torch
+from same_findings import TABLES, assert_same_findings
+
+import ln_probe
+from ln_probe.analyses.probes.registry import BUILT_IN
+from ln_probe.hooks import without
+
+TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
+ALL = tuple(BUILT_IN)
+PROMPTS = ["In the beginning", "Call me Ishmael. Some years ago"]
+COMPARED = 1e-4  # what single precision leaves between two devices
+
+needs_stand_in = pytest.mark.skipif(not stand_in.can_be_had(), reason="this torch has no devices written in Python")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def assert_other_tables_agree(one: Any, two: Any, tolerance: float) -> None:
+    """The tables that `assert_same_findings` does not know."""
+    for name in set(one.tables) - set(TABLES):
+        pd.testing.assert_frame_equal(one.tables[name], two.tables[name], rtol=tolerance, atol=tolerance, obj=name)
+
+
+@needs_stand_in
+def test_the_stand_in_refuses_what_a_gpu_refuses() -> None:
+    with stand_in.stand_in() as there:
+        x = torch.ones(3, 4).to(there)
+        assert x.device == (x @ x.mT).device == torch.zeros(2, device=there).device == there
+        assert float(x.sum()) == 12.0
+        assert (x * 2.0).cpu().numpy().sum() == 24.0
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3, 4)
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(3, 4)[torch.zeros(2, dtype=torch.long, device=there)]
+        with pytest.raises(RuntimeError, match="numpy"):
+            x.numpy()
+
+
+@needs_stand_in
+@pytest.mark.parametrize(
+    "arch",
+    ["gpt2", *(pytest.param(a, marks=pytest.mark.slow) for a in ("mistral", "bloom", "neox", "qwen3", "gptj", "bert"))],
+)
+def test_every_probe_on_a_stand_in(arch: str, make_bridge: Callable[..., Any]) -> None:
+    here = ln_probe.analyze(make_bridge(arch), TOKENS, probes=ALL, progress=False, keys="all")
+    model = make_bridge(arch)
+    with stand_in.stand_in():
+        stand_in.move(model)
+        there = ln_probe.analyze(model, TOKENS, probes=ALL, progress=False, keys="all")
+    assert not there.failures
+    assert next(model.parameters()).device == stand_in.device()
+    assert_same_findings(*({t: r.tables[t] for t in TABLES} for r in (here, there)), 1e-6)
+    assert_other_tables_agree(here, there, 1e-6)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize(
+    "arch", ["gpt2", "neox", "mistral", "gemma3", "bloom", "mpt", "gptj", "qwen3", "bert", "olmo2"]
+)
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_every_probe_on_a_gpu(arch: str, batch_size: int | None, make_bridge: Callable[..., Any]) -> None:
+    """Tables within 1e-4 of the CPU's, verdicts the same; `None`: as many prompts together as the memory holds."""
+    asked: dict[str, Any] = {"probes": ALL, "progress": False, "keys": "all"}
+    here = ln_probe.analyze(make_bridge(arch), TOKENS, **asked)
+    model = make_bridge(arch).to("cuda")
+    there = ln_probe.analyze(model, TOKENS, batch_size=batch_size, **asked)
+    assert not there.failures
+    assert_same_findings(*({t: r.tables[t] for t in TABLES} for r in (here, there)), COMPARED)
+    assert_other_tables_agree(here, there, COMPARED)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_a_bundled_model_on_a_gpu() -> None:
+    reports = [
+        ln_probe.analyze(ln_probe.load_model("lm-layernorm", device=d), PROMPTS, progress=False)
+        for d in ("cpu", "cuda")
+    ]
+    assert_same_findings(*({t: r.tables[t] for t in TABLES} for r in reports), COMPARED)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_interventions_and_attribution_on_a_gpu(make_bridge: Callable[..., Any]) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = make_bridge("gpt2").to(device)
+        with without(model, "scaling", tokens=TOKENS):
+            edited = model(TOKENS.to(device)).cpu()
+        found.append((edited, ln_probe.attribute_logits(model, TOKENS[:1]).table))
+    assert torch.allclose(found[0][0], found[1][0], rtol=COMPARED, atol=COMPARED)
+    pd.testing.assert_frame_equal(found[0][1], found[1][1], rtol=COMPARED, atol=COMPARED)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_the_command_line_on_a_gpu(tmp_path: Path) -> None:
+    asked = ["report", "lm-layernorm", "--device", "cuda", "--max-prompts", "2", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "ln_probe", *asked], check=True, capture_output=True, text=True)
+    assert (tmp_path / "lm-layernorm" / "report.html").exists()
