@@ -20,6 +20,8 @@ from scipy import stats  # type: ignore[import-untyped]
 
 LEVEL = 0.95
 AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a million words; 0.1 three times is 1e-17
+# Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
+_NO_HITS = 0.004
 EXACT_SIGNS = 16  # 65,536 choices
 DRAWN_SIGNS = 99_999  # the smallest p is 1e-5
 Kind = Literal["mean", "share", "log"]
@@ -92,7 +94,7 @@ def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
     if not 0 <= hits <= trials or trials <= 0:
         raise ValueError(f"hits must lie between 0 and trials > 0, got {hits:g} of {trials:g}")
     tail = (1 - LEVEL) / 2
-    low = 0.0 if hits == 0 else float(stats.beta.ppf(tail, hits, trials - hits + 1))
+    low = 0.0 if hits < _NO_HITS else float(stats.beta.ppf(tail, hits, trials - hits + 1))
     high = 1.0 if hits == trials else float(stats.beta.ppf(1 - tail, hits + 1, trials - hits))
     return low, high
 

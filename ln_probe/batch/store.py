@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -85,6 +85,10 @@ def _as_os_error(error: Exception) -> Exception:
     return error if code is None else OSError(int(code[1]), str(error))
 
 
+class _Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
 def _digest(key: str, info: str, arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256(f"{key}\n{info}\n".encode())
     for name in sorted(arrays):
@@ -92,7 +96,7 @@ def _digest(key: str, info: str, arrays: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: hashlib._Hash, name: str, array: np.ndarray) -> None:
+def _update(digest: _Digest, name: str, array: np.ndarray) -> None:
     digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
     digest.update(array.tobytes())
 

@@ -104,3 +104,12 @@ def test_bad_input(call: object, said: str) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_next_to_no_hits_are_none() -> None:
+    """0.025^(1/hits) is below the smallest double there is from 0.0049 hits on; solvers give anything, or overflow."""
+    for hits in (0.0, 5e-324, 1e-300, 1e-9, 0.003):
+        assert binomial_interval(hits, 5.0)[0] == 0.0
+    low, high = binomial_interval(0.02, 5.0)
+    assert 0 < low < 1e-70
+    assert low < 0.004 < high

@@ -316,6 +316,7 @@ class Visit:
         self.said: list[str] = []
         self.context = browser.new_context(offline=True, accept_downloads=True, **options)
         self.context.set_default_timeout(300_000)  # a busy machine takes its time
+        self.context.set_default_navigation_timeout(300_000)
         self.context.add_init_script(WATCH)
         self.page = self.context.new_page()
         self.page.on("console", lambda m: self.said.append(f"{m.type}: {m.text}"))

@@ -213,7 +213,7 @@ def _length_curves(summary: pd.DataFrame) -> Figure:
                 ax.plot(lengths, line["mean"], f"C{number}o-", markersize=3, label=positions)
                 ax.fill_between(lengths, line["ci_low"], line["ci_high"], color=f"C{number}", alpha=0.15)
             ax.plot(lengths, line["published"], "r*")
-        side = "within" if predicted_depth(k) <= depth else "beyond"
+        side = "within" if predicted_depth(int(k)) <= depth else "beyond"
         ax.set(title=f"depth {depth}, L{k}: {side}", xlabel="letters", ylim=(0, 1.05))
     figure.axes[0].set_ylabel("exact match")
     figure.axes[0].legend(fontsize=7)

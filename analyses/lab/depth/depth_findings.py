@@ -124,7 +124,7 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     for key, hit in per_seed.groupby(list(KEYS), sort=False):
         low, high = binomial_interval(int(hit.sum()), len(hit))
         cell = cast("tuple[Any, ...]", key)
-        predicted = predicted_depth(cell[1]) <= cell[0]
+        predicted = predicted_depth(int(cell[1])) <= cell[0]
         rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
@@ -309,7 +309,7 @@ def _length_curves(summary: pd.DataFrame) -> Figure:
             line = cell[cell["norm"] == norm].set_index("measure").reindex([measure(b) for b in BINS])
             ax.plot(lengths, line["mean"], marker="o", markersize=3, label=norm)
             ax.fill_between(lengths, line["ci_low"].clip(0), line["ci_high"].clip(upper=1), alpha=0.15)
-        said = "within" if predicted_depth(k) <= depth else "beyond"
+        said = "within" if predicted_depth(int(k)) <= depth else "beyond"
         ax.set(
             title=f"depth {depth}, L{k}: {said} the theory's reach",
             xlabel="letters",
