@@ -39,6 +39,7 @@ def page() -> str:
         _encoder,
         _remove_norm,
         _depth,
+        _depth_deep,
         _compare,
         _compiler,
         _approximation,
@@ -363,6 +364,26 @@ def _depth() -> Iterator[str]:
     yield from _prose("depth 5")
 
 
+def _depth_deep() -> Iterator[str]:
+    summary = _table("depth_deep")
+    yield from _prose("depth_deep 1")
+    bins = [m for m in dict.fromkeys(summary["measure"]) if m.startswith("exact_match_")]
+    rows = []
+    for (depth, k, positions), part in summary.groupby(["depth", "k", "positions"], sort=False):
+        by = part.set_index("measure")
+        within = "yes" if by["predicted_depth"].iloc[0] <= depth else "no"
+        rows.append((f"{depth}, L{k}", str(positions), within, *(_range(by.loc[b], 100) for b in bins)))
+    header = (
+        "depth, language",
+        "positions",
+        "theory",
+        *(b.removeprefix("exact_match_").replace("_", "–") for b in bins),
+    )
+    yield from _markdown(header, rows)
+    yield from _sentences("depth_deep")
+    yield from _prose("depth_deep 2")
+
+
 def _compiler() -> Iterator[str]:
     agreement, operations = _table("compiler", "agreement"), _table("compiler", "operations")
     yield from _prose("compiler 1")
@@ -455,6 +476,8 @@ def _approximation() -> Iterator[str]:
     yield from _sentences("approximation", "Attainable rate", "Trained rates")
     yield from _prose("approximation dot product")
     yield from _sentences("approximation", "3a, dot product")
+    yield from _sentences("dot_product_text")
+    yield from _prose("approximation dot product on text")
 
 
 def _longer_inputs() -> Iterator[str]:
@@ -569,9 +592,18 @@ def _long() -> Iterator[str]:
     total = 0
     rows = []
     for number, stage in enumerate(STAGES, start=1):
-        total += stage.minutes
+        total += 0 if stage.kept else stage.minutes
         seeds = str(stage.seeds[0]) if len(stage.seeds) == 1 else f"{stage.seeds[0]}–{stage.seeds[-1]}"
-        rows.append((str(number), stage.experiment, seeds, stage.why, str(stage.minutes), f"{total / 60:.1f}"))
+        rows.append(
+            (
+                str(number),
+                stage.experiment,
+                seeds,
+                stage.why,
+                str(stage.minutes),
+                "kept" if stage.kept else f"{total / 60:.1f}",
+            )
+        )
     yield from _markdown(("stage", "experiment", "seeds", "what for", "minutes", "hours so far"), rows)
     yield from _prose("long 2")
 
