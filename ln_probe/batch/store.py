@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -85,6 +85,7 @@ def _as_os_error(error: Exception) -> Exception:
     return error if code is None else OSError(int(code[1]), str(error))
 
 
+@runtime_checkable
 class _Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
