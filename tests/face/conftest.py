@@ -329,6 +329,14 @@ class Visit:
         if options.get("java_script_enabled", True) and "html:not(.whole)" in path.read_text(encoding="utf-8"):
             self.page.locator("html.whole").wait_for()
 
+    def wait_for_address(self, part: str) -> None:
+        """Until the page's address ends with `part`, as the other waits: five minutes on a busy machine."""
+        for _ in range(6000):
+            if self.page.evaluate("location.hash") == part:
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"the address ends with {self.page.evaluate('location.hash')!r}, not {part!r}")
+
     def attention(self) -> Any:
         frame = self.page.frame_locator("iframe.attention")
         self.page.locator("iframe.attention").scroll_into_view_if_needed()  # observers rest out of sight
