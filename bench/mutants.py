@@ -15,7 +15,8 @@ Needs `pip install cosmic-ray coverage`.
     python bench/mutants.py --map                             which test executes which lines (minutes)
     python bench/mutants.py --map tests/hooks/test_sites.py   these anew
     python bench/mutants.py                                   draws, runs; goes on where it was interrupted
-    python bench/mutants.py --again                           what was not killed, with all tests that execute it
+    python bench/mutants.py --again                           what was not killed, with more of the tests
+    python bench/mutants.py --again tests/hooks/test_sites.py   with these
     python bench/mutants.py --table
 """
 
@@ -352,7 +353,7 @@ def show(rows: dict[tuple[str, str, str], Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--map", nargs="*", metavar="TESTS")
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--again", nargs="*", metavar="TESTS")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--sample", type=int, default=440)
     parser.add_argument("--seed", type=int, default=0)
@@ -372,10 +373,15 @@ def main() -> None:
     if options.map is not None:
         return make_map(options.map)
     found = json.loads(MAP.read_text())
-    drawn = [mutant_of(row) for row in rows.values() if row["outcome"] != "killed"]
-    for mutant in drawn if options.again else sample(options.sample, options.seed):
-        if options.again or mutant.key() not in rows:
-            rows[mutant.key()] = row = judge(mutant, found, 10 * ENOUGH if options.again else ENOUGH)
+    anew = options.again is not None
+    if options.again:
+        found = {k: {t: told for t, told in of.items() if t.split("::")[0] in options.again} for k, of in found.items()}
+    left = [mutant_of(row) for row in rows.values() if row["outcome"] != "killed"]
+    for mutant in left if anew else sample(options.sample, options.seed):
+        if anew or mutant.key() not in rows:
+            row = judge(mutant, found, 4 * ENOUGH if anew else ENOUGH)
+            if row["outcome"] == "killed" or not options.again:
+                rows[mutant.key()] = row
             write(rows)
             print(
                 row["outcome"], f"{row['file']}:{row['line']}", row["change"], row["test"], row["seconds"], flush=True

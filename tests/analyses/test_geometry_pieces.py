@@ -11,18 +11,20 @@ import numpy as np
 import pytest
 
 import ln_probe.analyses.geometry
-from ln_probe.analyses.geometry import margins, products, proofs, rational, screening
-from ln_probe.analyses.geometry.certificates import Checker, Rows
+from ln_probe.analyses.geometry import attainable, large_sets, margins, products, proofs, rational, screening
+from ln_probe.analyses.geometry.certificates import Between, Checker, Rows
 from ln_probe.analyses.geometry.exact import ExactVerdict, proves
 from ln_probe.analyses.geometry.first_unselectable import first_unselectable
-from ln_probe.analyses.geometry.judged import judged
+from ln_probe.analyses.geometry.judged import Judged, judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, merge
+from ln_probe.analyses.geometry.key_sets import key_sets
 from ln_probe.analyses.geometry.linear_program import separate
 from ln_probe.analyses.geometry.margins import Measured, again, too_wide
 from ln_probe.analyses.geometry.products import LEFT_OUT, accurate_product, seen_from
 from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.verdicts import SELECTABLE, UNSELECTABLE, decide
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
 from ln_probe.analyses.geometry.whole_numbers import WholeSet, mantissa, power_of_two
+from ln_probe.analyses.probes import unembedding
 
 
 @pytest.fixture
@@ -195,6 +197,7 @@ def test_screening_is_the_softmax_in_single_precision(
         assert (np.abs(found.log_weight - expected)[there] <= found.doubt[there]).all()
         np.testing.assert_allclose(found.log_weight[there], expected[there], atol=1e-4)
         assert (found.doubt[there] < 2e-3).all()
+        assert (found.doubt[there] > screening._SUM).all()
         assert (found.gap[6], found.doubt[6]) == (-np.inf, np.inf)
     monkeypatch.setattr(screening, "_BLOCK", 22)
     which = np.array([3, 0, 9, 10, 2])
@@ -373,3 +376,99 @@ def test_what_is_returned_cannot_be_altered() -> None:
                     assert kind.__dataclass_params__.frozen, kind  # type: ignore[attr-defined]
                     found += 1
     assert found > 20
+
+
+def test_positions_whose_query_leads_by_less_than_the_tolerance_are_open(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    keys = rng.standard_normal((30, 2))
+    sets, checker = coordinates(keys), Checker(keys, None, None, TAU)
+    verdicts = decide(sets)
+    first = first_unselectable(sets, verdicts)
+    late = np.flatnonzero(first.at > np.arange(30))
+
+    def leading(lead: float) -> int:
+        def selects(targets: np.ndarray, *_: object, **__: object) -> tuple[Between, np.ndarray]:
+            return Between(np.full(len(targets), lead), np.full(len(targets), lead)), np.zeros(len(targets), bool)
+
+        monkeypatch.setattr(checker, "selects", selects)
+        return proofs.prove_positions(checker, verdicts, first)[1]
+
+    assert leading(TAU / 2) == len(late) > 3
+    assert leading(TAU) == 0
+
+
+def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first run of the solver leaves a bracket wide, each side is the better one, with what belongs to it."""
+    rows, calls = np.eye(3), list[int]()
+
+    def solver(rows: np.ndarray, columns: np.ndarray, offset: np.ndarray, targets: np.ndarray, *_: object) -> object:
+        calls.append(len(targets))
+        first, n = len(calls) == 1, len(targets)
+        weight = np.array([0.5, 0.2, 0.3]) if first else np.array([0.3, 0.2])
+        upper = np.array([0.5, 0.9, 0.9]) if first else np.array([0.4, 0.95])
+        return weight, upper, np.full((n, 3), float(first)), np.full((n, 3), 10.0 + first), np.zeros(n, np.int64)
+
+    monkeypatch.setattr(attainable, "largest_weights", solver)
+    found = attainable.attainable(Judged(rows, None, None, np.zeros(3), 0.0, 1.0))
+    assert calls == [3, 2]
+    assert found.weight.tolist() == [0.5, 0.3, 0.3]
+    assert found.upper.tolist() == [0.5, 0.4, 0.9]
+    assert found.point[:, 0].tolist() == [1.0, 0.0, 1.0]
+    assert found.proof[:, 0].tolist() == [11.0, 10.0, 11.0]
+
+
+def test_beside_a_copy_a_key_has_to_lead_the_others_by_the_tolerance() -> None:
+    keys = np.array([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0], [0.0, -9.0]])
+    checker = large_sets.LargeChecker(keys, None, None)
+    for query, code in (([0.0, 1.0], UNDECIDED), ([-0.6, 0.8], DUPLICATE)):
+        assert large_sets._selected(checker, np.array([0]), np.array([query])).tolist() == [code]
+    assert large_sets._selected(checker, np.array([2]), np.array([[1.0, 0.0]])).tolist() == [SELECTABLE]
+
+
+def test_a_large_set_may_be_small(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((12, 2))
+    checker = large_sets.LargeChecker(keys, None, None)
+    code = large_sets.decide_large(checker, np.full(12, -np.inf), np.arange(12), 12)
+    np.testing.assert_array_equal(code, decide(coordinates(keys)).code)
+    some = large_sets._first_rivals(checker, np.array([3]), np.array([[1.0, 0.0]]))
+    np.testing.assert_array_equal(some, np.arange(12))
+
+
+def test_one_bias_may_serve_all_sets_of_a_batch(rng: np.random.Generator) -> None:
+    keys, bias = rng.standard_normal((4, 5, 2)), rng.standard_normal(5)
+    values, lift, batch = key_sets(keys, bias)
+    assert batch
+    assert lift is not None
+    np.testing.assert_array_equal(lift, np.broadcast_to(bias, (4, 5)))
+    np.testing.assert_array_equal(values, keys)
+    one = key_sets(keys[0], bias)[1]
+    assert one is not None
+    assert one.shape == (1, 5)
+    for wrong in (bias[:4], np.zeros(4), np.zeros((5, 4))):
+        with pytest.raises(ValueError, match="bias must have the shape"):
+            key_sets(keys, wrong)
+
+
+def test_rounding_of_a_large_bias_is_allowed_for(rng: np.random.Generator) -> None:
+    whole = WholeSet(rng.standard_normal((6, 3)), 1e9 * rng.standard_normal(6))
+    steps, lifts = whole.steps(0)
+    value, error = whole.products(steps, lifts, [1, 1, 1, 10**30, 0], np.zeros(6), 0)
+    assert (error >= 8 * 2.0**-53 * np.abs(value)).all()
+
+
+def test_only_queries_of_the_measured_space_are_kept(rng: np.random.Generator) -> None:
+    """Of more axes than dimensions the measured set has fewer: an exact query over the given ones is no query there."""
+    keys = np.concatenate([rng.standard_normal((12, 2)), [[3.0, 3.0], [3.0, 3.0]]])
+    geometry = ln_probe.key_geometry(keys, query_set=(np.zeros(2), rng.standard_normal((2, 5))), strict=True)
+    geometry.certify()
+    assert geometry.verdict.tolist()[-2:] == ["duplicate", "duplicate"]
+    for i in np.flatnonzero(geometry.verdict != "unselectable"):
+        scores = keys @ geometry.witness(int(i))
+        others = ~(keys == keys[i]).all(axis=1)
+        assert scores[i] > scores[others].max()
+
+
+def test_how_many_tokens_are_solved_for() -> None:
+    assert unembedding._affordable(1000, 64) == int(3e11 / (2 * 64**2 * (1000 + 3 * 64)))
+    assert unembedding._affordable(200_000, 4096) == unembedding.HARDEST
