@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import csv
+import importlib
 import importlib.machinery
 import json
 import os
@@ -221,7 +223,7 @@ def in_child(work: Callable[[], Any], seconds: float) -> Any:
 
 def run_tests(tests: list[str], watching: Watching, loop: bool, mutant: Mutant | None = None) -> None:
     """In a child: pytest, with the mutated text in place of its file's."""
-    sys.dont_write_bytecode, numba.config.DISABLE_JIT = True, loop
+    sys.dont_write_bytecode, numba.config.DISABLE_JIT = mutant is not None, loop
     if mutant is not None:
         name, text, loader = Path(mutant.file), str(mutant.source()).encode(), importlib.machinery.SourceFileLoader
         read = loader.get_data
@@ -235,6 +237,23 @@ def run_tests(tests: list[str], watching: Watching, loop: bool, mutant: Mutant |
 
         loader.get_data = get_data  # type: ignore[assignment, method-assign]
     pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests][mutant is None :], plugins=[watching])
+
+
+def load_libraries() -> None:
+    """Import what a child imports, but for the project itself: once, here."""
+
+    def used() -> list[str]:
+        some = [
+            f"tests/{name}.py" for name in ("hooks/test_sites", "analyses/test_exact", "analyses/test_head_effects")
+        ]
+        run_tests([*some, "-k", "nothing"], Watching(60), False)
+        return sorted(name for name, module in sys.modules.items() if getattr(module, "__file__", None))
+
+    for name in in_child(used, 300) or ():
+        if name.split(".")[0] not in ("ln_probe", "tests", "conftest", "__main__"):
+            with contextlib.suppress(Exception):  # (one that only imports as part of another)
+                importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
 
 
 def map_file(path: str, loop: bool) -> dict[str, Any]:
@@ -362,13 +381,7 @@ def main() -> None:
     if options.table:
         return show(rows)
     os.chdir(ROOT)
-    import pandas  # noqa: F401 - what every child needs, loaded once
-    import scipy.optimize  # noqa: F401
-    import torch
-    import transformer_lens  # noqa: F401
-    import transformers  # noqa: F401
-
-    torch.set_num_threads(1)
+    load_libraries()
     assert "ln_probe" not in sys.modules, "a child has to read it anew"
     if options.map is not None:
         return make_map(options.map)
