@@ -11,7 +11,16 @@ import pytest
 
 from ln_probe.analyses.head_runs import LEADING
 from ln_probe.analyses.head_tables import HEAD_EFFECTS
-from ln_probe.analyses.probes import causal_findings, head_effects, selectability, sinks, unembedding, uniformity
+from ln_probe.analyses.probes import (
+    causal,
+    causal_findings,
+    decomposition,
+    head_effects,
+    selectability,
+    sinks,
+    unembedding,
+    uniformity,
+)
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.head_effects import HeadEffects
 from ln_probe.analyses.probes.protocol import DESCRIBED, EFFECT, NO_EFFECT, Shape
@@ -302,3 +311,57 @@ def test_sizes_are_means_over_positions_that_double() -> None:
         1.0,
     )
     assert made["outliers"].tolist() == [1] * 8
+
+
+# Norms and losses
+
+
+def norm(site: str, **more: Any) -> dict[str, Any]:
+    row = {"site": site, "layer": 0, "kind": "layernorm", "state": "", "mean_share": 0.5, "mean_share_tail": 0.25}
+    row |= {"angle_to_ones_deg_tail": 60.0, "sigma_mean": 4.0, "sigma_mean_tail": 2.0, "norm_before_mean": 1.0}
+    return row | {"norm_before_cv_tail": 0.125} | more
+
+
+def test_what_projection_and_scaling_remove_is_said_where_it_is_most() -> None:
+    norms = pd.DataFrame([
+        norm("a"),
+        norm("b", mean_share_tail=math.nan, mean_share=0.75, sigma_mean=9.0, sigma_mean_tail=3.0),
+        norm("c", mean_share=0.9, mean_share_tail=0.125, norm_before_cv_tail=0.5, angle_to_ones_deg_tail=80.0),
+    ])  # fmt: skip
+    assert decomposition._projection(norms) == [
+        "Projection removes 25 % of a vector's squared length at the median norm and at most 75 % (b); the streams "
+        "stand at 60.0° to the ones-vector (90° would leave projection nothing to do)."
+    ]
+    assert "at most 25 % (a)" in decomposition._projection(norms.iloc[[0, 2]])[0]
+    (centred,) = decomposition._projection(norms.assign(state="centred"))
+    assert centred.startswith("Projection removes nothing")
+    assert not decomposition._projection(norms.assign(kind="rmsnorm"))
+    assert decomposition._scaling(norms) == [
+        "What scaling evens out is largest at c: input lengths there vary by 50 % of their mean; position 0 alone "
+        "raises the mean divisor 3.0-fold at b, so it is kept apart."
+    ]
+    (even,) = decomposition._scaling(norms.assign(sigma_mean=norms["sigma_mean_tail"] * 1.5))
+    assert even.endswith("vary by 50 % of their mean.")
+    free = norms.assign(kind=["projection_only", "none", "none"])
+    assert decomposition._scaling(free)[0].startswith(
+        "A norm-free model: none of its 3 norms scales (1 take the mean out and divide by a constant; 2 only divide by "
+        "a constant)"
+    )
+
+
+def test_sums_of_prompts_become_rates_per_token() -> None:
+    def sums(variant: str, **more: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"prompt": 3, "sites": "all", "variant": variant, "predicted": 8, "positions": 4}
+        row |= {"queries": 2, "nll": 16.0, "nll_uniform": 18.0, "nll_resampled": 20.0, "kl": 0.0, "agree": 4.0}
+        return row | {"entropy": 3.0} | more
+
+    (row,) = causal.by_prompt([
+        pd.DataFrame([sums("intact"), sums("neither", nll=24.0, kl=6.0, agree=3.0, entropy=4.0)])
+    ]).to_dict("records")  # fmt: skip
+    assert row == {
+        "prompt": 3, "sites": "all", "variant": "neither", "predicted": 8, "loss": 2.0, "delta_loss": 1.0,
+        "delta_loss_uniform": 0.25, "delta_loss_resampled": 0.5, "kl": 1.5, "top1_agreement": 0.75,
+        "entropy_change": 0.5,
+    }  # fmt: skip
+    one = causal.by_prompt([pd.DataFrame([sums("intact"), sums("no_projection", predicted=0)])])
+    assert one[["loss", "delta_loss_uniform"]].isna().all(axis=None)
