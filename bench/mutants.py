@@ -36,7 +36,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ FILES = ("analyses/geometry/*.py", "analyses/probes/*.py", "hooks/sites.py", "ho
 TESTS = ("tests/hooks/test_*.py", "tests/analyses/test_*.py")
 NOT_THESE = re.compile("_lab_|test_lab|_crasp|_attribution")  # they use what is mutated, and take long
 UNCOMPILED = re.compile("hull|attain|last_res|margin|cone|weights|formulas|loops|pieces")  # mostly quick without numba
-SLOWEST, ENOUGH = 3.0, 10.0  # seconds of a processor: of a test without numba, of all tests of a mutant
+SLOWEST, ENOUGH = 3.0, 5.0  # seconds of a processor: of a test without numba, of all tests of a mutant
 PATIENCE = 90.0  # and of the wall, before a mutant's process is stopped
 COLUMNS = ("file", "line", "operator", "occurrence", "change", "loop", "outcome", "test", "seconds")
 Row = dict[str, str]
@@ -138,7 +138,7 @@ def compiles(mutant: Mutant) -> bool:
         return False
 
 
-def sample(count: int, seed: int) -> list[Mutant]:
+def sample(count: int, seed: int, known: Container[tuple[str, str, str]]) -> list[Mutant]:
     """Drawn in proportion to what each file has, one of each file at least, in an order that is drawn too."""
     rng, by_file = random.Random(seed), defaultdict(list)
     for mutant in mutants():
@@ -148,7 +148,7 @@ def sample(count: int, seed: int) -> list[Mutant]:
         groups = [group for (_, is_loop), group in by_file.items() if is_loop == loop]
         for group in groups:
             quota = max(1, round(wanted * len(group) / sum(map(len, groups))))
-            usable = (mutant for mutant in rng.sample(group, len(group)) if compiles(mutant))
+            usable = (mutant for mutant in rng.sample(group, len(group)) if mutant.key() in known or compiles(mutant))
             drawn += [mutant for mutant, _ in zip(usable, range(quota), strict=False)]
     rng.shuffle(drawn)
     return drawn
@@ -390,9 +390,9 @@ def main() -> None:
     if options.again:
         found = {k: {t: told for t, told in of.items() if t.split("::")[0] in options.again} for k, of in found.items()}
     left = [mutant_of(row) for row in rows.values() if row["outcome"] != "killed"]
-    for mutant in left if anew else sample(options.sample, options.seed):
+    for mutant in left if anew else sample(options.sample, options.seed, rows):
         if anew or mutant.key() not in rows:
-            row = judge(mutant, found, 4 * ENOUGH if anew else ENOUGH)
+            row = judge(mutant, found, 8 * ENOUGH if anew else ENOUGH)
             if row["outcome"] == "killed" or not options.again:
                 rows[mutant.key()] = row
             write(rows)
