@@ -223,7 +223,8 @@ def in_child(work: Callable[[], Any], seconds: float) -> Any:
 
 def run_tests(tests: list[str], watching: Watching, loop: bool, mutant: Mutant | None = None) -> None:
     """In a child: pytest, with the mutated text in place of its file's."""
-    sys.dont_write_bytecode, numba.config.DISABLE_JIT = mutant is not None, loop
+    sys.dont_write_bytecode = mutant is not None
+    numba.config.DISABLE_JIT = loop  # type: ignore[attr-defined]
     if mutant is not None:
         name, text, loader = Path(mutant.file), str(mutant.source()).encode(), importlib.machinery.SourceFileLoader
         read = loader.get_data
@@ -235,7 +236,7 @@ def run_tests(tests: list[str], watching: Watching, loop: bool, mutant: Mutant |
                 raise OSError("not this one: the text is another")
             return read(self, path)
 
-        loader.get_data = get_data  # type: ignore[assignment, method-assign]
+        loader.get_data = get_data  # type: ignore[method-assign]
     pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests][mutant is None :], plugins=[watching])
 
 
@@ -314,7 +315,9 @@ def chosen(mutant: Mutant, found: Any, budget: float) -> list[str]:
             where[str(path.relative_to(ROOT))] = {n.lineno for n in uses}
     told = found["uncompiled" if mutant.loop else "compiled"].items()
     fitting = [(s, t) for t, (s, told_lines) in told if any(set(told_lines.get(f, ())) & at for f, at in where.items())]
-    spent, tests = 0.0, []
+    if not fitting:  # a decorator, a constant that nothing here uses: whatever executes the file
+        fitting = [(seconds, test) for test, (seconds, told_lines) in told if mutant.file in told_lines]
+    spent, tests = 0.0, list[str]()
     for seconds, test in sorted(fitting):
         spent += seconds
         if spent <= budget or not tests:
@@ -325,7 +328,7 @@ def chosen(mutant: Mutant, found: Any, budget: float) -> list[str]:
 def judge(mutant: Mutant, found: Any, budget: float) -> Row:
     tests, begun = chosen(mutant, found, budget), time.monotonic()
 
-    def work() -> list[str]:
+    def work() -> list[Any]:
         watching = Watching(SLOWEST + budget)
         run_tests(tests, watching, mutant.loop, mutant)
         return [watching.failed, watching.stopped] if watching.failed or not watching.passed else []

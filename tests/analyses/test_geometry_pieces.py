@@ -419,7 +419,7 @@ def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.M
 
 
 def test_beside_a_copy_a_key_has_to_lead_the_others_by_the_tolerance() -> None:
-    keys = np.array([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0], [0.0, -9.0]])
+    keys = np.array([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0 - 1e-7], [0.0, -9.0]])
     checker = large_sets.LargeChecker(keys, None, None)
     for query, code in (([0.0, 1.0], UNDECIDED), ([-0.6, 0.8], DUPLICATE)):
         assert large_sets._selected(checker, np.array([0]), np.array([query])).tolist() == [code]
