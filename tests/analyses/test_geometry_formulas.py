@@ -149,6 +149,7 @@ def test_what_rows_of_weights_come_to(biased: bool, rng: np.random.Generator) ->
         noise = value @ (checker.judged.noise[index] + checker.judged.noise[targets[k]]) / value.sum()
         assert found.noise[k] == pytest.approx(noise)
     assert (miss.upper[[2, 4]] == np.inf).all()
+    assert checker._miss(checker.judged, np.array([1]), as_rows(([0], [1.0])))[1].last.tolist() == [0]
     assert checker._miss(checker.judged, np.array([1]), as_rows(([1, 2], [0.5, 0.5])))[1].own.tolist() == [True]
     until = checker.reproduces(targets[:1], weights.some(np.array([0])), until=np.array([5]))
     assert until.upper.tolist() == [np.inf]
@@ -221,6 +222,11 @@ def test_the_part_of_a_center_that_no_axis_reaches() -> None:
         assert not outside(np.eye(3), np.array([1.0, 2.0, 3.0])).any()
         assert not outside(axes, np.array([2.0, 2.0, 0.0])).any()
         assert not outside(axes, np.zeros(3)).any()
+    slanted = np.array([[2.0, 0.5], [0.5, 3.0], [1.5, 1.0]])
+    rest = certificates._outside(slanted, np.array([1.0, 2.0, 4.0]))
+    lengths = np.linalg.norm(slanted, axis=1)
+    np.testing.assert_allclose((rest / lengths) @ (slanted / lengths[:, None]), np.zeros(2), atol=1e-12)
+    assert rest.any()
     # rows are brought to equal length: another unit of a coordinate gives the part in that unit
     scale = np.array([0.3, 2.5, 1.0])
     expected = certificates._outside(axes, np.array([2.0, 0.0, 3.0])) * scale

@@ -13,7 +13,7 @@ import pytest
 import ln_probe.analyses.geometry
 from ln_probe.analyses.geometry import attainable, large_sets, margins, products, proofs, rational, screening
 from ln_probe.analyses.geometry.certificates import Between, Checker, Rows
-from ln_probe.analyses.geometry.exact import ExactVerdict, proves
+from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, proves
 from ln_probe.analyses.geometry.first_unselectable import first_unselectable
 from ln_probe.analyses.geometry.judged import Judged, judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, merge
@@ -472,3 +472,10 @@ def test_only_queries_of_the_measured_space_are_kept(rng: np.random.Generator) -
 def test_how_many_tokens_are_solved_for() -> None:
     assert unembedding._affordable(1000, 64) == int(3e11 / (2 * 64**2 * (1000 + 3 * 64)))
     assert unembedding._affordable(200_000, 4096) == unembedding.HARDEST
+
+
+def test_a_right_hint_is_no_search() -> None:
+    keys = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    found = ExactSet(keys).decide(0, query=np.array([1.0, 0.0]))
+    assert (found.code, found.steps) == ("selectable", 0)
+    assert found.query == (Fraction(1), Fraction(0))

@@ -108,6 +108,9 @@ def test_where_hard_keys_change_most_is_named() -> None:
         "its hardest keys can get 20 % instead of 30 %."
     )
     assert finding.size == pytest.approx(0.1)
+    up_and_down = table.assign(attainable_p05=[0.5, 0.4, 0.1, 0.3])
+    (finding,) = selectability._attainable(up_and_down, math.nan)
+    assert "most in layer 1, where without scaling its hardest keys can get 30 % instead of 10 %" in finding.text
     (finding,) = selectability._attainable(table[table["variant"] == "intact"], 0.25)
     assert finding.text == (
         "From queries of the size that occur, a typical key can get 40 % of the attention of the last position (an "
@@ -242,6 +245,10 @@ def test_what_is_said_where_no_effect_is_spoken_of() -> None:
     row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0}
     assert causal_findings._changes(row) == "falls by 0.5 nats per token (95 % interval 0.25 to 0.75)"
     assert causal_findings.base_loss(row) == 3.5
+    groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
+    groups = groups.assign(prompts=32, prompts_worse=1, delta_loss_uniform=math.nan)
+    (finding,) = causal_findings._largest(groups, "")
+    assert finding.size == pytest.approx(0.5 / 3.5)
 
 
 def test_layers_are_listed_or_counted() -> None:
