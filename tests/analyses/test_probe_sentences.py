@@ -1,0 +1,374 @@
+"""What probes say of their tables, what their tables are made of, and what they tell of their cost beforehand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ln_probe.analyses.head_runs import LEADING
+from ln_probe.analyses.head_tables import HEAD_EFFECTS
+from ln_probe.analyses.probes import (
+    causal,
+    causal_findings,
+    decomposition,
+    head_effects,
+    selectability,
+    sinks,
+    unembedding,
+    uniformity,
+)
+from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.head_effects import HeadEffects
+from ln_probe.analyses.probes.protocol import DESCRIBED, EFFECT, NO_EFFECT, Shape
+from ln_probe.analyses.probes.selectability import Selectability
+from ln_probe.analyses.probes.sentences import largest, medians
+from ln_probe.analyses.probes.sinks import Sinks
+from ln_probe.analyses.probes.unembedding import Unembedding
+from ln_probe.analyses.probes.uniformity import UniformityProbe
+from ln_probe.hooks.sites import layers_in_words
+
+SMALL = Shape(layers=3, heads=4, lengths=(10.0, 20.0), vocabulary=1000.0, width=64.0)
+
+
+# Costs
+
+
+def test_scores_and_rows_of_uniform_attention_are_counted() -> None:
+    cost = UniformityProbe().cost(SMALL)
+    assert cost.seconds == pytest.approx((10**2 + 20**2) * 3 * 4 * 4 * uniformity._SECONDS_PER_SCORE)
+    assert cost.disk_bytes == 8 * 4 * (2 * 3 * 4 * 4)  # four float64 of every head, prompt and variant
+
+
+def test_every_key_of_a_head_and_of_the_norm_is_counted() -> None:
+    cost = Selectability().cost(SMALL)
+    assert cost.disk_bytes == (10 + 20) * 3 * (4 + 1) * 4 * selectability._BYTES_PER_KEY
+    one, two = (Selectability().cost(replace(SMALL, lengths=(n,))).seconds / n for n in (128.0, 512.0))
+    assert one == pytest.approx(3 * 5 * 4 * selectability._SECONDS_PER_KEY[128])
+    assert two == pytest.approx(3 * 5 * 4 * selectability._SECONDS_PER_KEY[512])
+    assert selectability._per_key(0.0) == selectability._per_key(1.0)
+
+
+def test_single_norms_are_run_on_some_prompts_only() -> None:
+    groups = Causal().cost(replace(SMALL, layers=0)).passes
+    few, some = Causal(), Causal()
+    few.single_norm_prompts, some.single_norm_prompts = 5, 1
+    assert few.cost(SMALL).passes - some.cost(SMALL).passes == pytest.approx(0.5 * 1.5 * (2 * 3 + 1))
+    assert few.cost(SMALL).passes == pytest.approx(23.0 + 1.5 * 7)
+    assert groups < few.cost(SMALL).passes
+    assert few.cost(replace(SMALL, lengths=())).passes == few.cost(SMALL).passes
+
+
+def test_every_head_of_a_small_model_is_run() -> None:
+    assert HeadEffects().cost(SMALL).passes == 5 + 3 * (3 * 4) / 2
+    assert HeadEffects().cost(replace(SMALL, heads=24)).passes == 5 + 3 * 72 / 2
+    assert HeadEffects().cost(replace(SMALL, heads=25)).passes == 5 + 3 * LEADING / 2
+
+
+def test_the_vocabulary_is_screened_against_itself() -> None:
+    per_pair = 64.0 / unembedding._PRODUCTS + unembedding._PER_SCORE
+    assert Unembedding().cost(SMALL).seconds == pytest.approx(unembedding._SECONDS + 1e6 * per_pair)
+    assert Unembedding().cost(replace(SMALL, vocabulary=math.nan)).seconds == unembedding._SECONDS
+    assert Sinks().cost(SMALL).passes == 1.3
+
+
+# Sentences
+
+
+def heads(*rows: dict[str, Any]) -> pd.DataFrame:
+    same = {"head": 0, "space": "head", "no_op": "", "by_theorem": "", "queries": "reachable"}
+    return pd.DataFrame([same | row for row in rows])
+
+
+def test_rows_and_medians() -> None:
+    table = heads(
+        *({"layer": i, "variant": v, "x": x + i} for i in range(3) for v, x in (("intact", 1.0), ("no_scaling", 5.0)))
+    )
+    assert medians(table, "x") == (2.0, 6.0)
+    assert math.isnan(medians(table.assign(no_op="nothing"), "x")[1])
+    assert all(map(math.isnan, medians(table.iloc[:0], "x")))
+    assert largest(table, table["x"])["layer"] == 2
+
+
+def test_where_hard_keys_change_most_is_named() -> None:
+    values = {(0, "intact"): 0.10, (0, "no_scaling"): 0.12, (1, "intact"): 0.30, (1, "no_scaling"): 0.20}
+    table = heads(
+        *(
+            {"layer": layer, "variant": v, "attainable_median": 2 * x, "attainable_p05": x}
+            for (layer, v), x in values.items()
+        )
+    )
+    (finding,) = selectability._attainable(table, math.nan)
+    assert finding.text == (
+        "From queries of the size that occur, a typical key can get 40 % of the attention of the last position (32 % "
+        "without scaling), one of the hardest twentieth 20 % (16 %); it matters most in layer 1, where without scaling "
+        "its hardest keys can get 20 % instead of 30 %."
+    )
+    assert finding.size == pytest.approx(0.1)
+    up_and_down = table.assign(attainable_p05=[0.5, 0.4, 0.1, 0.3])
+    (finding,) = selectability._attainable(up_and_down, math.nan)
+    assert "most in layer 1, where without scaling its hardest keys can get 30 % instead of 10 %" in finding.text
+    (finding,) = selectability._attainable(table[table["variant"] == "intact"], 0.25)
+    assert finding.text == (
+        "From queries of the size that occur, a typical key can get 40 % of the attention of the last position (an "
+        "even share of a prompt of average length: 25 %), one of the hardest twentieth 20 %."
+    )
+    assert not selectability._attainable(table.assign(attainable_median=math.nan), 0.25)
+
+
+@pytest.mark.parametrize(("queries", "who"), [
+    ("reachable", "The best query that its head can make"),
+    ("empirical", "The best query of the set that occurs (nothing bounds what a head could make)"),
+])  # fmt: skip
+def test_margins_are_leads_or_none(queries: str, who: str) -> None:
+    rows = (
+        {"layer": 0, "variant": v, "margin_median": m, "margin_p05": p, "queries": queries}
+        for v, m, p in (("intact", 2.0, 0.5), ("no_scaling", -1.5, -0.25))
+    )
+    (finding,) = selectability._margins(table := heads(*rows))
+    assert finding.text == (
+        f"{who} raises a typical key 2 nats above every other; with scaling replaced by a constant, it leaves a "
+        "typical key 1.5 nats below another. For the hardest twentieth of keys: 0.5 against -0.25 nats."
+    )
+    (finding,) = selectability._margins(table.assign(margin_p05=-1.0))
+    assert finding.text.endswith("it leaves a typical key 1.5 nats below another.")
+    assert selectability._raises(0.0) == "raises a typical key 0 nats above every other"
+
+
+def test_keys_in_the_hull_are_counted() -> None:
+    counts = {"intact": (8, 2), "no_scaling": (8, 6), "neither": (8, 0)}
+    table = heads(
+        *({"layer": i, "variant": v, "keys": n, "unselectable": u} for i in range(2) for v, (n, u) in counts.items())
+    )
+    (finding,) = selectability._selectable(table, "head", "There", "unselectable")
+    assert finding.text == (
+        "There, keys that no query at the last position can select: 25.0 % intact, 75.0 % without scaling, 0.0 % "
+        "without both (of 16)."
+    )
+    assert (finding.size, finding.rank) == (0.5, DESCRIBED)
+    sphere = table.assign(by_theorem=["sphere" if v == "intact" else "" for v in table["variant"]])
+    (finding,) = selectability._selectable(sphere, "head", "There", "unselectable")
+    assert finding.text.endswith("(of 16). The intact figure is so by theorem (keys on a sphere).")
+    assert finding.size == 0.0
+    (finding,) = selectability._selectable(table.assign(by_theorem="flat"), "head", "There", "unselectable")
+    assert finding.text.endswith("All by theorem (flat), not a finding.")
+    assert finding.rank == NO_EFFECT
+    assert not selectability._selectable(table, "normalized", "There", "unselectable")
+    assert not selectability._selectable(table.assign(keys=math.nan), "head", "There", "unselectable")
+
+
+def test_where_attention_widens_or_narrows_most() -> None:
+    values = {(0, "intact"): 0.5, (0, "no_scaling"): 0.52, (1, "intact"): 0.6, (1, "no_scaling"): 0.4}
+    rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
+    (finding,) = uniformity._spread(table := heads(*rows))
+    assert finding.text == (
+        "With constants instead of scaling, queries as they are would spread their attention less in layer 1, where it "
+        "changes most: the median head's entropy goes from 60 % to 40 % of that of an even spread (median layer: 55 % "
+        "to 46 %)."
+    )
+    assert finding.size == pytest.approx(0.2)
+    (finding,) = uniformity._spread(table[table["layer"] == 0])
+    assert "attention wider in layer 0" in finding.text
+    assert not uniformity._spread(table.assign(entropy_ratio=0.5))
+    assert not uniformity._spread(table.iloc[:0])
+
+
+def test_the_most_uniform_head_is_named() -> None:
+    table = heads(
+        {"layer": 1, "head": 2, "variant": "intact", "entropy_ratio": 0.9, "uniform_angle_deg": 80.0},
+        {"layer": 3, "head": 4, "variant": "intact", "entropy_ratio": 0.5, "uniform_angle_deg": 70.0},
+        {"layer": 3, "head": 4, "variant": "neither", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
+    )
+    assert uniformity._uniform(table, 84.6) == [
+        "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy; the queries nearest "
+        "the uniform direction are those of L3H4, at 70° (a random direction: 85°)."
+    ]
+    assert uniformity._uniform(table.assign(uniform_angle_deg=math.nan), 84.6) == [
+        "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy."
+    ]
+    assert not uniformity._uniform(table.assign(entropy_ratio=math.nan), 84.6)
+
+
+def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) -> dict[str, Any]:
+    row = {"layer": 1, "head": head, "variant": "no_scaling", "no_op": "", "delta_loss": change, "p_adjusted": p}
+    return row | {"delta_loss_low": low, "delta_loss_high": 0.3, "loss": 2.0, "prompts_worse": 7, "prompts": 9} | more
+
+
+def test_the_head_that_needs_scaling_most_is_named() -> None:
+    table = pd.DataFrame([head_row(0, 0.2, 0.1), head_row(1, 0.25, -0.1), head_row(2, 0.0005, 0.0001)])
+    (finding,) = head_effects._leading(table)
+    assert finding.text == (
+        "The head that needs its norm's scaling most is L1H0: +0.2 nats per token without it (95 % interval +0.1 to "
+        "+0.3), from a loss of 2; 1 of 3 heads run this way surely cost more than 0.001."
+    )
+    assert (finding.size, finding.rank) == (pytest.approx(0.1), EFFECT)
+    (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.2, math.nan, p=0.01)]))
+    assert "(worse on 7 of 9 prompts)" in finding.text
+    (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
+    assert finding.text == (
+        "No single head is seen to need its norm's scaling: of 2 heads run without it none surely costs more than "
+        "0.001 nats per token (largest: L1H3, +0.2 from a loss of 2)."
+    )
+    assert finding.rank == NO_EFFECT
+    assert not head_effects._leading(None)
+    assert not head_effects._leading(HEAD_EFFECTS.empty())
+    assert not head_effects._leading(pd.DataFrame([head_row(0, 0.2, 0.1, no_op="nothing")]))
+
+
+def test_how_well_estimates_order_heads() -> None:
+    table = pd.DataFrame([head_row(i, 0.1 * i, 0.0, estimate=-1.0 * i) for i in range(3)])
+    assert head_effects.agreement(table) == [
+        "estimates and exact effects of no_scaling over 3 heads: rank correlation -1.00"
+    ]
+    assert not head_effects.agreement(table.iloc[:2])
+    assert not head_effects.agreement(table.assign(estimate=1.0))
+    assert not head_effects.agreement(table.assign(no_op="nothing"))
+
+
+def test_what_is_said_where_no_effect_is_spoken_of() -> None:
+    def said(change: float, low: float, high: float) -> str:
+        return causal_findings._nothing(
+            {"delta_loss": change, "delta_loss_low": low, "delta_loss_high": high, "prompts": 4}
+        )
+
+    assert said(0.001, 0.0005, 0.002) == (
+        "the loss changes by +0.001 nats per token (95 % interval +0.0005 to +0.002): hardly"
+    )
+    assert said(-0.001, -0.002, -0.0005).endswith("(95 % interval -0.002 to -0.0005): hardly")
+    assert said(0.001, -0.02, 0.01) == "no effect on the loss was seen; one of 0.02 nats per token would have been"
+    assert said(0.001, -0.01, 0.03) == "no effect on the loss was seen; one of 0.03 nats per token would have been"
+    assert said(0.001, 0.0, 0.0).startswith("no effect")
+    assert said(0.001, math.nan, math.nan).endswith("on these 4 prompts, too few to say how far that holds beyond them")
+    row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0}
+    assert causal_findings._changes(row) == "falls by 0.5 nats per token (95 % interval 0.25 to 0.75)"
+    assert causal_findings.base_loss(row) == 3.5
+    groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
+    groups = groups.assign(prompts=32, prompts_worse=1, delta_loss_uniform=math.nan)
+    (finding,) = causal_findings._largest(groups, "")
+    assert finding.size == pytest.approx(0.5 / 3.5)
+
+
+def test_layers_are_listed_or_counted() -> None:
+    assert layers_in_words([3]) == "layer 3"
+    assert layers_in_words([0, 1]) == "layers 0, 1"
+    assert layers_in_words(range(6)) == "layers 0, 1, 2, 3, 4, 5"
+    assert layers_in_words(range(12)) == "layers 0 … 11 (12 of them)"
+
+
+# Tables of sinks
+
+
+def sink(position: int, **more: Any) -> dict[str, Any]:
+    row = {"prompt": 0, "position": position, "token": "a", "sink": True, "outlier": False, "sink_layer": 2.0}
+    row |= {"sink_rate": 0.5, "received": 0.4, "uniform": 0.1, "length_ratio": 1.25, "dimensions": "3, 1"}
+    row |= {"emerges_at": "blocks.1", "writer": "mlp0", "writer_share": 0.75}
+    return row | {"received_no_scaling": math.nan, "received_there": math.nan} | more
+
+
+def test_sinks_are_described() -> None:
+    dimensions = pd.DataFrame({"dimension": [4, 7, 7], "ratio": [20.0, 50.0, 30.0], "site": ["a", "b", "c"]})
+    none = sinks._sentences(pd.DataFrame(), dimensions)
+    assert none == [
+        "Attention has no sink here, and no token is an outlier at any norm.",
+        f"2 dimensions are over {sinks.OUTLIER_RATIO:g} times the median dimension for the median token at some norm; "
+        "most, dimension 7, 50 times at b.",
+    ]
+    table = pd.DataFrame([
+        sink(0), sink(0, prompt=1, received=0.2),
+        sink(3, token=".", sink=False, outlier=True, length_ratio=12.0, received_no_scaling=0.1, received_there=0.3),
+    ])  # fmt: skip
+    assert sinks._sentences(table, dimensions.iloc[:0]) == [
+        "Position 0: in 2 prompts an attention sink (in layer 2 50 % of heads and queries give it over 0.3; over all "
+        "layers it gets 30 %, uniform attention would give 10 %); not an outlier: at most 1.2 times longer than the "
+        "median token.",
+        "Tokens behind position 0 ('.'): in 1 prompt up to 12 times longer than the median token (from blocks.1 on, "
+        "written by mlp0, 75 % of its squared length; largest dimensions 3, 1); with its own key unscaled it would get "
+        "10 % instead of 30 % in those layers.",
+    ]
+    many = pd.DataFrame([sink(i, token=t) for i, t in enumerate("xabcd")])
+    assert "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0])[1]
+
+
+def test_sums_over_prompts_become_rates_of_heads() -> None:
+    one = {"prompt": 0, "layer": 1, "head": 2, "queries": 10, "much": 4, "attention": 3.0, "uniform": 1.0, "later": 5}
+    one |= {"first_much": 1, "first_attention": 0.5, "first_uniform": 0.25}
+    (row,) = sinks._by_head(pd.DataFrame([one, one | {"prompt": 1, "much": 5, "later": 0}])).to_dict("records")
+    assert row == {
+        "layer": 1, "head": 2, "queries": 20, "sink_rate": 9 / 20, "attention": 6 / 20, "uniform": 2 / 20,
+        "first_rate": 2 / 5, "first_attention": 1 / 5, "first_uniform": 0.5 / 5,
+    }  # fmt: skip
+    (row,) = sinks._by_head(pd.DataFrame([one | {"queries": 0, "later": 0}])).to_dict("records")
+    assert math.isnan(row["sink_rate"])
+    assert math.isnan(row["first_rate"])
+
+
+def test_sizes_are_means_over_positions_that_double() -> None:
+    same = {"prompt": 0, "layer": 0, "tokens": 4, "outliers": 1, "sigma": 2.0, "before": 8.0, "after": 4.0}
+    rows = [same | {"site": s, "first": f} for s in ("late", "early") for f in (4, 0, 1, 2)]
+    made = sinks._by_position(pd.DataFrame(rows))
+    assert made["site"].tolist() == ["late"] * 4 + ["early"] * 4
+    assert made["first"].tolist() == [0, 1, 2, 4] * 2
+    assert made["last"].tolist() == [0, 1, 3, 7] * 2
+    assert (made["sigma_mean"].iloc[0], made["length_before_mean"].iloc[0], made["length_after_mean"].iloc[0]) == (
+        0.5,
+        2.0,
+        1.0,
+    )
+    assert made["outliers"].tolist() == [1] * 8
+
+
+# Norms and losses
+
+
+def norm(site: str, **more: Any) -> dict[str, Any]:
+    row = {"site": site, "layer": 0, "kind": "layernorm", "state": "", "mean_share": 0.5, "mean_share_tail": 0.25}
+    row |= {"angle_to_ones_deg_tail": 60.0, "sigma_mean": 4.0, "sigma_mean_tail": 2.0, "norm_before_mean": 1.0}
+    return row | {"norm_before_cv_tail": 0.125} | more
+
+
+def test_what_projection_and_scaling_remove_is_said_where_it_is_most() -> None:
+    norms = pd.DataFrame([
+        norm("a"),
+        norm("b", mean_share_tail=math.nan, mean_share=0.75, sigma_mean=9.0, sigma_mean_tail=3.0),
+        norm("c", mean_share=0.9, mean_share_tail=0.125, norm_before_cv_tail=0.5, angle_to_ones_deg_tail=80.0),
+    ])  # fmt: skip
+    assert decomposition._projection(norms) == [
+        "Projection removes 25 % of a vector's squared length at the median norm and at most 75 % (b); the streams "
+        "stand at 60.0° to the ones-vector (90° would leave projection nothing to do)."
+    ]
+    assert "at most 25 % (a)" in decomposition._projection(norms.iloc[[0, 2]])[0]
+    (centred,) = decomposition._projection(norms.assign(state="centred"))
+    assert centred.startswith("Projection removes nothing")
+    assert not decomposition._projection(norms.assign(kind="rmsnorm"))
+    assert decomposition._scaling(norms) == [
+        "What scaling evens out is largest at c: input lengths there vary by 50 % of their mean; position 0 alone "
+        "raises the mean divisor 3.0-fold at b, so it is kept apart."
+    ]
+    (even,) = decomposition._scaling(norms.assign(sigma_mean=norms["sigma_mean_tail"] * 1.5))
+    assert even.endswith("vary by 50 % of their mean.")
+    free = norms.assign(kind=["projection_only", "none", "none"])
+    assert decomposition._scaling(free)[0].startswith(
+        "A norm-free model: none of its 3 norms scales (1 take the mean out and divide by a constant; 2 only divide by "
+        "a constant)"
+    )
+
+
+def test_sums_of_prompts_become_rates_per_token() -> None:
+    def sums(variant: str, **more: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"prompt": 3, "sites": "all", "variant": variant, "predicted": 8, "positions": 4}
+        row |= {"queries": 2, "nll": 16.0, "nll_uniform": 18.0, "nll_resampled": 20.0, "kl": 0.0, "agree": 4.0}
+        return row | {"entropy": 3.0} | more
+
+    (row,) = causal.by_prompt([
+        pd.DataFrame([sums("intact"), sums("neither", nll=24.0, kl=6.0, agree=3.0, entropy=4.0)])
+    ]).to_dict("records")  # fmt: skip
+    assert row == {
+        "prompt": 3, "sites": "all", "variant": "neither", "predicted": 8, "loss": 2.0, "delta_loss": 1.0,
+        "delta_loss_uniform": 0.25, "delta_loss_resampled": 0.5, "kl": 1.5, "top1_agreement": 0.75,
+        "entropy_change": 0.5,
+    }  # fmt: skip
+    one = causal.by_prompt([pd.DataFrame([sums("intact"), sums("no_projection", predicted=0)])])
+    assert one[["loss", "delta_loss_uniform"]].isna().all(axis=None)
