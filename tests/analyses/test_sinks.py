@@ -125,6 +125,23 @@ def test_its_own_key_unscaled_by_brute_force(positions: str) -> None:
     assert abs(row["received_no_scaling"] - row["received_there"]) > 0.01
 
 
+def test_what_the_first_token_receives_by_counting() -> None:
+    """Of the queries behind it, how many give token 0 much, and how much they give it: head by head, over two prompts."""
+    model = model_of(positions="learned")
+    with torch.no_grad():
+        model.embed.W_E[5] *= 40
+    prompts = torch.stack([TOKENS, TOKENS.roll(3)])
+    heads = ln_probe.analyze(model, prompts, probes=("sinks",), progress=False).tables["sink_heads"]
+    _, cache = model.run_with_cache(prompts)
+    rates = []
+    for row in heads.itertuples():
+        pattern = cache[f"blocks.{row.layer}.attn.hook_pattern"][:, row.head, 1:, 0]
+        assert row.first_rate == pytest.approx(float((pattern > MUCH).double().mean()), abs=1e-9)
+        assert row.first_attention == pytest.approx(float(pattern.double().mean()), rel=1e-5)
+        rates.append(row.first_rate)
+    assert len(set(rates)) > 1, "rates that are all alike tell no head from another"
+
+
 def test_nothing_to_find() -> None:
     report = ln_probe.analyze(model_of(), torch.arange(1, 31)[None], probes=("sinks",), progress=False)
     sizes = report.tables["token_sizes"]
