@@ -126,7 +126,7 @@ def test_its_own_key_unscaled_by_brute_force(positions: str) -> None:
 
 
 def test_what_the_first_token_receives_by_counting() -> None:
-    """Of the queries behind it, how many give token 0 much, and how much they give it: head by head, over two prompts."""
+    """Of the queries behind it, how many give token 0 much, and how much they give it: head by head."""
     model = model_of(positions="learned")
     with torch.no_grad():
         model.embed.W_E[5] *= 40
