@@ -115,7 +115,7 @@ def test_options_from_a_file(capp: Path, tmp_path: Path) -> None:
     ("seed = 1979-05-27", "seed is datetime.date(1979, 5, 27): an option is a text, a number, true or false"),
     ("layers = [[1]]", "layers is [[1]]: an option is a text"),
     ("seed =", "cannot be read (Invalid value (at"),
-    ("max-tokens = 0", "greater than or equal to 1"),
+    ("max-tokens = 0", "--max-tokens"),
     ("allow-pickle = 'perhaps'", "allow-pickle"),
     (None, "cannot be read (No such file or directory)"),
 ])  # fmt: skip

@@ -69,6 +69,8 @@ class Folder(RuleBasedStateMachine):
             assert before == (name, identity) or (before[0] == name and again), f"{before} is lost"
             if before != (name, identity):
                 self.replaced.add(target.folder)
+            else:  # the weights that its report is of are back, before others were measured
+                self.replaced.discard(target.folder)
             if not finished:
                 continue
             self.replaced.discard(target.folder)
@@ -95,6 +97,17 @@ class Folder(RuleBasedStateMachine):
             places = [t.folder for t in listed if not t.error]
             assert len(places) == len(set(places))
             assert {t.folder for t in listed if not t.error and is_done(run, t)[0]} == set(self.reports) - self.replaced
+
+
+def test_weights_that_come_back_find_their_report() -> None:
+    state = Folder()
+    try:
+        for identity, finished in (("2" * 64, True), ("1" * 64, False), ("2" * 64, False)):
+            state.command(given=[("b/model", identity, finished)], way=0, fresh=True)
+            state.reports_are_whole_and_listed()
+        assert not state.replaced
+    finally:
+        state.teardown()
 
 
 TestFolder = Folder.TestCase
