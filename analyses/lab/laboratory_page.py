@@ -103,6 +103,11 @@ def _range(row: pd.Series, scale: float = 1.0, digits: int = 0, sign: bool = Fal
     return numbers[0] if np.isnan(row["ci_low"]) else f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
 
 
+def _fewer(row: pd.Series, usual: float) -> str:
+    """How many seeds, where they are not as many as elsewhere."""
+    return "" if row["seeds"] == usual else f" ({int(row['seeds'])} seeds)"
+
+
 def _power(x: float) -> str:
     return "–" if np.isnan(x) else f"{x:.2g}" if x >= 0.01 else f"{x:.0e}".replace("e-0", "e-")
 
@@ -199,17 +204,27 @@ def _majority() -> Iterator[str]:
         cell = summary[(summary["norm"] == norm) & (summary["radius"] == radius)]
         loss = cell[cell["measure"] == "train_loss"].set_index("step")
         angle = cell[cell["measure"] == "angle_deg"].set_index("step")
-        last = max(angle.index)
-        told = loss["published"].dropna()
+        told, usual = loss["published"].dropna(), loss["seeds"].max()
+        ends = [s for s in steps if s >= 5000 and s in angle.index]
         rows.append(
             (
                 f"`{norm}`, {radius}",
-                *(_range(loss.loc[s], digits=2) if s in loss.index else "–" for s in steps),
+                *(
+                    _range(loss.loc[s], digits=2) + _fewer(loss.loc[s], usual) if s in loss.index else "–"
+                    for s in steps
+                ),
                 " / ".join(f"{x:g}" for x in told) if len(told) else "–",
-                f"{_range(angle.loc[last])}° at {last}",
+                "; ".join(f"{_range(angle.loc[s])}° at {s}{_fewer(angle.loc[s], usual)}" for s in ends),
+                " / ".join(f"{x:g}°" for x in angle["published"].dropna()) or "–",
             )
         )
-    header = ("norm, radius", *(f"step {s}" for s in steps), "published", "angle of queries to the ones-vector")
+    header = (
+        "norm, radius",
+        *(f"step {s}" for s in steps),
+        "published",
+        "angle of queries to the ones-vector",
+        "published",
+    )
     yield from _markdown(header, rows)
     yield from _prose("majority 2")
     shown = contrasts[contrasts["measure"] == "train_loss"]

@@ -176,13 +176,18 @@ def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
 
 
 def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of `CONTRASTS` with their intervals, over the seeds whose cells have all come that far."""
+    """Paired differences of `CONTRASTS` with their intervals, over the seeds whose cells have all come that far.
+
+    (All of those that any seed has taken that far: to the end only some are trained.)
+    """
     wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
-    wide = wide.dropna(subset=[cell for cell in (*CONTRASTS["the published gap"], *_MATCHED) if cell in wide])
+    cells = [cell for cell in (*CONTRASTS["the published gap"], *_MATCHED) if cell in wide]
+    parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
+    wide = pd.concat(parts) if parts else wide
     rows = []
     for name, (first, second) in CONTRASTS.items():
         if first in wide and second in wide:
-            difference = (wide[second] - wide[first]).rename("value").reset_index()
+            difference = (wide[second] - wide[first]).dropna().rename("value").reset_index()
             rows.append(difference.assign(contrast=name))
     if not rows:
         return pd.DataFrame(columns=["contrast", "step", "measure"])
@@ -225,6 +230,12 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             for name in ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
         )
         if gap is None or matched is None or size is None:
+            continue
+        if gap.low <= 0 <= gap.high:
+            found.append(
+                f"Step {step}: the published comparison gives no gap in training loss that these seeds can tell ({gap} "
+                f"nats; seeds: {gap.seeds}); leaving projection out at the same size changes it by {matched}."
+            )
             continue
         share = matched.mean / gap.mean
         found.append(
