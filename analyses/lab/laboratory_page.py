@@ -103,7 +103,7 @@ def _range(row: pd.Series, scale: float = 1.0, digits: int = 0, sign: bool = Fal
     return numbers[0] if np.isnan(row["ci_low"]) else f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
 
 
-def _fewer(row: pd.Series, usual: float) -> str:
+def _fewer(row: pd.Series, usual: int) -> str:
     """How many seeds, where they are not as many as elsewhere."""
     return "" if row["seeds"] == usual else f" ({int(row['seeds'])} seeds)"
 
@@ -205,7 +205,7 @@ def _majority() -> Iterator[str]:
         cell = summary[(summary["norm"] == norm) & (summary["radius"] == radius)]
         loss = cell[cell["measure"] == "train_loss"].set_index("step")
         angle = cell[cell["measure"] == "angle_deg"].set_index("step")
-        told, usual = loss["published"].dropna(), loss["seeds"].max()
+        told, usual = loss["published"].dropna(), int(loss["seeds"].max())
         ends = [s for s in steps if s >= 5000 and s in angle.index]
         rows.append(
             (
