@@ -134,7 +134,7 @@ def test_d6_text_of_charts_is_legible_on_phones(report: Report, causal: pd.DataF
 
 
 @pytest.mark.parametrize(("name", "title"), [
-    ("/work/models/gpt2", "gpt2"), ("./a/b.gguf", "b.gguf"), ("~/x/", "x"), ("C:\\models\\llama", "llama"),
+    ("/data/models/gpt2", "gpt2"), ("./a/b.gguf", "b.gguf"), ("~/x/", "x"), ("C:\\models\\llama", "llama"),
     ("EleutherAI/pythia-70m", "EleutherAI/pythia-70m"), ("gpt2", "gpt2"), ("/", "/"), ("../..", "../.."), ("", ""),
 ])  # fmt: skip
 def test_d6_the_title_is_a_name(name: str, title: str) -> None:
