@@ -9,7 +9,7 @@ the first time (`page`: the first look). `planned`: what `ln-probe plan` says of
     python bench/whole.py                         this checkout
     python bench/whole.py --against ../before     and another one, taking turns, for comparison
     python bench/whole.py --stages causal whole --repeats 3
-    python bench/whole.py --stages whole --prompts 4     on the first four of the bundled prompts alone
+    python bench/whole.py --prompts 4             on the first four of the bundled prompts alone
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _TICK = 0.5  # seconds between two looks at the memory of all processes
 
 _LOADING = "import ln_probe, sys; ln_probe.load_model(sys.argv[1])"
 _PROBE = (
-    "import ln_probe, sys; model = ln_probe.load_model(sys.argv[1]); "
-    "ln_probe.analyze(model, probes=(sys.argv[2],), progress=False)"
+    "import json, ln_probe, sys; model = ln_probe.load_model(sys.argv[1]); "
+    "texts = [json.loads(line)['text'] for line in open(sys.argv[3])] if sys.argv[3:] else None; "
+    "ln_probe.analyze(model, texts, probes=(sys.argv[2],), progress=False)"
 )
 
 
@@ -125,7 +126,7 @@ def _stage(name: str, model: Path, checkout: Path, out: Path, prompts: Path | No
     if name == "loading":
         command = [sys.executable, "-c", _LOADING, str(model)]
     else:
-        command = [sys.executable, "-c", _PROBE, str(model), name]
+        command = [sys.executable, "-c", _PROBE, str(model), name, *([str(prompts)] if prompts else [])]
     return _measured(command, checkout)
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     given.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     given.add_argument("--repeats", type=int, default=1)
     given.add_argument("--layers", type=int, default=12)
-    given.add_argument("--prompts", type=int, help="of `whole`: the first so many of the bundled ones (default: all)")
+    given.add_argument("--prompts", type=int, help="the first so many of the bundled ones (default: all)")
     asked = given.parse_args()
     checkouts = {"here": Path(__file__).resolve().parent.parent}
     if asked.against:
