@@ -1,0 +1,1 @@
+"""docs/laboratory.md: the page of what the laboratory found, part by part."""

@@ -1,0 +1,181 @@
+"""The page of the laboratory on what attention can select: majority, random keys, language models, an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from ln_probe.analyses.lab.laboratory.reading import (
+    fewer_seeds,
+    kept_about,
+    kept_table,
+    markdown,
+    only_row,
+    prose,
+    sentences,
+    with_interval,
+)
+
+
+def majority() -> Iterator[str]:
+    summary, contrasts = kept_table("majority"), kept_table("majority", "contrasts")
+    yield from prose("majority 1")
+    steps = [s for s in (1000, 2000, 5000, 17000) if s in set(summary["step"])]
+    rows = []
+    for norm, radius in dict.fromkeys(zip(summary["norm"], summary["radius"], strict=True)):
+        cell = summary[(summary["norm"] == norm) & (summary["radius"] == radius)]
+        loss = cell[cell["measure"] == "train_loss"].set_index("step")
+        angle = cell[cell["measure"] == "angle_deg"].set_index("step")
+        told, usual = loss["published"].dropna(), int(loss["seeds"].max())
+        ends = [s for s in steps if s >= 5000 and s in angle.index]
+        rows.append(
+            (
+                f"`{norm}`, {radius}",
+                *(
+                    with_interval(loss.loc[s], digits=2) + fewer_seeds(loss.loc[s], usual) if s in loss.index else "–"
+                    for s in steps
+                ),
+                " / ".join(f"{x:g}" for x in told) if len(told) else "–",
+                "; ".join(f"{with_interval(angle.loc[s])}° at {s}{fewer_seeds(angle.loc[s], usual)}" for s in ends),
+                " / ".join(f"{x:g}°" for x in angle["published"].dropna()) or "–",
+            )
+        )
+    header = (
+        "norm, radius",
+        *(f"step {s}" for s in steps),
+        "published",
+        "angle of queries to the ones-vector",
+        "published",
+    )
+    yield from markdown(header, rows)
+    yield from prose("majority 2")
+    shown = contrasts[contrasts["measure"] == "train_loss"]
+    rows = []
+    for name in dict.fromkeys(shown["contrast"]):
+        part = shown[shown["contrast"] == name].set_index("step")
+        cells = [
+            f"{with_interval(part.loc[s], digits=2, sign=True)} (Holm {part.loc[s, 'p_holm']:.2g})"
+            if s in part.index
+            else "–"
+            for s in steps
+        ]
+        rows.append((name, *cells))
+    yield from markdown(("contrast", *(f"step {s}" for s in steps)), rows)
+    yield from sentences("majority", "To a training loss", "alone")
+
+
+def majority_in_space() -> Iterator[str]:
+    summary, contrasts = kept_table("majority_in_space"), kept_table("majority_in_space", "contrasts")
+    yield from prose("majority_in_space 1")
+    angle, right = summary[summary["measure"] == "angle_deg"], summary[summary["measure"] == "test_accuracy"]
+    rows = []
+    for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
+        one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step")
+        compared = contrasts[(contrasts["norm"] == norm) & (contrasts["radius"] == radius)].set_index("measure")
+        cells = [
+            f"{with_interval(compared.loc[m], scale, digits, sign=True)} (Holm {compared.loc[m, 'p_holm']:.2g})"
+            if m in compared.index
+            else "–"
+            for m, scale, digits in (("angle_deg", 1, 0), ("test_accuracy", 100, 1))
+        ]
+        rows.append(
+            (
+                f"`{norm}`, {radius}",
+                f"{with_interval(one.iloc[0])}°",
+                f"{with_interval(one.iloc[-1])}°",
+                cells[0],
+                with_interval(only_row(right, norm=norm, radius=radius), 100, 1),
+                cells[1],
+            )
+        )
+    header = ("norm, radius", "angle, start", "after training", "− LayerNorm", "test accuracy, %", "− LayerNorm")
+    yield from markdown(header, rows)
+    yield from prose("majority_in_space 2")
+
+
+def random_keys() -> Iterator[str]:
+    summary = kept_table("random_keys")
+    yield from prose("random_keys 1")
+    drawn = summary[summary["space"] == "keys as drawn"]
+    rows = []
+    for d in dict.fromkeys(drawn["d"]):
+        part = drawn[drawn["d"] == d].set_index("measure")
+        rows.append(
+            (
+                str(d),
+                with_interval(part.loc["any_unselectable"], 100),
+                f"{100 * part.loc['any_unselectable', 'published']:.0f}",
+                with_interval(part.loc["unselectable_fraction"], 100, 1),
+            )
+        )
+    yield from markdown(("d", "draws with any", "published, of 100 draws", "keys"), rows)
+    yield from sentences("random_keys", "After LayerNorm")
+    heads = summary[(summary["space"] == "a head") & (summary["measure"] == "unselectable_fraction")]
+    yield from prose("random_keys 2")
+    shown = [
+        (f"{r['d_model']} / {r['d']}", str(r["n"]), with_interval(pd.Series(r), 100, 1))
+        for r in heads.to_dict("records")
+    ]
+    yield from markdown(("d_model / d_head", "keys", "unselectable"), shown)
+
+
+def language_model() -> Iterator[str]:
+    yield from prose("language_model 1")
+    for experiment in ("language_model_full", "language_model"):
+        summary, about = kept_table(experiment), kept_about(experiment)["settings"]
+        training, data = about["training"], about["data"]
+        yield (
+            f"Vocabulary {data['d_vocab']}, windows of {data['n_ctx']}, {training['steps']} steps of "
+            f"{training['batch']} windows, seeds: {len(about['seeds'])}:"
+        )
+        yield ""
+        last = summary[(summary["step"] == training["steps"]) & (summary["measure"] == "unselectable_fraction")]
+        rows = []
+        for (norm, divisor, space), part in last.groupby(["norm", "divisor", "space"], sort=False):
+            ordered = part.sort_values("layer")
+            published = ordered["published"].dropna()
+            name = f"`{norm}`" + ("" if divisor == "-" else f", divisor {divisor}")
+            rows.append(
+                (
+                    name,
+                    str(space),
+                    *(with_interval(row, 100) for _, row in ordered.iterrows()),
+                    " / ".join(f"{100 * x:.0f}" for x in published) if len(published) else "–",
+                )
+            )
+        yield from markdown(("trained", "keys", "layer 1", "2", "3", "4", "published"), rows)
+        losses = summary[(summary["step"] == training["steps"]) & (summary["measure"] == "valid_loss")]
+        said = [
+            f"{r['norm']}, divisor {r['divisor']}: {with_interval(pd.Series(r), digits=2)}"
+            for r in losses.to_dict("records")
+        ]
+        yield f"Held-out loss: {'; '.join(said)}."
+        yield ""
+    yield from prose("language_model 2")
+
+
+def encoder() -> Iterator[str]:
+    summary, about = kept_table("encoder"), kept_about("encoder")["settings"]
+    yield from prose("encoder 1")
+    last = summary[summary["step"] == about["training"]["steps"]]
+    shares = last[(last["measure"] == "unselectable_fraction") & (last["shape"] == "narrow")]
+    rows = [
+        (f"`{norm}`", str(space), *(with_interval(row, 100, 1) for _, row in part.sort_values("layer").iterrows()))
+        for (norm, space), part in shares.groupby(["norm", "space"], sort=False)
+    ]
+    yield from markdown(("trained (narrow)", "keys", "layer 1", "2", "3", "4"), rows)
+    wide = last[(last["measure"] == "unselectable_fraction") & (last["shape"] == "wide")]
+    yield (
+        f"Wide (d 64, four heads of 16): at most {100 * wide['mean'].max():.2g} % in any layer and space, under any "
+        "norm tried. What leaving out a term changes:"
+    )
+    yield ""
+    yield from sentences("encoder", "masked loss", "narrow: leaving out")
+    yield from prose("encoder_passages 1")
+    yield from sentences("encoder_passages")
+
+
+def remove_norm() -> Iterator[str]:
+    yield from prose("remove_norm 1")
+    yield from sentences("remove_norm")

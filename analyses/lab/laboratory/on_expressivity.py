@@ -1,0 +1,266 @@
+"""The page of the laboratory on what networks can express: depth, programs, approximation, counting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.lab.laboratory.reading import kept_table, markdown, prose, sentences, short_power, with_interval
+
+LENGTHS = (64, 128, 256, 512, 1024)
+BINS = ("51_100", "101_150", "151_200", "201_250")
+
+
+def depth() -> Iterator[str]:
+    summary = kept_table("depth")
+    yield from prose("depth 1")
+    norms = ("layernorm", "projection_only", "scaling_only", "none")
+    for order in ("post", "pre"):
+        part = summary[(summary["norm_order"] == order) & (summary["positions"] == "none")]
+        rows = []
+        for depth, k in dict.fromkeys(zip(part["depth"], part["k"], strict=True)):
+            cells, published = [], part[(part["depth"] == depth) & (part["k"] == k)]["published"].dropna()
+            for norm in norms:
+                cell = part[(part["depth"] == depth) & (part["k"] == k) & (part["norm"] == norm)].set_index("measure")
+                bins = [f"exact_match_{b}" for b in BINS]
+                told = " / ".join(f"{100 * cell.loc[b, 'mean']:.0f}" for b in bins) if len(cell) else "–"
+                cells.append(f"{told} ({int(cell['seeds'].iloc[0])})" if len(cell) else told)
+            within = (
+                "yes" if part[(part["depth"] == depth) & (part["k"] == k)]["predicted_depth"].iloc[0] <= depth else "no"
+            )
+            rows.append((f"{depth}, L{k}", within, *cells, f"{100 * published.iloc[0]:.0f}" if len(published) else "–"))
+        yield f"{order.capitalize()}-norm:"
+        yield ""
+        yield from markdown(("depth, language", "theory", *(f"`{n}`" for n in norms), "published"), rows)
+    yield from prose("depth 2")
+    yield from sentences("depth", "worst bin")
+    yield from prose("depth 3")
+    yield from sentences("depth", "at least 99%")
+    yield from prose("depth 4")
+    yield from sentences("depth", "all depths at once")
+    yield from prose("depth 5")
+
+
+def depth_deep() -> Iterator[str]:
+    summary = kept_table("depth_deep")
+    yield from prose("depth_deep 1")
+    bins = [m for m in dict.fromkeys(summary["measure"]) if m.startswith("exact_match_")]
+    rows = []
+    for (depth, k, positions), part in summary.groupby(["depth", "k", "positions"], sort=False):
+        by = part.set_index("measure")
+        within = "yes" if by["predicted_depth"].iloc[0] <= depth else "no"
+        rows.append((f"{depth}, L{k}", str(positions), within, *(with_interval(by.loc[b], 100) for b in bins)))
+    header = (
+        "depth, language",
+        "positions",
+        "theory",
+        *(b.removeprefix("exact_match_").replace("_", "–") for b in bins),
+    )
+    yield from markdown(header, rows)
+    yield from sentences("depth_deep")
+    yield from prose("depth_deep 2")
+
+
+def compare() -> Iterator[str]:
+    table = kept_table("depth", "hand_built")
+    yield from prose("compare 1")
+    rows = [
+        (f"`{r['norm']}`", f"{r['eps']:g}", f"{100 * r['accuracy']:.2f}", f"{100 * r['words_right']:.0f}")
+        for r in table[table["depth"] == 2].to_dict("records")
+    ]
+    yield from markdown(("norm", "eps", "answers right, %", "words entirely, %"), rows)
+
+
+def compiler() -> Iterator[str]:
+    agreement, operations = kept_table("compiler", "agreement"), kept_table("compiler", "operations")
+    yield from prose("compiler 1")
+    by = ["construction", "norm", "suffices"]
+    models = agreement.groupby([*by, "program"], sort=False, as_index=False)["value"].min()
+    rows: list[tuple[str, ...]] = []
+    for (construction, norm, enough), part in models.groupby(by, sort=False):
+        right = f"{(part['value'] == 1).sum()} of {len(part)}"
+        rows.append((f"`{construction}`", f"`{norm}`", "yes" if enough else "no", right))
+    yield from markdown(("construction", "norm", "suffices", "programs right on every word"), rows)
+    yield from prose("compiler 2")
+    means = [str(c) for c in operations if c not in ("operation", "program", "output", "exact_with")]
+    rows = [
+        (
+            str(row["operation"]),
+            *("–" if np.isnan(row[m]) else "all" if row[m] == 1 else f"{100 * row[m]:.1f}" for m in means),
+            str(row["exact_with"]),
+        )
+        for row in operations.to_dict("records")
+    ]
+    yield from markdown(("operation", *means, "exact with"), rows)
+    yield from prose("compiler 3")
+    wide = kept_table("compiler", "lengths").pivot(index="means", columns="letters", values="value")
+    order = dict.fromkeys(kept_table("compiler", "lengths")["means"])
+    rows = [(str(m), *("all" if x == 1 else f"{100 * x:.1f}" for x in wide.loc[m])) for m in order]
+    yield from markdown(("means", *map(str, wide.columns)), rows)
+
+
+def approximation() -> Iterator[str]:
+    summary, optima = kept_table("approximation"), kept_table("approximation", "optima")
+    errors = summary[(summary["measure"] == "mse") & (summary["norm"] == "none")]
+    yield from prose("approximation 1")
+    rows = []
+    for (target, kernel, width), part in errors[errors["target"].isin(["4a", "4b"])].groupby(
+        ["target", "kernel", "width"], sort=False
+    ):
+        for heads in dict.fromkeys(part["heads"]):
+            cell = part[part["heads"] == heads].set_index("lr")
+            cells = []
+            for lr in (1e-2, 1e-3):
+                if lr not in cell.index:
+                    cells.append("–")
+                    continue
+                row = cell.loc[lr]
+                cells.append(
+                    f"{short_power(row['mean'])} [{short_power(row['ci_low'])}, {short_power(row['ci_high'])}]"
+                )
+            best = optima[(optima["target"] == target) & (optima["kernel"] == kernel) & (optima["heads"] == heads)]
+            published = cell["published"].dropna()
+            rows.append(
+                (
+                    f"{target} {kernel}",
+                    str(heads),
+                    str(width) if width else "none",
+                    *cells,
+                    short_power(float(best["mse"].iloc[0])) if len(best) else "–",
+                    short_power(float(published.iloc[0])) if len(published) else "–",
+                )
+            )
+    header = ("target, positions", "heads", "FFN", "trained, lr 1e-2", "trained, lr 1e-3", "attainable", "published")
+    yield from markdown(header, rows)
+    yield from prose("approximation 2")
+    table = errors[(errors["kernel"] == "table") & ~errors["dot_product"].astype(bool)]
+    widths = sorted(set(table[table["target"].isin(["1b", "2b"])]["width"]))
+    rows = []
+    for (target, heads), part in table[table["target"].isin(["1b", "2b"])].groupby(["target", "heads"], sort=False):
+        by = part.set_index("width")["mean"]
+        rows.append((f"{target}, H = {heads}", *(short_power(by[w]) if w in by.index else "–" for w in widths)))
+    yield from markdown(("", *(f"m = {w}" for w in widths)), rows)
+    yield from prose("approximation 3")
+    rows = [
+        (
+            f"`{r['norm']}`, {r['norm_order']}",
+            f"{r['target']} {r['kernel']}, H {r['heads']}",
+            f"{r['factor']:.2g} [{r['low']:.2g}, {r['high']:.2g}]",
+            f"{r['p_holm']:.2g}",
+        )
+        for r in kept_table("approximation", "norm_factors").to_dict("records")
+    ]
+    yield from markdown(("norm, order", "model", "factor", "Holm"), rows)
+    yield from prose("approximation rates")
+    yield from sentences("approximation", "Attainable rate", "Trained rates")
+    yield from prose("approximation dot product")
+    yield from sentences("approximation", "3a, dot product")
+    yield from sentences("dot_product_text")
+    yield from prose("approximation dot product on text")
+
+
+def longer_inputs() -> Iterator[str]:
+    summary = kept_table("longer_inputs")
+    told = summary[summary["measure"] == "relative_mse"]
+    yield from prose("longer_inputs 1")
+    rows = []
+    for (target, kernel, heads), part in told.groupby(["target", "kernel", "heads"], sort=False):
+        by = part.set_index("length")
+        rows.append((f"{target} {kernel}, H {heads}", "solved", *(short_power(x) for x in by["solved"])))
+        if by["mean"].notna().all():
+            cells = (
+                f"{short_power(r['mean'])} [{short_power(r['ci_low'])}, {short_power(r['ci_high'])}]"
+                for _, r in by.iterrows()
+            )
+            rows.append((f"{target} {kernel}, H {heads}", "trained", *cells))
+    yield from markdown(("target, positions", "", *map(str, dict.fromkeys(told["length"]))), rows)
+    yield from prose("longer_inputs 2")
+
+
+def counting() -> Iterator[str]:
+    summary = kept_table("counting")
+    yield from prose("counting 1")
+    accuracy = summary[summary["measure"].str.startswith("accuracy_") & (summary["norm"] == "none")]
+    for task in dict.fromkeys(accuracy["task"]):
+        part = accuracy[accuracy["task"] == task]
+        rows = []
+        constants = part.drop_duplicates("measure").set_index("measure")
+        best = {n: max(constants.loc[f"accuracy_{n}", ["constant_yes", "constant_no"]]) for n in LENGTHS}
+        rows.append(("constant", *(f"{100 * best[n]:.1f}" for n in LENGTHS), ""))
+        for model in dict.fromkeys(part["model"]):
+            cell = part[part["model"] == model].set_index("measure")
+            cells = []
+            for n in LENGTHS:
+                row = cell.loc[f"accuracy_{n}"]
+                told = with_interval(row, 100, 1) + (f" ({100 * row['published']:.1f})" if row["published"] > 0 else "")
+                cells.append(f"*{told}*" if row["mean"] <= best[n] else told)
+            rows.append((str(model), *cells, str(int(cell["seeds"].iloc[0]))))
+        yield f"{task}:"
+        yield ""
+        yield from markdown(("", *map(str, LENGTHS), "seeds"), rows)
+    yield from prose("counting 2")
+    yield from sentences("counting", "published orderings", "this budget does not reach it")
+    yield from prose("counting 3")
+    yield from sentences("counting", "against none")
+    yield from prose("counting 4")
+    fresh = kept_table("counting", "effects_fresh")
+    rows = [
+        (
+            f"{r['model']}, `{r['norm']}` on its {r['norm_site']}",
+            with_interval(pd.Series(r), 100, 1, sign=True),
+            f"{r['p_holm']:.2g}",
+        )
+        for r in fresh[fresh["measure"] == "accuracy_1024"].to_dict("records")
+    ]
+    yield from markdown(("L5 at 1024", "points", "Holm"), rows)
+    yield from prose("counting 5")
+    values = kept_table("counting", "values")
+    ends = values[values["measure"].isin(["exact_from", "exact_to"])]
+    rows = []
+    for (task, model, norm, site), part in ends.groupby(["task", "model", "norm", "norm_site"], sort=False):
+        wide = part.pivot(index="seed", columns="measure", values="value")
+        pairs = wide[["exact_from", "exact_to"]].to_numpy(float)
+        exact = [f"{low:.0f}–{high:.0f}" if high else "none" for low, high in pairs]
+        rows.append((str(task), str(model), "–" if norm == "none" else f"`{norm}` on its {site}", ", ".join(exact)))
+    yield from markdown(("words", "network", "norm", "exact on n"), rows)
+    yield from prose("counting 6")
+    yield from sentences("counting", "Majority gate")
+    yield from prose("counting saturated")
+    yield from sentences("saturated_states")
+    yield from prose("counting rational")
+    yield from sentences("rational_recurrence")
+
+
+def traces() -> Iterator[str]:
+    networks = kept_table("counting_traces", "networks")
+    yield from prose("traces 1")
+    rows = []
+    for (task, model, norm, site, phase), part in networks.groupby(
+        ["task", "model", "norm", "norm_site", "phase"], sort=False
+    ):
+        counts = ", ".join("yes" if found else "no" for found in part["dimensions_counting"])
+        slopes = zip(part["slope_before"], part["slope_in"], strict=True)
+        straight = part[["r2_before", "r2_in"]].min(axis=1)
+        rows.append(
+            (
+                f"{task}, {phase}'s: {model}" + ("" if norm == "none" else f", `{norm}` on its {site}"),
+                ", ".join(str(seed) for seed in part["seed"]),
+                counts,
+                ", ".join(f"{up:+.3f} / {down:+.3f}" for up, down in slopes),
+                ", ".join(f"{r2:.4f}" for r2 in straight),
+                *(
+                    ", ".join(f"{value:.{digits}f}" for value in part[column])
+                    for column, digits in (
+                        ("holds_to", 0), ("reads_to", 0), ("exact_to", 0), ("reads_last_as", 0), ("carried", 2)
+                    )
+                ),
+            )
+        )  # fmt: skip
+    header = (
+        "network", "seeds", "counts", "slopes up / down", "least R²", "straight to", "reads right to", "exact to",
+        "takes the longest for", "moved by 1",
+    )  # fmt: skip
+    yield from markdown(header, rows)
+    yield from prose("traces 2")
