@@ -4,7 +4,8 @@ A seeded sample of the mutants that cosmic-ray's operators make of `analyses/geo
 and `hooks/variants`, spread over the files in proportion to how many each has, a fifth of it in compiled loops. Left
 out: annotations, `if TYPE_CHECKING`, `__all__`, and what does not compile. Strings are not mutated. Each mutant meets
 the fast tests of `TESTS` that execute its lines, the quickest first, until one fails. What was changed, what came of it
-and which test failed are a row of `bench/mutants.csv`.
+and which test failed are a row of `bench/mutants.csv`; of what survived somebody says why (`why`: a kind of WHY, or
+"open"), and that stays as long as it survives.
 
 Nothing is written to the tree: a process with the libraries loaded forks one for each mutant, in which the import
 system reads the mutated text. Compiled loops are cached on disk, so where one is mutated (or a constant that one uses)
@@ -34,6 +35,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator
@@ -52,7 +54,9 @@ NOT_THESE = re.compile("_lab_|test_lab|_crasp|_attribution")  # they use what is
 UNCOMPILED = re.compile("hull|attain|last_res|margin|cone|weights|formulas|loops|pieces")  # mostly quick without numba
 SLOWEST, ENOUGH = 3.0, 5.0  # seconds of a processor: of a test without numba, of all tests of a mutant
 PATIENCE = 90.0  # and of the wall, before a mutant's process is stopped
-COLUMNS = ("file", "line", "operator", "occurrence", "change", "loop", "outcome", "test", "seconds")
+COLUMNS = ("file", "line", "operator", "occurrence", "change", "loop", "outcome", "test", "seconds", "why")
+# Why a mutant is none that a test of results could kill: no verdict, bound or sentence is another one.
+WHY = ("speed", "same", "proposal")
 Row = dict[str, str]
 
 
@@ -327,18 +331,21 @@ def chosen(mutant: Mutant, found: Any, budget: float) -> list[str]:
 
 def judge(mutant: Mutant, found: Any, budget: float) -> Row:
     tests, begun = chosen(mutant, found, budget), time.monotonic()
+    anew = 10 if mutant.operator.endswith("RemoveDecorator") else 1  # compiled code is another one: none of the cache's
 
     def work() -> list[Any]:
-        watching = Watching(SLOWEST + budget)
+        if anew > 1:
+            os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()
+        watching = Watching(anew * (SLOWEST + budget))
         run_tests(tests, watching, mutant.loop, mutant)
         return [watching.failed, watching.stopped] if watching.failed or not watching.passed else []
 
-    told = in_child(work, budget + PATIENCE) if tests else []
+    told = in_child(work, anew * (budget + PATIENCE)) if tests else []
     late = told == "timeout" or bool(told and told[1])
     outcome = "timeout" if late else "killed" if told is None or told else "survived"
     by = "" if told == "timeout" else "crash" if told is None else told[0] if told else "" if tests else "not reached"
     cells = (mutant.file, mutant.line, mutant.operator.split("/")[1], mutant.occurrence, mutant.change(), mutant.loop)
-    return dict(zip(COLUMNS, map(str, (*cells, outcome, by, round(time.monotonic() - begun, 1))), strict=True))
+    return dict(zip(COLUMNS, map(str, (*cells, outcome, by, round(time.monotonic() - begun, 1), "")), strict=True))
 
 
 def read() -> dict[tuple[str, str, str], Row]:
@@ -365,11 +372,14 @@ def show(rows: dict[tuple[str, str, str], Row]) -> None:
     for row in rows.values():
         group = row["file"].removesuffix(".py") if row["file"].startswith("hooks") else str(Path(row["file"]).parent)
         group += ", compiled loops" if row["loop"] == "True" else ""
-        counts[group][row["outcome"]] += 1
-        counts["all"][row["outcome"]] += 1
-    print("| | mutants | killed | of these by time | survived |\n|---|---|---|---|---|")
+        for name in (group, "all"):
+            counts[name][row["outcome"] if row["why"] not in WHY else "none"] += 1
+    print("| | mutants | change no result | killed | of these by time | survived | killed of the others |")
+    print("|---|---|---|---|---|---|---|")
     for group, c in sorted(counts.items(), key=lambda pair: pair[0] == "all"):
-        print(f"| {group} | {c.total()} | {c['killed'] + c['timeout']} | {c['timeout']} | {c['survived']} |")
+        killed = c["killed"] + c["timeout"]
+        share = f"{killed / (c.total() - c['none']):.0%}".replace("%", " %")
+        print(f"| {group} | {c.total()} | {c['none']} | {killed} | {c['timeout']} | {c['survived']} | {share} |")
 
 
 def main() -> None:
@@ -396,6 +406,8 @@ def main() -> None:
     for mutant in left if anew else sample(options.sample, options.seed, rows):
         if anew or mutant.key() not in rows:
             row = judge(mutant, found, 8 * ENOUGH if anew else ENOUGH)
+            if row["outcome"] == "survived" and mutant.key() in rows:
+                row["why"] = rows[mutant.key()]["why"]
             if row["outcome"] == "killed" or not options.again:
                 rows[mutant.key()] = row
             write(rows)

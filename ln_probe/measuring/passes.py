@@ -27,8 +27,8 @@ from ln_probe.analyses.key_sample import DEFAULT as DEFAULT_SAMPLE
 from ln_probe.analyses.key_sample import SAMPLE_ABOVE, KeySample
 from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
-from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, Shape, View
-from ln_probe.analyses.probes.registry import chosen, package_of
+from ln_probe.analyses.probes.protocol import Failure, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
@@ -38,7 +38,9 @@ from ln_probe.hooks.sites import Site, layers_in_words, survey
 from ln_probe.loading.pretrained import NO_HEAD
 from ln_probe.loading.provenance import source_of
 from ln_probe.measuring import recording
+from ln_probe.measuring.beside import Beside
 from ln_probe.measuring.settings import Settings
+from ln_probe.measuring.watching import Watching
 from ln_probe.prompting.prompts import namer, summary
 from ln_probe.prompting.sources import BUNDLED, SAMPLED
 from ln_probe.prompting.vocabulary import name_tokens
@@ -126,6 +128,12 @@ class Passes:
         if device.type != "cuda" or not all(p.interleaved for p in self.probes if p.needs.prompts):
             return 0  # on a CPU a pass over one prompt keeps it busy: see docs/cost.md
         return torch.cuda.mem_get_info(device)[0] // 4
+
+    @cached_property
+    def _aside(self) -> int:
+        """Bytes of what waits to be looked at while a GPU goes on; 0: it is looked at while the pass waits."""
+        device = device_of(self.model)  # (a pass on the processor keeps it busy itself)
+        return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
 
     @property
     def _each(self) -> int:
@@ -248,27 +256,40 @@ class Passes:
         if not asked:
             return {}
         view = self._view(calibration)
-        watching = [_Watching(p, view, p.prompts if default else None) for p in asked]
-        for group in self._told("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
-            self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration)
+        watching = [Watching(p, view, p.prompts if default else None) for p in asked]
+        with Beside(self._aside) as beside:
+            for group in self._told("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
+                self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration, beside)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
     def _watch(
         self,
         group: Sequence[tuple[int, Int[Tensor, " _"]]],
-        watching: Sequence[_Watching],
+        watching: Sequence[Watching],
         calibration: Calibration,
+        beside: Beside,
     ) -> None:
+        """One group of prompts. What looks at attention does so beside the passes; whoever runs the model itself has to
+        wait for what he looks at there, so he comes last."""
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
         large = any(w.probe.needs.variants for w in attention)
 
         def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+            number = group[place][0]
             for w in norms if not site.stands_in else ():
-                w.see(lambda o: o.norm(group[place][0], site, x, y))
+                if w in attention and beside.room:
+                    beside.do(partial(w.norm, number, site, x.clone(), y.clone()), x.nbytes + y.nbytes)
+                else:
+                    w.norm(number, site, x, y)
 
         def on_attention(place: int, seen: AttentionInput) -> None:
+            if beside.room:  # later blocks may write where these are now
+                seen = replace(seen, x=seen.x.clone(), y=seen.y.clone(), pattern=seen.pattern.clone())
+            beside.do(partial(look, group[place][0], seen), seen.x.nbytes + seen.y.nbytes + seen.pattern.nbytes)
+
+        def look(number: int, seen: AttentionInput) -> None:
             def read() -> Heads | None:
                 return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
 
@@ -276,7 +297,7 @@ class Passes:
             if large:
                 return_free_memory()
             for w in attention:
-                w.see(lambda o: o.attention(group[place][0], attended))
+                w.attention(number, attended)
             if large:
                 return_free_memory()
 
@@ -290,16 +311,21 @@ class Passes:
                 on_attention=on_attention if attention else None,
             )
         for number, row in group:
-            for w in watching:
+            for w in sorted(watching, key=lambda w: w in attention):
                 if w.probe.needs.output:
+                    if w in attention:
+                        beside.finish()
                     tell(w.probe.name)
-                    w.see(partial(_prompt, number, row))
-                w.see(partial(_end, number))
+                    w.prompt(number, row)
+                if w in attention:
+                    beside.do(partial(w.end, number))
+                else:
+                    w.end(number)
 
     def weigh(self, probe: Probe) -> Piece | Failure:
         """What a probe that needs no prompts finds out."""
         tell(probe.name)
-        return _Watching(probe, self._view(None)).piece()
+        return Watching(probe, self._view(None)).piece()
 
     def record(
         self,
@@ -408,40 +434,3 @@ class Passes:
                 "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
             )
         return tuple(notes)
-
-
-def _prompt(number: int, row: Tensor, observer: Observer) -> None:
-    observer.prompt(number, row)
-
-
-def _end(number: int, observer: Observer) -> None:
-    observer.end(number)
-
-
-class _Watching:
-    """A probe's observer; whatever it raises ends its part, and nobody else's."""
-
-    def __init__(self, probe: Probe, view: View, limit: int | None = None) -> None:
-        self.probe, self.limit = probe, limit
-        self.failure: Failure | None = None
-        self._observer: Observer | None = None
-        self.see(lambda _: setattr(self, "_observer", probe.start(view)))
-
-    def takes(self, prompt: int) -> bool:
-        return self.limit is None or prompt < self.limit
-
-    def see(self, what: Callable[[Observer], Any]) -> Any:
-        """Let the observer see something, unless it has failed."""
-        if self.failure is None:
-            try:
-                return what(self._observer)  # type: ignore[arg-type]  # None before it is started
-            except Exception as error:
-                self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
-        return None
-
-    def piece(self) -> Piece | Failure:
-        made = self.see(lambda o: o.piece())
-        if self.failure is None and not isinstance(made, Piece):
-            wrong = TypeError(f"its observer's piece is a {type(made).__name__}, not a Piece")
-            self.failure = Failure.of(self.probe.name, package_of(self.probe), wrong)
-        return made if self.failure is None else self.failure

@@ -122,6 +122,37 @@ def test_a_minor_cycle_ends_at_the_minimizer_of_what_it_keeps(
         assert (weight[:m] >= 0).all()
 
 
+def minor_cycle(points: np.ndarray, e: np.ndarray, weight: np.ndarray) -> list[int]:
+    """Which points are left when each is dropped that blocks the way to the affine minimizer first."""
+    left = list(range(len(points)))
+    while True:
+        goal = affine_minimizer(points[left], e[left])
+        if (goal > 0).all():
+            return left
+        shares = [w / (w - g) if g <= 0 else np.inf for w, g in zip(weight, goal, strict=True)]
+        first = int(np.argmin(shares))
+        weight = weight + shares[first] * (goal - weight)
+        weight, left = np.delete(weight, first), left[:first] + left[first + 1 :]
+
+
+@pytest.mark.parametrize("rays", [0, 1])
+def test_what_blocks_first_is_dropped_first(rays: int, rng: np.random.Generator) -> None:
+    blocked = 0
+    for _ in range(12):
+        active, x = filled(rng, 5, rays), np.zeros(DIM)
+        active.points[:5] += 2.0 * rng.standard_normal(DIM)  # away from zero, so that several block
+        for a in range(5):
+            active_set.gram_column(active.points, active.e, active.border, 2.0, a)
+            assert active_set.append(active.inverse, active.solution, active.border, active.work, active.e, a)
+        active.weight[:5] /= active.weight[: 5 - rays].sum()
+        points, e, weight, members, inverse, solution, border, _ = active
+        expected = minor_cycle(points[:5].copy(), e[:5].copy(), weight[:5].copy())
+        _, m, _ = min_norm._to_affine_minimizer(points, e, weight, members, inverse, solution, border, 5, x, 2.0, False)
+        assert sorted(members[:m].tolist()) == expected
+        blocked += len(expected) < 4
+    assert blocked
+
+
 def test_the_lowest_score_among_few_and_all(rng: np.random.Generator) -> None:
     rows, scale, x = rng.standard_normal((9, DIM)), rng.random(9) + 0.5, rng.standard_normal(DIM)
     own, columns, scores = 0.3, np.ascontiguousarray(rows.T), np.zeros(9)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -117,6 +118,24 @@ def test_where_hard_keys_change_most_is_named() -> None:
         "even share of a prompt of average length: 25 %), one of the hardest twentieth 20 %."
     )
     assert not selectability._attainable(table.assign(attainable_median=math.nan), 0.25)
+
+
+def test_an_even_share_is_one_of_the_tokens_of_an_average_prompt() -> None:
+    rows = heads(*({"layer": 0, "variant": v, "attainable_median": 0.5, "attainable_p05": 0.1} for v in ("intact",)))
+    probe = Selectability()
+
+    def said(prompts: dict[str, Any]) -> str:
+        return " ".join(f.text for f in probe.findings({"heads": rows}, {"prompts": prompts}))
+
+    assert "(an even share of a prompt of average length: 6.2 %)" in said({"count": 4, "tokens": 64})
+    assert "even share" not in said({"count": 4, "tokens": 0})
+    assert "even share" not in said({})
+
+
+def test_sets_of_keys_are_joined_key_after_key() -> None:
+    one, two = {"verdict": np.array([[1, 2]])}, {"verdict": np.array([[3]])}
+    assert selectability._joined([one]) is one
+    assert selectability._joined([one, two])["verdict"].tolist() == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(("queries", "who"), [

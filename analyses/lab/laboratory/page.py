@@ -7,11 +7,22 @@ Words stand in `laboratory/prose.md`, figures nowhere but in the tables: a test 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from ln_probe.analyses.lab.experiments import EXPERIMENTS
 from ln_probe.analyses.lab.laboratory import on_attention, on_expressivity
-from ln_probe.analyses.lab.laboratory.reading import kept_table, markdown, only_row, prose, short_power, with_interval
+from ln_probe.analyses.lab.laboratory.reading import (
+    kept_about,
+    kept_table,
+    markdown,
+    only_row,
+    prose,
+    short_power,
+    with_interval,
+)
 from ln_probe.analyses.lab.long_training import STAGES
+from ln_probe.analyses.lab.published import kept
 
 
 def page() -> str:
@@ -19,6 +30,7 @@ def page() -> str:
     parts = (
         _head,
         _rules,
+        _overview,
         _verdicts,
         on_attention.majority,
         on_attention.majority_in_space,
@@ -45,6 +57,21 @@ def _head() -> Iterator[str]:
 
 def _rules() -> Iterator[str]:
     yield from prose("rules 1")
+
+
+def _overview() -> Iterator[str]:
+    """A row for every experiment with kept results: what it repeats, the command, seeds, time."""
+    yield from prose("overview 1")
+    rows = []
+    for name in sorted(kept(), key=list(EXPERIMENTS).index):
+        experiment = EXPERIMENTS[name]
+        about = kept_about(name)
+        command = about["command"].partition(" --out")[0].replace("ln-probe lab run ", "")
+        command = re.sub(r"( --text \S+)+", " --text FILE…", command)
+        seeds = about["settings"].get("seeds", "–")
+        count = str(len(seeds) if isinstance(seeds, list) else seeds)
+        rows.append((f"`{command}`", experiment.source, count, experiment.duration, experiment.quick_duration))
+    yield from markdown(("`ln-probe lab run` …", "after", "seeds, at most", "takes about", "`--quick`"), rows)
 
 
 def _verdicts() -> Iterator[str]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def kept() -> list[str]:
+    """The experiments of which results are kept."""
+    return sorted(p.parent.name for p in Path(__file__).parent.glob("*/results.json"))
+
+
 def folder(experiment: str) -> Path:
     """Where the kept results of an experiment lie.
 
     Raises:
         FileNotFoundError: nothing was kept of it (says what was).
     """
-    here = Path(__file__).parent
-    if not (here / experiment).is_dir():
-        known = ", ".join(sorted(p.parent.name for p in here.glob("*/results.json")))
-        raise FileNotFoundError(f"no kept results of {experiment!r}: there are {known}")
-    return here / experiment
+    found = Path(__file__).parent / experiment
+    if not found.is_dir():
+        raise FileNotFoundError(f"no kept results of {experiment!r}: there are {', '.join(kept())}")
+    return found

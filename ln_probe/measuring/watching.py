@@ -1,0 +1,55 @@
+"""Probes that watch a pass, each left to its own failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
+from ln_probe.analyses.probes.registry import package_of
+from ln_probe.hooks.sites import Site
+
+
+class Watching:
+    """A probe's observer, told what it is told itself; whatever it raises ends its part, and nobody else's."""
+
+    def __init__(self, probe: Probe, view: View, limit: int | None = None) -> None:
+        self.probe, self.limit = probe, limit
+        self.failure: Failure | None = None
+        self._observer: Observer | None = None
+        self._see(lambda _: setattr(self, "_observer", probe.start(view)))
+
+    def takes(self, prompt: int) -> bool:
+        return self.limit is None or prompt < self.limit
+
+    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        self._see(lambda o: o.norm(prompt, site, x, y))
+
+    def attention(self, prompt: int, attended: Attended) -> None:
+        self._see(lambda o: o.attention(prompt, attended))
+
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        self._see(lambda o: o.prompt(prompt, tokens))
+
+    def end(self, prompt: int) -> None:
+        self._see(lambda o: o.end(prompt))
+
+    def _see(self, what: Callable[[Observer], Any]) -> Any:
+        """Let the observer see it, unless it has failed."""
+        if self.failure is None:
+            try:
+                return what(self._observer)  # type: ignore[arg-type]  # None before it is started
+            except Exception as error:
+                self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
+        return None
+
+    def piece(self) -> Piece | Failure:
+        made = self._see(lambda o: o.piece())
+        if self.failure is None and not isinstance(made, Piece):
+            wrong = TypeError(f"its observer's piece is a {type(made).__name__}, not a Piece")
+            self.failure = Failure.of(self.probe.name, package_of(self.probe), wrong)
+        return made if self.failure is None else self.failure

@@ -1,0 +1,209 @@
+"""What stands between a certificate and a false one: tolerances, roundings that are allowed for, who counts as near."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import ln_probe
+from ln_probe.analyses.geometry import min_norm, screening
+from ln_probe.analyses.geometry.active_set import active_set
+from ln_probe.analyses.geometry.best_gap import Keys, _nearest
+from ln_probe.analyses.geometry.certificates import CertificateError, Checker, Rows
+from ln_probe.analyses.geometry.certify import certify
+from ln_probe.analyses.geometry.conditioning import conditioning
+from ln_probe.analyses.geometry.judged import judged
+from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, span
+from ln_probe.analyses.geometry.pool import Pool
+from ln_probe.analyses.geometry.proofs import Proved, prove_verdicts
+from ln_probe.analyses.geometry.query_sets import _LARGEST, QuerySet
+from ln_probe.analyses.geometry.search import INSIDE, SEPARATED, Search
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
+
+SQUARE = np.array([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, -1.0, 0.0], [0.2, 0.1, 0.0]])
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+def proved_of(keys: np.ndarray) -> tuple[Checker, Proved]:
+    checker, sets = Checker(keys, None, None, TAU), coordinates(keys)
+    return checker, prove_verdicts(checker, sets, decide(sets))
+
+
+# Tolerances
+
+
+@pytest.mark.parametrize("times", [0.5, 100.0])
+def test_weights_may_miss_their_key_by_the_tolerance_and_no_more(times: float) -> None:
+    _, proved = proved_of(SQUARE)
+    assert proved.verdicts.code.tolist() == [SELECTABLE] * 4 + [UNSELECTABLE]
+    moved = SQUARE.copy()
+    moved[4, 2] = times * TAU * np.sqrt((SQUARE**2).sum() / len(SQUARE))
+    checker, one = Checker(moved, None, None, TAU), np.arange(5)
+    if times < 1.0:
+        certify(checker, proved, None, None, None, one)
+    else:
+        with pytest.raises(CertificateError, match="key 4: its convex weights miss it by"):
+            certify(checker, proved, None, None, None, one)
+
+
+def test_how_clear_a_verdict_is_has_its_sign() -> None:
+    _, proved = proved_of(SQUARE)
+    assert (proved.clear[:4] > TAU).all()
+    assert -TAU < proved.clear[4] < 0.0
+
+
+def test_the_undecided_are_solved_for_where_proofs_are_made() -> None:
+    sets, checker = coordinates(SQUARE), Checker(SQUARE, None, None, TAU)
+    known = decide(sets)
+    code, gap, query = known.code.copy(), known.gap.copy(), known.query.copy()
+    code[0], gap[0], query[0] = UNDECIDED, -np.inf, np.nan
+    left_open = replace(known, code=code, gap=gap, query=query)
+    assert prove_verdicts(checker, sets, left_open).verdicts.code[0] == SELECTABLE
+    assert prove_verdicts(checker, sets, left_open, seek=False).verdicts.code[0] == UNDECIDED
+
+
+def test_a_key_is_near_the_tolerance_only_if_no_query_clears_it() -> None:
+    sets, where = coordinates(SQUARE[:4]), judged(SQUARE[:4], None, None)
+    barely = np.full(4, TAU)  # what some query showed; the best one shows far more
+    assert conditioning(sets, where, decide(sets), barely).near_tau == 0
+    close = np.append(SQUARE[:4], [[0.5, 1.0 + 2e-9, 0.0]], axis=0)  # beyond an edge by about the tolerance
+    sets, where = coordinates(close), judged(close, None, None)
+    verdicts = decide(sets)
+    assert conditioning(sets, where, verdicts, np.append(barely, TAU)).near_tau == 1
+    one = SQUARE[:1]
+    assert conditioning(coordinates(one), judged(one, None, None), decide(coordinates(one)), barely[:1]).near_tau == 1
+
+
+def test_a_pair_of_equal_keys_is_called_so() -> None:
+    keys = np.append(SQUARE[:4], SQUARE[2:3], axis=0)
+    assert decide(coordinates(keys)).code.tolist() == [SELECTABLE, SELECTABLE, DUPLICATE, SELECTABLE, DUPLICATE]
+
+
+def test_radii_to_the_end_of_what_can_be_used() -> None:
+    for radius in (1.0 / _LARGEST, _LARGEST):
+        geometry = ln_probe.key_geometry(SQUARE, query_set=radius)
+        assert geometry.verdict[4] == "unselectable"
+    for radius in (0.99 / _LARGEST, 1.01 * _LARGEST):
+        with pytest.raises(ValueError, match="scores would leave the range of float64"):
+            ln_probe.key_geometry(SQUARE, query_set=radius)
+
+
+def test_a_flat_cloud_spans_only_where_it_extends(rng: np.random.Generator) -> None:
+    for number in (10, 3):
+        rows = rng.standard_normal((number, 4))
+        rows[:, 2:] = 0.0
+        basis = span(rows - rows.mean(axis=0))
+        assert basis.shape == (4, 2)
+        np.testing.assert_allclose(basis.T @ basis, np.eye(2), atol=1e-12)
+        np.testing.assert_allclose(basis[2:], 0.0, atol=1e-12)
+
+
+# Rounding
+
+
+def test_what_is_lifted_is_known_to_within_its_noise(rng: np.random.Generator) -> None:
+    """A bias far from zero loses digits when it is centred; the noise of a score owns up to that."""
+    points = rng.standard_normal((12, 2))
+    bias = 1e6 + rng.standard_normal(12)
+    space = Checker(points, bias, None, TAU).judged
+    lift = bias / np.abs(bias).max()
+    exact = [Fraction(float(b)) for b in bias / np.abs(bias).max()]
+    mean = sum(exact, Fraction(0)) / 12
+    centred = [e - mean for e in exact]
+    true = np.array([float(c) for c in centred])
+    true /= np.sqrt((true**2).mean())
+    error = np.abs(space.rows[:, -1] - true)
+    assert error.max() > 1e-12  # (digits were lost)
+    assert (error <= space.noise).all()
+    assert space.noise.max() < 1e-7
+    assert np.abs(lift).max() == 1.0
+
+
+def test_no_weight_is_bounded_by_more_than_all_of_it() -> None:
+    keys = np.array([[3.0, 1.0], [3.0, 1.0]])
+    for some in (keys[:1], keys):
+        checker = Checker(some, None, QuerySet(np.zeros(2), np.eye(2)), TAU)
+        zero = np.zeros((1, 2))
+        weight, bound = checker.attention(np.array([0]), zero, zero)
+        assert weight.lower[0] <= 1.0 / len(some) <= weight.upper[0] <= 1.0
+        assert bound.lower[0] <= bound.upper[0] <= 1.0
+
+
+def test_screening_doubts_what_single_precision_loses(rng: np.random.Generator) -> None:
+    rows = 1e4 * rng.standard_normal((60, 8))
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    scores = unit @ rows.T
+    own = np.diag(scores)
+    true = -np.logaddexp.reduce(scores - own[:, None], axis=1)
+    found = screening.pointed(rows, None)
+    wrong = np.abs(found.log_weight - true)
+    assert (wrong <= found.doubt).all()
+    assert (found.doubt >= 1e4 * 2.0**-24).all()  # nothing computed in single precision is better than that
+
+
+# Searches
+
+
+@pytest.mark.parametrize("dim", [2, 6])
+def test_a_search_ends_with_what_proves_it(dim: int, rng: np.random.Generator) -> None:
+    rows = rng.standard_normal((12, dim))
+    rows[0] = rows[1:].mean(axis=0)
+    rows[11] = 3.0 * rows[1] / np.linalg.norm(rows[1])
+    centre = np.delete(rows, 11, axis=0).mean(axis=0)
+    while Checker(rows, None, None, TAU).selects(np.array([11]), unit(rows[11] - centre)[None])[0].lower[0] > 0.2:
+        rows[11] = 0.5 * (rows[11] + centre)  # outside, but not by far
+    columns, flat = np.ascontiguousarray(rows.T), np.ones(dim)
+    for target, expected in ((0, INSIDE), (11, SEPARATED)):
+        search = Search(rows, columns, target, 12, False, flat, 0.0 * flat, TAU, -1.0, np.ones(12))
+        active, x, best = active_set(dim + 2, dim), np.zeros(dim), np.zeros(dim)
+        ended, m, _, upper, _ = min_norm.nearest_point(search, 3, 1, active, x, best, np.zeros(12), 1e9)
+        assert ended == expected
+        weight = active.weight[:m] / active.weight[:m].sum()
+        np.testing.assert_allclose(weight @ rows[active.members[:m]] - rows[target], x, atol=1e-12)
+        if target == 0:
+            assert upper <= TAU
+        else:
+            lead = (rows[11] - np.delete(rows, 11, axis=0)) @ -unit(best)
+            assert TAU < lead.min() < 1.0
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / np.linalg.norm(x))
+
+
+def test_where_a_search_begins_among_keys_close_together(rng: np.random.Generator) -> None:
+    rows = 1e-3 * rng.standard_normal((5, 3))
+    keys = Keys(rows, np.ascontiguousarray(rows.T), np.zeros(5), (rows**2).sum(axis=1))
+    start, largest = _nearest(keys, 1, np.zeros(5))
+    apart = np.linalg.norm(rows - rows[1], axis=1)
+    assert largest == pytest.approx(apart.max())
+    assert start == np.where(np.arange(5) == 1, np.inf, apart).argmin()
+    alone = Keys(rows[:1], np.ascontiguousarray(rows[:1].T), np.zeros(1), (rows[:1] ** 2).sum(axis=1))
+    assert _nearest(alone, 0, np.zeros(1)) == (-1, 0.0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_pool_proposes_what_holds(biased: bool, rng: np.random.Generator) -> None:
+    keys, bias = rng.standard_normal((40, 2)), 0.3 * rng.standard_normal(40) if biased else None
+    sets = coordinates(keys, bias)
+    code = decide(sets).code[sets.leaders]
+    pool = Pool(sets)
+    pool.solve()
+    assert (pool.inside == (code == UNSELECTABLE)).all()
+    assert np.isfinite(pool.query[code == SELECTABLE]).all()
+    checker = Checker(keys, bias, None, TAU)
+    assert pool.inside.sum() > 10
+    for place, (index, weight) in pool.rows.items():
+        used, one = sets.leaders[index], np.array([sets.leaders[place]])
+        miss = checker.reproduces(one, Rows(np.array([0, len(used)]), used, weight / weight.sum()))
+        assert miss.upper[0] <= TAU
+    for place in np.flatnonzero(~pool.inside):
+        height = sets.white @ pool.query[place]
+        assert height[place] > np.delete(height, place).max()
