@@ -153,12 +153,10 @@ def test_screening_doubts_what_single_precision_loses(rng: np.random.Generator) 
 
 @pytest.mark.parametrize("dim", [2, 6])
 def test_a_search_ends_with_what_proves_it(dim: int, rng: np.random.Generator) -> None:
-    rows = rng.standard_normal((12, dim))
-    rows[0] = rows[1:].mean(axis=0)
-    rows[11] = 3.0 * rows[1] / np.linalg.norm(rows[1])
-    centre = np.delete(rows, 11, axis=0).mean(axis=0)
-    while Checker(rows, None, None, TAU).selects(np.array([11]), unit(rows[11] - centre)[None])[0].lower[0] > 0.2:
-        rows[11] = 0.5 * (rows[11] + centre)  # outside, but not by far
+    rows = np.array(
+        [unit(row) * length for row, length in zip(rng.standard_normal((12, dim)), rng.random(12), strict=True)]
+    )
+    rows[0], rows[11] = rows[1:11].mean(axis=0), 1.4 * unit(rows[11])  # inside; and outside, but not by far
     columns, flat = np.ascontiguousarray(rows.T), np.ones(dim)
     for target, expected in ((0, INSIDE), (11, SEPARATED)):
         search = Search(rows, columns, target, 12, False, flat, 0.0 * flat, TAU, -1.0, np.ones(12))

@@ -20,7 +20,6 @@ spec.loader.exec_module(fixtures)
 
 import ln_probe  # noqa: E402  (the fixtures have its shapes checked as it is imported)
 from ln_probe.analyses.probes.registry import BUILT_IN  # noqa: E402
-from ln_probe.measuring.passes import Passes  # noqa: E402
 
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
 
@@ -37,7 +36,6 @@ def main(arch: str, folder: str) -> None:
     here = ln_probe.analyze(bridge(arch), TOKENS, probes=tuple(BUILT_IN), progress=False, keys="all")
     with stand_in.stand_in() as there:
         stand_in.move(model)
-        Passes._aside = 1 << 30  # as beside a GPU
         report = ln_probe.analyze(model, TOKENS, probes=tuple(BUILT_IN), progress=False, keys="all")
         assert next(model.parameters()).device == there
     for one in (here, report):

@@ -13,8 +13,12 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
+from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.capture import ActivationError
 from ln_probe.measuring import passes
+from ln_probe.measuring.analyze import ProbeFailedWarning
 from ln_probe.measuring.beside import Beside
 from ln_probe.measuring.passes import Passes
 
@@ -92,24 +96,31 @@ def test_without_a_gpu_there_is_no_other_thread() -> None:
 
 
 def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
-    done = []
+    done, go = [], threading.Event()
 
     def fail() -> None:
         raise KeyError("there")
 
-    with pytest.raises(KeyError, match="there"), Beside(100) as beside:
-        beside.do(fail)
-        beside.finish()
-    with pytest.raises(KeyError, match="there"), Beside(100) as beside:
-        beside.do(fail)
-    go = threading.Event()
-    with pytest.raises(ZeroDivisionError), Beside(100) as beside:  # what waits is not begun any more
-        beside.do(lambda: done.append(go.wait(PATIENCE)))
-        beside.do(lambda: done.append(False))
-        go.set()
-        raise ZeroDivisionError
-    assert done[:1] == [True]
-    assert len(threading.enumerate()) < 50
+    def failing(finish: bool) -> None:
+        with Beside(100) as beside:
+            beside.do(fail)
+            if finish:
+                beside.finish()
+
+    def broken_off() -> None:
+        with Beside(100) as beside:
+            beside.do(lambda: done.append(go.wait(PATIENCE)))
+            for _ in range(5):
+                beside.do(lambda: done.append(False))
+            threading.Timer(0.2, go.set).start()
+            raise ZeroDivisionError
+
+    for finish in (True, False):
+        with pytest.raises(KeyError, match="there"):
+            failing(finish)
+    with pytest.raises(ZeroDivisionError):
+        broken_off()
+    assert done == [True]  # what waits is not begun any more
 
 
 @pytest.mark.parametrize("room", [1, ROOM])
@@ -120,9 +131,7 @@ def test_tables_are_the_same(room: int, make_hooked: Callable[..., Any], monkeyp
     assert_equal(measured(model, 0, monkeypatch, **two), measured(model, room, monkeypatch, **two))
 
 
-def test_what_is_looked_at_later_is_as_it_was(
-    make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_looked_at_later_is_as_it_was(make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A later block may use the memory of what an earlier one read: here it is overwritten before anybody looks."""
     model = make_hooked()
     plain = measured(model, 0, monkeypatch, probes=PROBES[1:4])
@@ -156,18 +165,24 @@ def test_what_is_looked_at_later_is_as_it_was(
 def test_a_probe_that_fails_there_leaves_the_others(
     make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ln_probe.analyses.probes.uniformity import UniformityProbe
+    class Failing(Observer):
+        def attention(self, prompt: int, attended: Attended) -> None:
+            raise ZeroDivisionError(f"of prompt {prompt}")
 
-    class Failing(UniformityProbe):
-        def start(self, view: Any) -> Any:
-            observer = super().start(view)
-            monkeypatch.setattr(observer, "attention", lambda *_: 1 / 0)
-            return observer
+    class Broken(Probe):
+        name, summary, needs = "broken", "fails", Needs(attention=True)
+        tables = (
+            Table("broken", "Broken", "A row per prompt.", ("prompt",), (Column("prompt", "int", "its number"),)),
+        )
+
+        def start(self, view: View) -> Observer:
+            return Failing()
 
     monkeypatch.setattr(Passes, "_aside", ROOM)
     model = make_hooked()
-    found = ln_probe.analyze(model, prompts(), probes=("sinks", Failing()), progress=False)
-    assert any("uniformity" in note and "ZeroDivisionError" in note for note in found.notes)
+    with pytest.warns(ProbeFailedWarning, match="of prompt 0"):
+        found = ln_probe.analyze(model, prompts(), probes=("sinks", Broken()), progress=False)
+    assert [f.probe for f in found.failures] == ["broken"]
     assert len(found.tables["sinks"])
 
 
