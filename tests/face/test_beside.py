@@ -181,9 +181,9 @@ def test_a_probe_that_fails_there_leaves_the_others(
     monkeypatch.setattr(Passes, "_aside", ROOM)
     model = make_hooked()
     with pytest.warns(ProbeFailedWarning, match="of prompt 0"):
-        found = ln_probe.analyze(model, prompts(), probes=("sinks", Broken()), progress=False)
+        found = ln_probe.analyze(model, prompts(), probes=("uniformity", Broken()), progress=False)
     assert [f.probe for f in found.failures] == ["broken"]
-    assert len(found.tables["sinks"])
+    assert len(found.tables["heads"])
 
 
 def test_a_pass_that_breaks_off_leaves_no_thread(
