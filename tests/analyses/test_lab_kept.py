@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at
-from ln_probe.analyses.lab.laboratory.page import page
+from ln_probe.analyses.lab.laboratory.laboratory_page import page
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import SUMMARY_FILE
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
 
 
 def test_the_page_is_made_of_the_kept_tables() -> None:
-    assert PAGE.read_text() == page(), "python -m ln_probe.analyses.lab.laboratory.page > docs/laboratory.md"
+    assert PAGE.read_text() == page(), "python -m ln_probe.analyses.lab.laboratory.laboratory_page > docs/laboratory.md"
 
 
 @pytest.mark.parametrize("experiment", THERE)

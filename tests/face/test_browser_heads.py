@@ -178,7 +178,7 @@ def violations(where: Any, axe: str) -> list[str]:
     return [f"{v['id']}: {n['html'][:160]}" for v in found["violations"] for n in v["nodes"]]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(
     scheme: str, report: Report, causal: pd.DataFrame, visit: Any, axe: str, tmp_path: Path
 ) -> None:

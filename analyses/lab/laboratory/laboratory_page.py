@@ -1,6 +1,6 @@
 """docs/laboratory.md: what the laboratory found, every figure of it read from the kept tables.
 
-    python -m ln_probe.analyses.lab.laboratory.page > docs/laboratory.md
+    python -m ln_probe.analyses.lab.laboratory.laboratory_page > docs/laboratory.md
 
 Words stand in `laboratory/prose.md`, figures nowhere but in the tables: a test makes the page anew and compares.
 """
