@@ -122,8 +122,8 @@ class Observer:
     """Watches prompts and makes a piece of them. Only what the probe needs is called.
 
     Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
-    Beside a model on a GPU an observer that looks at attention does so in another thread, one call after the other, while
-    the model goes on; what it is given stays as it is.
+    Beside a model on a GPU an observer that looks at attention does so in another thread, one call after the other,
+    while the model goes on; what it is given stays as it is.
     """
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
