@@ -16,7 +16,7 @@ Needs `pip install cosmic-ray coverage`.
     python bench/mutants.py --map                             which test executes which lines (minutes)
     python bench/mutants.py --map tests/hooks/test_sites.py   these anew
     python bench/mutants.py                                   draws, runs; goes on where it was interrupted
-    python bench/mutants.py --again                           what was not killed, with more of the tests
+    python bench/mutants.py --again                           what was not killed nor explained, with more of the tests
     python bench/mutants.py --again tests/hooks/test_sites.py   with these
     python bench/mutants.py --table
 """
@@ -51,7 +51,7 @@ MAP, RESULTS = ROOT / "build" / "mutants.json", ROOT / "bench" / "mutants.csv"
 FILES = ("analyses/geometry/*.py", "analyses/probes/*.py", "hooks/sites.py", "hooks/variants.py")
 TESTS = ("tests/hooks/test_*.py", "tests/analyses/test_*.py")
 NOT_THESE = re.compile("_lab_|test_lab|_crasp|_attribution")  # they use what is mutated, and take long
-UNCOMPILED = re.compile("hull|attain|last_res|margin|cone|weights|formulas|loops|pieces")  # mostly quick without numba
+UNCOMPILED = re.compile("hull|attain|last_res|margin|cone|weights|formulas|loops|pieces|guards")  # quick without numba
 SLOWEST, ENOUGH = 3.0, 5.0  # seconds of a processor: of a test without numba, of all tests of a mutant
 PATIENCE = 90.0  # and of the wall, before a mutant's process is stopped
 COLUMNS = ("file", "line", "operator", "occurrence", "change", "loop", "outcome", "test", "seconds", "why")
@@ -317,7 +317,8 @@ def chosen(mutant: Mutant, found: Any, budget: float) -> list[str]:
         for path in (p for pattern in FILES for p in ROOT.glob(pattern)):
             uses = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name) and n.id in names)
             where[str(path.relative_to(ROOT))] = {n.lineno for n in uses}
-    told = found["uncompiled" if mutant.loop else "compiled"].items()
+    seen = mutant.loop or mutant.operator.endswith("RemoveDecorator")  # of a compiled function no line is seen
+    told = (found["uncompiled"] if seen else found["compiled"]).items()
     fitting = [(s, t) for t, (s, told_lines) in told if any(set(told_lines.get(f, ())) & at for f, at in where.items())]
     if not fitting:  # a decorator, a constant that nothing here uses: whatever executes the file
         fitting = [(seconds, test) for test, (seconds, told_lines) in told if mutant.file in told_lines]
@@ -402,7 +403,7 @@ def main() -> None:
     anew = options.again is not None
     if options.again:
         found = {k: {t: told for t, told in of.items() if t.split("::")[0] in options.again} for k, of in found.items()}
-    left = [mutant_of(row) for row in rows.values() if row["outcome"] != "killed"]
+    left = [mutant_of(row) for row in rows.values() if row["outcome"] != "killed" and row["why"] not in WHY]
     for mutant in left if anew else sample(options.sample, options.seed, rows):
         if anew or mutant.key() not in rows:
             row = judge(mutant, found, 8 * ENOUGH if anew else ENOUGH)

@@ -15,10 +15,11 @@ from ln_probe.analyses.geometry.best_gap import Keys, _nearest
 from ln_probe.analyses.geometry.certificates import CertificateError, Checker, Rows
 from ln_probe.analyses.geometry.certify import certify
 from ln_probe.analyses.geometry.conditioning import conditioning
+from ln_probe.analyses.geometry.first_unselectable import first_unselectable
 from ln_probe.analyses.geometry.judged import judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, span
 from ln_probe.analyses.geometry.pool import Pool
-from ln_probe.analyses.geometry.proofs import Proved, prove_verdicts
+from ln_probe.analyses.geometry.proofs import Proved, prove_positions, prove_verdicts
 from ln_probe.analyses.geometry.query_sets import _LARGEST, QuerySet
 from ln_probe.analyses.geometry.search import INSIDE, SEPARATED, Search
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
@@ -67,6 +68,14 @@ def test_the_undecided_are_solved_for_where_proofs_are_made() -> None:
     left_open = replace(known, code=code, gap=gap, query=query)
     assert prove_verdicts(checker, sets, left_open).verdicts.code[0] == SELECTABLE
     assert prove_verdicts(checker, sets, left_open, seek=False).verdicts.code[0] == UNDECIDED
+
+
+def test_where_all_can_be_selected_no_position_is_left_open() -> None:
+    keys = SQUARE[:4]
+    sets, checker = coordinates(keys), Checker(keys, None, None, TAU)
+    verdicts = decide(sets)
+    first, left = prove_positions(checker, verdicts, first_unselectable(sets, verdicts))
+    assert (first.at.tolist(), left) == ([-1] * 4, 0)
 
 
 def test_a_key_is_near_the_tolerance_only_if_no_query_clears_it() -> None:
