@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,21 @@ def test_the_queries_are_the_final_norms_outputs() -> None:
     u = (y - queries.center) @ np.linalg.pinv(queries.axes).T
     np.testing.assert_allclose(queries.center + u @ queries.axes.T, y, atol=1e-9)
     assert np.linalg.norm(u, axis=1).max() <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+def test_behind_a_norm_that_does_not_scale_a_length_has_no_meaning(size: float) -> None:
+    """Any output can be had, of any length: margins and probabilities are NaN, verdicts those of the rows alone."""
+    rng = np.random.default_rng(4)
+    rows = size * rng.normal(size=(50, 6))
+    rows[3], rows[8] = rng.dirichlet(np.ones(9)) @ rows[10:19], rows[30]
+    free = Site(**{**vars(a_final_norm()), "kind": "projection_only", "constant_scale": 1.0, "radius": math.nan})
+    table, undecided = unembedding.measure(rows, None, free, str, hardest=50)
+    assert undecided == 0
+    assert table.drop(columns=["token_id", "token", "verdict"]).isna().all(axis=None)
+    expected = ln_probe.key_geometry(rows, margins=False).verdict
+    assert (table.set_index("token_id").loc[range(50), "verdict"] == expected).all()
+    assert expected[3] == "unselectable"
 
 
 def test_a_planted_token_in_a_real_checkpoint(capp: Path) -> None:

@@ -20,6 +20,7 @@ from ln_probe.hooks.writes import Writers
 
 TOKENS = torch.arange(1, 11)
 SHAPES = ("gpt2", "neox", "llama", "gemma2", "bert")
+FAST = ("gpt2", "llama", "bert")  # bert: norms in the stream, of parts with biases
 
 
 def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
@@ -40,9 +41,7 @@ def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param(a, marks=[] if a in ("gpt2", "llama") else pytest.mark.slow) for a in SHAPES]
-)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in FAST else pytest.mark.slow) for a in SHAPES])
 def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["writers"], progress=False)
