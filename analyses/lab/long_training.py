@@ -90,6 +90,7 @@ STAGES = (
         lambda k: k["width"] == 0 and k["kernel"] in ("log", "linear"),
         72,
         "4a and 4b without an FFN, as published",
+        kept=True,
     ),
     Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000),
     Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2"),

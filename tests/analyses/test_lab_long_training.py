@@ -33,7 +33,7 @@ def test_it_goes_on_and_can_be_collected(
 ) -> None:
     monkeypatch.setattr(approximation, "training", lambda quick, seed, lr: TrainConfig(steps=2, batch=2, seed=seed))
     (one,) = [s for s in STAGES if s.experiment == "approximation" and "FFN" in s.why]
-    small = replace(one, seeds=(0,), wanted=lambda k: one.wanted(k) and k["heads"] == 1 and k["lr"] == 0.01)
+    small = replace(one, seeds=(0,), kept=False, wanted=lambda k: one.wanted(k) and k["heads"] == 1 and k["lr"] == 0.01)
     monkeypatch.setattr(long_training, "STAGES", (small,))
     main(["--out", str(tmp_path)])
     assert "0 of 4 runs done" in capsys.readouterr().out
