@@ -92,7 +92,7 @@ STAGES = (
         "4a and 4b without an FFN, as published",
         kept=True,
     ),
-    Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000),
+    Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000, kept=True),
     Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2"),
     Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete"),
     Stage("counting_budget", THREE, lambda k: k["task"] == "L5", 43, "QRNNs on L5 with ten times the updates"),
