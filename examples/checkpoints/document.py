@@ -104,8 +104,9 @@ def findings_list() -> str:
         f"Trained from scratch to name the majority token (ten seeds), leaving projection out changes the training "
         f"loss at step 1000 by {_contrast('no projection, at radius sqrt(d)')}, and making vectors as short as in the "
         f"published model without it by {_contrast('size 1/sqrt(d), with projection')}: the published gap is size, and "
-        f"size of the values: at that size they alone cost {_contrast('size 1/sqrt(d) of values alone')}, queries "
-        f"and keys alone {_contrast('size 1/sqrt(d) of queries and keys alone')}."
+        "size of the values: without projection, at that size, they alone cost "
+        f"{_contrast('size 1/sqrt(d) of values alone')}, queries and keys alone "
+        f"{_contrast('size 1/sqrt(d) of queries and keys alone')}."
     )
     return "\n".join(f"{number}. {text}" for number, text in enumerate((first, second, third), start=1))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -79,7 +81,10 @@ def test_only_so_much_waits_as_there_is_room_for() -> None:
     with Beside(100) as beside:
         giver = threading.Thread(target=give)
         giver.start()
-        giver.join(0.5)
+        end = time.monotonic() + PATIENCE
+        while len(most) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        giver.join(0.2)  # (time enough to give more, if there were room)
         assert most == [40, 80]  # the third has to wait
         go.set()
         giver.join(PATIENCE)
@@ -96,7 +101,7 @@ def test_without_a_gpu_there_is_no_other_thread() -> None:
 
 
 def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
-    done, go = [], threading.Event()
+    done: list[bool] = []
 
     def fail() -> None:
         raise KeyError("there")
@@ -108,11 +113,21 @@ def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
                 beside.finish()
 
     def broken_off() -> None:
+        def first() -> None:  # ends when what is behind it has been called off
+            end = time.monotonic() + PATIENCE
+            while not all(later.cancelled() for later in behind) and time.monotonic() < end:
+                time.sleep(0.01)
+            done.append(True)
+
         with Beside(100) as beside:
-            beside.do(lambda: done.append(go.wait(PATIENCE)))
+            begin = threading.Event()
+            behind: list[Future[None]] = []
+            beside.do(lambda: (begin.wait(PATIENCE), first())[1])
             for _ in range(5):
                 beside.do(lambda: done.append(False))
-            threading.Timer(0.2, go.set).start()
+            behind += [future for future, _ in beside._waiting][1:]
+            assert len(behind) == 5
+            begin.set()
             raise ZeroDivisionError
 
     for finish in (True, False):

@@ -71,7 +71,7 @@ def _overview() -> Iterator[str]:
         seeds = about["settings"].get("seeds", "–")
         count = str(len(seeds) if isinstance(seeds, list) else seeds)
         rows.append((f"`{command}`", experiment.source, count, experiment.duration, experiment.quick_duration))
-    yield from markdown(("`ln-probe lab run` …", "after", "seeds, at most", "takes about", "`--quick`"), rows)
+    yield from markdown(("`ln-probe lab run` …", "after", "seeds kept, at most", "takes, by itself", "`--quick`"), rows)
 
 
 def _verdicts() -> Iterator[str]:
