@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
 
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.bundled_seeds import (
     ALL_LAYERS,
+    COSTS,
     FRACTION,
     FROZEN,
     KEYS,
     LOSS,
     _keys,
     contrasts,
+    costs,
     findings,
+    text,
     unselectable,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, calibrate
@@ -39,6 +46,40 @@ def test_keys_of_a_constant_divisor(norm: str) -> None:
         (layer, measure) for layer in (0, 1) for measure in ((FRACTION, FROZEN) if norm in SCALES else (FRACTION,))
     ]
     assert all(0 < share < 1 for _, _, share in found)
+
+
+def test_what_the_terms_cost() -> None:
+    """With each site's constants put in by hand; a model that does not project loses nothing without projection."""
+    torch.manual_seed(0)
+    made = LabConfig(2, 8, 4, 11, 16, norm="scaling_only", norm_mlp="scaling_only", norm_final="scaling_only")
+    model = made.build()
+    tokens, others = torch.randint(11, (5, 16)), torch.randint(11, (5, 16))
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.3 * torch.randn_like(weights)
+    found = {measure: (layer, cost) for layer, measure, cost in costs(model, tokens, others)}
+    assert found[COSTS["projection"]] == (ALL_LAYERS, 0)
+    _, cache = model.run_with_cache(others)
+    frozen = {
+        name: torch.cat([sigma[:, :1].mean(0), sigma[:, 1:].mean().expand(15, 1)])
+        for name, sigma in cache.items()
+        if name.endswith("hook_scale")
+    }
+    hooks = [(name, lambda sigma, hook: frozen[hook.name].expand_as(sigma)) for name in frozen]
+    with torch.no_grad():
+        by_hand = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks) - model(tokens, return_type="loss")
+    assert found[COSTS["scaling"]] == (ALL_LAYERS, pytest.approx(float(by_hand), abs=1e-6))
+    assert abs(by_hand) > 1e-3
+
+
+def test_other_text_than_the_shipped(tmp_path: Path) -> None:
+    """Seed 0 is the checkpoint that ships: its tokens mean nothing to another tokenizer."""
+    file = tmp_path / "other.txt"
+    file.write_text("".join(f"{i} green bottles hanging on the wall, " for i in range(9000)))
+    request = Request(tmp_path, (0, 1), texts=(file,))
+    with pytest.raises(ValueError, match=r"trained on kjv\.txt \(262804ea\), .*, got other\.txt \("):
+        text(request)
+    assert text(replace(request, quick=True)).d_vocab == 1024
 
 
 def test_contrasts_are_within_seeds() -> None:

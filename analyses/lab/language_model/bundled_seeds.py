@@ -1,13 +1,16 @@
 """The models that ship with ln_probe, with more seeds: the same shape, text and schedule.
 
 Seed 0 is the checkpoint that ships (`bundled_language_model` trained it); the others are trained here. Measured are the
-held-out loss and, on the keys of held-out windows, the share that no query of a head can select: as the model is, and
-with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at position 0, which
-keep a constant of their own).
+held-out loss; what it rises by without the scaling, or the projection, of every norm (on every other held-out window,
+with constants from those between); and, on the keys of held-out windows, the share that no query of a head can select:
+as the model is, and with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at
+position 0, which keep a constant of their own).
 """
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, cast
@@ -26,8 +29,10 @@ from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.hooks.interventions import NoOpWarning, without
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -37,6 +42,14 @@ STEPS, BATCH = 2000, 16
 CONTEXTS = 16  # held-out windows whose keys are measured
 SHIPPED_SEED = 0
 LOSS, FRACTION, FROZEN = "valid_loss", "unselectable_fraction", "unselectable_without_scaling"
+COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
+TITLES = {  # of a measure: what it is called, factor, digits and unit in sentences
+    LOSS: ("Held-out loss", 1, 3, "nats"),
+    COSTS["scaling"]: ("Cost of leaving out all scaling", 1, 3, "nats"),
+    COSTS["projection"]: ("Cost of leaving out all projection", 1, 4, "nats"),
+    FRACTION: ("Unselectable keys", 100, 1, "points"),
+    FROZEN: ("Unselectable keys without scaling", 100, 1, "points"),
+}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of what is not measured layer by layer
 
@@ -52,9 +65,33 @@ def training(quick: bool, seed: int) -> TrainConfig:
     return TrainConfig(steps=steps, batch=2 if quick else BATCH, seed=seed, save_at=(0, steps // 20), state_every=50)
 
 
+def shipped(norm: str) -> Traversable:
+    """The folder of the checkpoint that ships."""
+    return files("ln_probe.data") / "checkpoints" / f"lm-{norm}"
+
+
+def text(request: Request) -> TextTask:
+    """The text of the request, which must be the one that the shipped checkpoints were trained on.
+
+    Raises:
+        ValueError: it is another, and the run is not a quick one.
+    """
+    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
+    wanted = json.loads((shipped("layernorm") / "lab.json").read_text(encoding="utf-8"))["data"]
+    if task.identity != wanted and not request.quick:
+        asked, got = (
+            ", ".join(f"{f['name']} ({f['sha256'][:8]})" for f in t["files"]) for t in (wanted, task.identity)
+        )
+        raise ValueError(
+            f"the bundled models were trained on {asked} and a tokenizer of these, got {got}: their other seeds need "
+            "the same files in the same order and no --tokenizer; for other text there is language_model"
+        )
+    return task
+
+
 def make_runs(request: Request) -> list[Run]:
     """A run per seed and norm, but for the seed that ships."""
-    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
+    task = text(request)
     return [
         run
         for run in planned(
@@ -79,11 +116,11 @@ def run(request: Request) -> Results:
 
 def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
     """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept beside it)."""
-    task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
+    task = text(request)
     yield pd.DataFrame(columns=[*KEYS, "seed", "value"])
     if not request.quick and SHIPPED_SEED in request.seeds:
         for norm in NORM_KINDS:
-            with as_file(files("ln_probe.data") / "checkpoints" / f"lm-{norm}") as folder:
+            with as_file(shipped(norm)) as folder:
                 kept = request.out / f"shipped-{norm}.csv"
                 yield _measured(folder, kept, task).assign(norm=norm, seed=SHIPPED_SEED)
     for one in runs:
@@ -94,11 +131,27 @@ def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
 
 def _measured(folder: Path, kept: Path, task: TextTask) -> pd.DataFrame:
     if not kept.exists():
-        model = load_run(folder)
-        rows = [(ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]), *unselectable(model, task.held_out(CONTEXTS))]
+        model, windows = load_run(folder), task.held_out(task.valid_windows)
+        rows = [
+            (ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]),
+            *costs(model, windows[::2], windows[1::2]),
+            *unselectable(model, task.held_out(CONTEXTS)),
+        ]
         table = pd.DataFrame(rows, columns=["layer", "measure", "value"])
         write_atomically(kept, table.to_csv(index=False).encode())
     return pd.read_csv(kept)
+
+
+@torch.no_grad()
+def costs(model: LabTransformer, tokens: torch.Tensor, calibration: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    """By how much the loss on `tokens` rises without a term of every norm, sigmas measured on `calibration`."""
+    intact = model(tokens, return_type="loss").item()
+    for term, measure in COSTS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoOpWarning)  # of norms that lack the term; others of the model have it
+            with without(model, term, sites="all", tokens=calibration):
+                cost = model(tokens, return_type="loss").item() - intact
+        yield ALL_LAYERS, measure, cost
 
 
 @torch.no_grad()
@@ -134,7 +187,7 @@ def _share(keys: torch.Tensor) -> float:
 def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
     values = pd.concat([values, over_layers(values)], ignore_index=True)
-    shares = values["measure"] != LOSS
+    shares = values["measure"].isin((FRACTION, FROZEN))
     summary = pd.concat(
         [summarize(values[~shares], KEYS), summarize(values[shares], KEYS, kind="share")], ignore_index=True
     )
@@ -142,7 +195,7 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
     return Results(
         summary,
         tables={
-            "seeds": values[values["layer"].eq(ALL_LAYERS) & (values["measure"] == LOSS) | values["layer"].ge(0)],
+            "seeds": values[values["layer"].ge(0) | ~shares],
             "contrasts": compared,
         },
         figures={} if values.empty else {"seeds": draw(values)},
@@ -189,17 +242,21 @@ def contrasts(values: pd.DataFrame) -> pd.DataFrame:
 def sentences(compared: pd.DataFrame) -> Iterator[str]:
     """Every contrast with its interval, and whether Holm's p lets it be spoken of."""
     for row in compared.to_dict("records"):
-        interval = "" if pd.isna(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
+        title, scale, digits, unit = TITLES[row["measure"]]
+        center, low, high = (f"{scale * row[c]:+.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
+        interval = "" if pd.isna(row["ci_low"]) else f" [{low}, {high}]"
+        holm = f"{row['seeds']} seeds, Holm {row['p_holm']:.2g}"
         told = "" if row["p_holm"] < 0.05 else ": no difference that these seeds can tell"
-        yield f"{row['measure']}, {row['contrast']}: {row['mean']:+.3f}{interval} (seeds: {row['seeds']}){told}."
+        term, beside = str(row["contrast"]).split(", ")
+        yield f"{title}: {term} before attention, {beside}: {center}{interval} {unit} ({holm}){told}."
 
 
 def draw(values: pd.DataFrame) -> Figure:
-    """Held-out loss and unselectable keys of every seed, a row per norm."""
+    """Held-out loss, costs of the terms and unselectable keys of every seed, a row per norm."""
     from matplotlib.figure import Figure as NewFigure
 
-    shown = [m for m in (LOSS, FRACTION, FROZEN) if m in set(values["measure"])]
-    figure = NewFigure(figsize=(3.6 * len(shown), 2.6), layout="constrained")
+    shown = [m for m in (LOSS, *COSTS.values(), FRACTION, FROZEN) if m in set(values["measure"])]
+    figure = NewFigure(figsize=(2.7 * len(shown), 2.6), layout="constrained")
     for measure, ax in zip(shown, figure.subplots(1, len(shown), squeeze=False, sharey=True).flat, strict=True):
         part = values[(values["measure"] == measure) & (values["layer"] == ALL_LAYERS)]
         ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
