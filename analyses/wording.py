@@ -26,6 +26,11 @@ def shortened(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
 
 
+def counted(count: float, what: str) -> str:
+    """ "1 head", "4 heads"."""
+    return f"{count:.0f} {what}{'' if count == 1 else 's'}"
+
+
 def number(value: float) -> str:
     return f"{value:.3g}"
 

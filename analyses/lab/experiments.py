@@ -172,7 +172,7 @@ EXPERIMENTS = {
         "Wang & E 2024, section 6",
         seeds=3,
         quick_seeds=1,
-        duration="about 40 minutes with --jobs 2 (282 runs of 15 seconds)",
+        duration="about 50 minutes with --jobs 2 (402 runs of 15 seconds)",
         quick_duration="2 minutes",
     ),
     "approximation_text": Experiment(

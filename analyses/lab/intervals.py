@@ -19,11 +19,10 @@ from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
 LEVEL = 0.95
+SIGNIFICANT = 0.05  # of Holm's p over all contrasts that an experiment's sentences speak of: below it they do
 AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a million words; 0.1 three times is 1e-17
 # Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
 _NO_HITS = 0.004
-EXACT_SIGNS = 16  # 65,536 choices
-DRAWN_SIGNS = 99_999  # the smallest p is 1e-5
 Kind = Literal["mean", "share", "log"]
 
 
@@ -106,24 +105,6 @@ def paired_p(differences: Float[np.ndarray, " seed"]) -> float:
     if float(differences.std(ddof=1)) == 0:
         return 1.0 if float(differences[0]) == 0 else 0.0
     return float(stats.ttest_1samp(differences, 0).pvalue)
-
-
-def sign_flip_p(differences: Float[np.ndarray, " seed"]) -> float:
-    """Two-sided p of the permutation test of paired differences: under no effect every sign was as likely.
-
-    All 2^n choices of signs up to n = EXACT_SIGNS, where the smallest p is 2^(1 - n); beyond, DRAWN_SIGNS drawn ones
-    (seeded) and the observed. NaN with one seed.
-    """
-    n = len(differences)
-    if n < 2:
-        return np.nan
-    if n <= EXACT_SIGNS:
-        signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
-    else:
-        drawn = np.random.default_rng(0).integers(0, 2, (DRAWN_SIGNS, n))
-        signs = 1 - 2 * np.vstack([np.zeros(n, dtype=drawn.dtype), drawn])
-    sums = np.abs(signs @ differences)
-    return float((sums >= abs(differences.sum()) * (1 - 1e-12)).mean())  # itself counts, rounded or not
 
 
 def holm(p: Sequence[float] | Float[np.ndarray, " contrast"]) -> Float[np.ndarray, " contrast"]:

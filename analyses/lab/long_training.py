@@ -83,6 +83,7 @@ STAGES = (
         lambda k: _counter(k) and k["task"] == "anbn" and k["norm_site"] in ("none", "state"),
         27,
         "weights to trace the cell states of",
+        kept=True,
     ),
     Stage(
         "approximation",
@@ -99,7 +100,7 @@ STAGES = (
     Stage("majority", tuple(range(5)), _to_the_end, 61, "the published comparison to 17,000 steps"),
     Stage("depth", TEN[3:], _depth("post", 3, (3,)), 77, "scaling beyond the boundary, depth 3"),
     Stage("language_model_bundled", (1,), lambda k: True, 127, "a second seed of the bundled models"),
-    Stage("counting", (0,), _counter, 39, "a^n b^n c^n, and norms on readout and gates: weights"),
+    Stage("counting", (0,), _counter, 39, "a^n b^n c^n, and norms on readout and gates: weights", kept=True),
     Stage("language_model_bundled", (2,), lambda k: True, 127, "a third seed of the bundled models"),
     Stage("depth", TEN[3:], _depth("post", 2, (1, 2, 3)), 164, "at the boundary, post-norm, ten seeds"),
     Stage("approximation", THREE, lambda k: k["kernel"] == "t5", 18, "T5's encoding", kept=True),

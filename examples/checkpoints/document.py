@@ -106,7 +106,8 @@ def findings_list() -> str:
         f"published model without it by {_contrast('size 1/sqrt(d), with projection')}: the published gap is size, and "
         "size of the values: without projection, at that size, they alone cost "
         f"{_contrast('size 1/sqrt(d) of values alone')}, queries and keys alone "
-        f"{_contrast('size 1/sqrt(d) of queries and keys alone')}."
+        f"{_contrast('size 1/sqrt(d) of queries and keys alone')}, and beside such values "
+        f"{_contrast('size 1/sqrt(d) of queries and keys, beside such values')}."
     )
     return "\n".join(f"{number}. {text}" for number, text in enumerate((first, second, third), start=1))
 
@@ -173,8 +174,9 @@ def earlier_table() -> str:
         row = rows.loc[(old["sites"], old["variant"])]
         what = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}[str(old["variant"])]
         before = change(float(old["delta_loss"]), float(old["low"]), float(old["high"]))
+        fewer = "" if row["prompts"] == 64 else f" ({int(row['prompts'])} prompts)"
         lines.append(
-            f"| {old['case']} | {old['sites']}, {what} | {before} | {_cell(row)} | "
+            f"| {old['case']} | {old['sites']}, {what} | {before} | {_cell(row)}{fewer} | "
             f"{change(row['delta_loss_uniform'])} |"
         )
     return "\n".join(lines)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from ln_probe.analyses.lab.depth import depth
 from ln_probe.analyses.lab.depth.block_languages import (
@@ -136,6 +137,25 @@ def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
         assert terms.loc["projection", "beyond", "all", "reach"]["p_holm"] > 0.05
         assert terms.loc["scaling", "within", "all", "reach"]["mean"] == 0
         assert terms["p"].notna().sum() == 2 * 2 * 2, "only rows over all depths are tested"
+
+
+def test_what_is_independent_are_seeds() -> None:
+    """Effects that a seed's runs share are as many as there are seeds, however many runs show them."""
+    table = planted(0.0)
+    shared = table["seed"].map({0: 0.3, 1: -0.1, 2: 0.2})
+    table["value"] -= shared * (table["norm"].isin(SCALES) & (table["k"] == table["depth"] + 3))
+    terms = term_effects(table).set_index(["term", "norm_order", "side", "depth", "outcome"])
+    row = terms.loc["scaling", "post", "beyond", "all", "reach"]
+    assert row["units"] == 18
+    assert row["p"] == pytest.approx(stats.ttest_1samp([0.3, -0.1, 0.2], 0).pvalue, abs=0.03)
+
+    other = table[table["seed"] == 0].assign(norm_order="pre")
+    terms = term_effects(pd.concat([table, other])).set_index(["term", "norm_order", "side", "depth", "outcome"])
+    both = terms.loc["scaling", "both", "beyond", "all", "reach"]
+    assert (both["seeds"], both["units"]) == (1, 24)
+    assert np.isnan([both["p"], both["ci_low"]]).all(), "seeds 1 and 2 lack an order"
+    said = [s for s in findings(pd.concat([table, other])).conclusions if s.startswith("both orders, beyond")]
+    assert "in the one seed that has every run" in said[0]
 
 
 def test_thresholds() -> None:

@@ -51,7 +51,7 @@ def test_findings_by_hand() -> None:
     results = findings(shown)
     first, _, _, last = results.conclusions
     assert first.startswith(
-        "without positions, depths 4: at least 99% right in every bin after these steps in 1 of 2 runs"
+        "without positions, depth 4: at least 99% right in every bin after these steps in 1 of 2 runs"
     )
     assert first.endswith("0 of 2 runs with k = depth + 3 [0%, 84%], their worst bins 30% to 50%.")
     assert last.startswith("depth 4, L6: alibi positions minus none: -15.0 [-78.5, +48.5] points of reach (2 seeds; no")

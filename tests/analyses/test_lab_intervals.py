@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ln_probe.analyses.lab.intervals import binomial_interval, holm, interval, paired_p, share_interval, sign_flip_p
+from ln_probe.analyses.lab.intervals import binomial_interval, holm, interval, paired_p, share_interval
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
@@ -59,28 +57,10 @@ def test_logarithms() -> None:
     assert np.isnan(interval(np.array([0.5]), "log")[1:]).all()
 
 
-@settings(max_examples=50)
-@given(st.lists(st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3), min_size=2, max_size=8))
-def test_the_sign_test_by_all_signs(differences: list[float]) -> None:
-    total = abs(sum(differences))
-    worse = [
-        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= total - 1e-9
-        for signs in itertools.product((1, -1), repeat=len(differences))
-    ]
-    assert sign_flip_p(np.array(differences)) == pytest.approx(np.mean(worse))
-
-
-def test_the_sign_test_of_many() -> None:
-    x = np.random.default_rng(1).normal(0.3, 1, 40)
-    assert sign_flip_p(x) == pytest.approx(paired_p(x), abs=0.01)  # of normal differences the two agree
-    assert sign_flip_p(np.ones(40)) == 1e-5
-
-
 def test_paired_tests_of_what_does_not_vary() -> None:
     assert paired_p(np.zeros(3)) == 1
     assert paired_p(np.full(3, 0.5)) == 0
     assert np.isnan(paired_p(np.ones(1)))
-    assert np.isnan(sign_flip_p(np.ones(1)))
     x = np.array([0.1, 0.5, -0.2, 0.9])
     assert paired_p(x) == pytest.approx(stats.ttest_rel(x, np.zeros(4)).pvalue)
 

@@ -174,7 +174,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ours["value"].iloc[0] == pytest.approx(metrics["mse"].iloc[-1], rel=0.15)
     assert len(results.conclusions) == 2
     assert (
-        "4a, t5 positions, 1 heads, error relative to the best constant: solved 0.064 at 1000 inputs and 0.51 at 4000"
+        "4a, t5 positions, 1 head, error relative to the best constant: solved 0.064 at 1000 inputs and 0.51 at 4000"
         in (results.conclusions[0])
     )
     assert results.conclusions[0].endswith(", 2 seeds.")

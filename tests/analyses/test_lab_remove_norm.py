@@ -146,7 +146,7 @@ def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> 
     model = at_once(start, task, SIZE, 0, ONE_CONSTANT)
     torch.testing.assert_close(model.embed.W_E, load_run(start).embed.W_E)
     assert task.evaluate(model)["valid_loss"] == pytest.approx(seeds[AT_ONCE, "valid_loss", 0], rel=1e-6)
-    assert any(s.startswith("Held-out loss (nats per token):") and "(2 seeds)" in s for s in results.conclusions)
+    assert any(s.startswith("Held-out loss (nats per token):") and "(2 seeds, Holm " in s for s in results.conclusions)
 
 
 def test_an_interrupted_run_ends_as_the_others(prose: Path, start: Path, tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors,
 from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +51,6 @@ HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # of the kept optima: more than are trained, for their rate
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
 FFN_FREE = 0
-SIGNIFICANT = 0.05  # of Holm's p over all norms: below it an effect is spoken of
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
@@ -275,9 +276,9 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         bound = "below " if (row["target"], row["kernel"], row["heads"]) in PUBLISHED_BOUNDS else ""
         said = f", published {bound}{row['published']:.2g}" if row["published"] > 0 else ""
         interval = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:.1e}, {row['ci_high']:.1e}]"
-        ffn = "no FFN" if row["width"] == FFN_FREE else f"FFN of {row['width']}"
+        heads, ffn = counted(row["heads"], "head"), "no FFN" if row["width"] == FFN_FREE else f"FFN of {row['width']}"
         yield (
-            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads, {ffn}, lr {row['lr']:g}: trained "
+            f"{row['target']}, {row['kernel']} positions, {heads}, {ffn}, lr {row['lr']:g}: trained "
             f"{row['mean']:.2g}{interval} (geometric mean of {row['seeds']} seeds), attainable "
             f"{_attainable(row['optimum'])}{said}."
         )
@@ -308,7 +309,7 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
     for row in factors.to_dict("records"):
         interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
         yield (
-            f"{row['target']}, {row['kernel']} positions, {row['heads']} heads with {row['norm']} in "
+            f"{row['target']}, {row['kernel']} positions, {counted(row['heads'], 'head')} with {row['norm']} in "
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
             f"(seeds: {row['seeds']}){'' if row['p_holm'] < SIGNIFICANT else ': no difference these seeds can tell'}."
         )

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.approximation.dot_product import SIGNIFICANT, paired
+from ln_probe.analyses.lab.approximation.dot_product import paired
 from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,7 +138,7 @@ def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]
         layers, heads, norm = row["layers"], row["heads"], row["norm"]
         spread = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
         yield (
-            f"{layers} layers, {heads} heads, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
+            f"{_shape(layers, heads)}, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
             f"product, {loss[layers, heads, False, norm]:.3f} without: {row['mean']:+.3f}{spread} ({row['seeds']} seeds"
             + (f", Holm {row['p_holm']:.2g})." if row["p_holm"] < SIGNIFICANT else "): no difference these seeds tell.")
         )
@@ -148,12 +150,16 @@ def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]
         )
 
 
+def _shape(layers: int, heads: int) -> str:
+    return f"{counted(layers, 'layer')}, {counted(heads, 'head')}"
+
+
 def _bars(summary: pd.DataFrame) -> Figure:
     """Held-out loss of every model."""
     from matplotlib.figure import Figure
 
     names = [
-        f"{r['layers']} layers, {r['heads']} heads, {r['norm']}{'' if r['dot_product'] else ', no dot product'}"
+        f"{_shape(r['layers'], r['heads'])}, {r['norm']}{'' if r['dot_product'] else ', no dot product'}"
         for r in summary.to_dict("records")
     ]
     figure = Figure(figsize=(6.4, 0.3 * len(names) + 1), layout="constrained")

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.results import contrasted
+from ln_probe.analyses.wording import counted
 
-SIGNIFICANT = 0.05  # of Holm's p over all pairs of one experiment
 SWITCH = "dot_product"
 
 
@@ -54,8 +55,9 @@ def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
     """3a in words."""
     for row in factors.to_dict("records"):
         spread = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
+        heads = counted(row["heads"], "head")
         yield (
-            f"3a, dot product on {row['target']}, {row['kernel']}, {row['heads']} heads, FFN of {row['width']}: "
+            f"3a, dot product on {row['target']}, {row['kernel']}, {heads}, FFN of {row['width']}: "
             f"{row['factor']:.2g}{spread} times the error without it ({row['seeds']} seeds)"
             + ("." if row["p_holm"] < SIGNIFICANT else ": no difference these seeds can tell.")
         )

@@ -32,6 +32,7 @@ from ln_probe.analyses.lab.run_folder import MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.sealed_tensors import load_tensors
 from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,7 +194,8 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
         if not np.isnan(far["mean"]):
             told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {far['seeds']:.0f} seeds"
-        yield f"{target}, {kernel} positions, {heads} heads, error relative to the best constant: {told}."
+        count = counted(float(str(heads)), "head")
+        yield f"{target}, {kernel} positions, {count}, error relative to the best constant: {told}."
 
 
 def _spread(row: pd.Series) -> str:
@@ -212,7 +214,7 @@ def _curves(summary: pd.DataFrame) -> Figure:
         for number, heads in enumerate(dict.fromkeys(cell["heads"])):
             line = cell[cell["heads"] == heads].sort_values("length")
             ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3)
-            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--", label=f"{heads} heads")
+            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--", label=counted(heads, "head"))
         ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
         ax.set_xticks(LENGTHS, labels=[str(n) if n != 1250 else "" for n in LENGTHS], fontsize=7)
         ax.minorticks_off()

@@ -26,10 +26,9 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, lag_weights, variance
 from ln_probe.analyses.lab.approximation.relative_transformer import T5_LARGEST
-from ln_probe.analyses.lab.intervals import LEVEL
+from ln_probe.analyses.lab.intervals import LEVEL, SIGNIFICANT
 from ln_probe.analyses.lab.results import contrasted
 
-SIGNIFICANT = 0.05  # of Holm's p over all trained exponents
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 # Errors relative to the best constant's: least squares cuts directions off at 1000 eps = 2e-13, which leaves (2e-13)²
 # times the squared coefficients (about 10 each, where errors are that small).

@@ -39,7 +39,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.majority_gate import gate_table
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import holm
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig
@@ -61,7 +61,6 @@ PUBLISHED = {
 PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
 TRAINED = 0.01  # a model this far below its published accuracy where it was trained is not compared beyond
 CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
-SIGNIFICANT = 0.05  # of Holm's p over all effects: below it an effect is spoken of
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # (cell, layers) of each recurrent model by the name it has in the tables.
 RECURRENT = {

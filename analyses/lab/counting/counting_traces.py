@@ -140,12 +140,12 @@ def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Resul
     """Summary, pictures and sentences from the tables of COLUMNS."""
     from ln_probe.analyses.lab.counting.counting_traces_figures import draw
 
-    networks = tables["networks"]
+    networks = in_order(tables["networks"])
     values = networks.melt([*NETWORK], list(MEASURES), "measure", "value")
     values["value"] = values["value"].astype(float)
     return Results(
         summarize(values, [*KEYS, "phase", "measure"]),
-        tables=dict(tables),
+        tables={**tables, "networks": networks},
         figures=dict(draw(networks, tables["traces"], tables["readings"])),
         conclusions=(*_overview(networks), *_each(networks)),
         settings={
@@ -158,6 +158,14 @@ def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Resul
         },
         diverged=tuple(lost),
     )
+
+
+def in_order(networks: pd.DataFrame) -> pd.DataFrame:
+    """As in the grid, task by task, whenever they were trained; those outside it last."""
+    cells = [tuple(vars(cell).values()) for cell in sorted(grid(quick=False), key=lambda cell: cell.task)]
+    place = [cells.index(key) if key in cells else len(cells) for key in networks[list(KEYS)].itertuples(index=False)]
+    ordered = networks.assign(place=place).sort_values(["place", "seed", "phase"], kind="stable")
+    return ordered.drop(columns="place").reset_index(drop=True)
 
 
 def title(row: dict[Hashable, Any]) -> str:

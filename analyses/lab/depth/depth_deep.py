@@ -19,11 +19,12 @@ from ln_probe.analyses.lab.depth.block_languages import predicted_depth
 from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates
 from ln_probe.analyses.lab.depth.depth_task import EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import binomial_interval
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, binomial_interval
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,6 @@ BINS = ((26, 50), (51, 75), (76, 100), (101, 125))  # half the lengths of `depth
 # A pilot (depth 4 on L6, seed 1000, in no table) had 99.5 % of the words of every bin right from step 250 on.
 STEPS, QUICK_STEPS = 300, 60
 QUICK_WORDS = 100
-SIGNIFICANT = 0.05  # of Holm's p over all contrasts
 POSITIONS = ("none", "rotary", "alibi")
 DEPTHS = (4, 5, 6)
 Square = tuple[int, int, str]  # depth, k, positions
@@ -183,9 +183,10 @@ def _boundary(table: pd.DataFrame, hits: pd.DataFrame) -> Iterator[str]:
                     f"to {bins.max():.0%}"
                 )
         where = "without positions" if positions == "none" else f"{positions} positions"
-        depths = ", ".join(str(d) for d in sorted(set(part["depth"])))
+        depths = sorted(set(part["depth"]))
+        depth = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
         hit = f"at least {HIT:.0%} right in every bin after these steps"
-        yield f"{where}, depths {depths}: {hit} in {'; '.join(counts)}."
+        yield f"{where}, {depth}: {hit} in {'; '.join(counts)}."
 
 
 def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
@@ -193,8 +194,8 @@ def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
         spread = "" if np.isnan(row["ci_low"]) else f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]"
         told = f"Holm {row['p_holm']:.2g}" if row["p_holm"] < SIGNIFICANT else "no difference these seeds can tell"
         yield (
-            f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} ({row['seeds']} "
-            f"seed{'s' if row['seeds'] > 1 else ''}; {told})."
+            f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} "
+            f"({counted(row['seeds'], 'seed')}; {told})."
         )
 
 

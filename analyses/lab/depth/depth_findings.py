@@ -2,7 +2,7 @@
 
 The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
 (`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
-over all depths of a side at once, from pairs of runs of one seed that differ in it alone.
+over all depths of a side at once, from pairs of runs of one seed that differ in it alone: as many as there are seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pandas as pd
 from ln_probe.analyses.lab.depth.block_languages import predicted_depth
 from ln_probe.analyses.lab.depth.crasp_transformer import compare_table
 from ln_probe.analyses.lab.depth.depth_task import BINS, KEYS, TRAIN_LENGTHS, Cell, measure
-from ln_probe.analyses.lab.intervals import binomial_interval, holm, interval, sign_flip_p
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, binomial_interval, holm, interval, paired_p
 from ln_probe.analyses.lab.results import Results, effects, summarize
 
 if TYPE_CHECKING:
@@ -167,8 +167,9 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     """What a norm term changes on each side of the boundary, at each depth and over all depths.
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
-    and without). Intervals are Student's t over seeds that have all depths, of the mean over a seed's units. Only rows
-    over all depths are tested: `p` is of the sign-flip test over units, and `p_holm` is over these rows.
+    and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
+    (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
+    these rows.
 
     Returns:
         `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
@@ -183,15 +184,19 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
         if not shown:
             continue
         change = pd.concat([(wide[have] - wide[lack]).dropna() for have, lack in shown]).rename("value").reset_index()
+        change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
         for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
             order, side, outcome = cast("tuple[str, str, str]", key)
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
                 tests = depth == ALL_DEPTHS
-                complete = one.groupby("seed")["depth"].transform("nunique") == one["depth"].nunique()
-                seeds = one[complete].groupby(["seed", "depth"])["value"].mean().groupby("seed").mean()
-                p = sign_flip_p(one["value"].to_numpy(float)) if tests else np.nan
+                per_cell = one.groupby(["seed", "own_order", "depth"])["value"].mean()
+                counts = per_cell.groupby("seed").transform("size")
+                seeds = (
+                    per_cell[counts == one[["own_order", "depth"]].drop_duplicates().shape[0]].groupby("seed").mean()
+                )
+                p = paired_p(seeds.to_numpy(float)) if tests and len(seeds) else np.nan
                 center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
                 center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
                 rows.append((term, order, side, depth, outcome, *center, len(seeds), len(one), p))
@@ -230,7 +235,8 @@ def _separations(swept: pd.DataFrame) -> Iterator[str]:
             f"the worst of {within['runs'].sum()} runs within the theory's reach has {high:.1%} in its worst bin, the "
         )
         runs += f"best of {beyond['runs'].sum()} beyond it {low:.1%}"
-        said = f"any threshold between tells them apart under {part['norm'].nunique()} norms"
+        count = part["norm"].nunique()
+        said = f"any threshold between tells them apart under {'the norm tried' if count == 1 else f'{count} norms'}"
         yield f"{where}: {runs}" + (f": {said}." if low < high else ": no threshold tells all of them apart.")
 
 
@@ -238,12 +244,17 @@ def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
     """What each term changes over all depths, in points of exact match."""
     for row in terms[(terms["depth"] == ALL_DEPTHS) & (terms["outcome"] == REACH)].to_dict("records"):
         order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
-        verb = "changes the reach by" if row["p_holm"] < 0.05 else "makes no difference that these runs can tell:"
-        spread = f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]" if np.isfinite(row["ci_low"]) else ""
+        start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
+        points = f"{100 * row['mean']:+.1f}"
+        if np.isnan(row["p"]):
+            yield f"{start}: {points} points in the one seed that has every run of them, which tells nothing by itself."
+            continue
+        verb = (
+            "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no difference that these seeds can tell:"
+        )
         yield (
-            f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']} {verb} "
-            f"{100 * row['mean']:+.1f}{spread} points ({row['seeds']} seeds, {row['units']} pairs of runs, p "
-            f"{row['p']:.2g}, Holm {row['p_holm']:.2g})."
+            f"{start} {verb} {points} [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}] points "
+            f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."
         )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, FRACTION, HEAD, NORMALIZED
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 
@@ -25,7 +26,6 @@ LEFT_OUT = {
     "projection_only everywhere": "scaling everywhere",
     "scaling_only everywhere": "projection everywhere",
 }
-SIGNIFICANT = 0.05
 WIDTH = 0.17  # of a bar
 
 

@@ -16,10 +16,11 @@ import pandas as pd
 
 from ln_probe.analyses.lab.encoder import encoder
 from ln_probe.analyses.lab.encoder.encoder import Size, finished
-from ln_probe.analyses.lab.encoder.encoder_findings import LEFT_OUT, SIGNIFICANT, WHOLE
+from ln_probe.analyses.lab.encoder.encoder_findings import LEFT_OUT, WHOLE
 from ln_probe.analyses.lab.encoder.encoder_model import EncoderConfig
 from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask
 from ln_probe.analyses.lab.encoder.passages import ClassifierSpec, PassagesTask
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged

@@ -51,18 +51,21 @@ def majority() -> Iterator[str]:
     yield from markdown(header, rows)
     yield from prose("majority 2")
     shown = contrasts[contrasts["measure"] == "train_loss"]
+    usual = int(shown["seeds"].max())
     rows = []
     for name in dict.fromkeys(shown["contrast"]):
         part = shown[shown["contrast"] == name].set_index("step")
         cells = [
-            f"{with_interval(part.loc[s], digits=2, sign=True)} (Holm {part.loc[s, 'p_holm']:.2g})"
+            with_interval(part.loc[s], digits=2, sign=True)
+            + f" (Holm {part.loc[s, 'p_holm']:.2g})"
+            + fewer_seeds(part.loc[s], usual)
             if s in part.index
             else "–"
             for s in steps
         ]
         rows.append((name, *cells))
     yield from markdown(("contrast", *(f"step {s}" for s in steps)), rows)
-    yield from sentences("majority", "To a training loss", "alone")
+    yield from sentences("majority", "To a training loss", "1/sqrt(d) of ")
 
 
 def majority_in_space() -> Iterator[str]:
@@ -105,7 +108,7 @@ def random_keys() -> Iterator[str]:
             (
                 str(d),
                 with_interval(part.loc["any_unselectable"], 100),
-                f"{100 * part.loc['any_unselectable', 'published']:.0f}",
+                f"about {100 * part.loc['any_unselectable', 'published']:.0f}",
                 with_interval(part.loc["unselectable_fraction"], 100, 1),
             )
         )
@@ -147,7 +150,8 @@ def language_model() -> Iterator[str]:
         yield from markdown(("trained", "keys", "layer 1", "2", "3", "4", "published"), rows)
         losses = summary[(summary["step"] == training["steps"]) & (summary["measure"] == "valid_loss")]
         said = [
-            f"{r['norm']}, divisor {r['divisor']}: {with_interval(pd.Series(r), digits=2)}"
+            f"{r['norm']}{'' if r['divisor'] == '-' else ', divisor ' + r['divisor']}: "
+            + with_interval(pd.Series(r), digits=2)
             for r in losses.to_dict("records")
         ]
         yield f"Held-out loss: {'; '.join(said)}."

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
 from ln_probe.analyses.lab.laboratory.reading import kept_table, markdown, prose, sentences, short_power, with_interval
 
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -122,6 +123,7 @@ def approximation() -> Iterator[str]:
                 )
             best = optima[(optima["target"] == target) & (optima["kernel"] == kernel) & (optima["heads"] == heads)]
             published = cell["published"].dropna()
+            bound = "< " if (target, kernel, heads) in PUBLISHED_BOUNDS else ""
             rows.append(
                 (
                     f"{target} {kernel}",
@@ -129,7 +131,7 @@ def approximation() -> Iterator[str]:
                     str(width) if width else "none",
                     *cells,
                     short_power(float(best["mse"].iloc[0])) if len(best) else "–",
-                    short_power(float(published.iloc[0])) if len(published) else "–",
+                    "–" if published.empty else bound + short_power(float(published.iloc[0])),
                 )
             )
     header = ("target, positions", "heads", "FFN", "trained, lr 1e-2", "trained, lr 1e-3", "attainable", "published")

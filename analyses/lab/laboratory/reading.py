@@ -47,14 +47,20 @@ def prose(section: str) -> Iterator[str]:
     yield from _sections()[section].removesuffix("\n").split("\n")
 
 
+def rows_where(table: pd.DataFrame, **where: object) -> pd.DataFrame:
+    """The rows where all these columns have these values."""
+    for column, value in where.items():
+        table = table[table[column] == value]
+    return table
+
+
 def only_row(table: pd.DataFrame, **where: object) -> pd.Series:
     """The only row where all these columns have these values.
 
     Raises:
         LookupError: there is none, or several.
     """
-    for column, value in where.items():
-        table = table[table[column] == value]
+    table = rows_where(table, **where)
     if len(table) != 1:
         raise LookupError(f"{len(table)} rows where {where}")
     return table.iloc[0]

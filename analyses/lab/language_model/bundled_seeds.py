@@ -21,6 +21,7 @@ import torch
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE
@@ -246,7 +247,7 @@ def sentences(compared: pd.DataFrame) -> Iterator[str]:
         center, low, high = (f"{scale * row[c]:+.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
         interval = "" if pd.isna(row["ci_low"]) else f" [{low}, {high}]"
         holm = f"{row['seeds']} seeds, Holm {row['p_holm']:.2g}"
-        told = "" if row["p_holm"] < 0.05 else ": no difference that these seeds can tell"
+        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
         term, beside = str(row["contrast"]).split(", ")
         yield f"{title}: {term} before attention, {beside}: {center}{interval} {unit} ({holm}){told}."
 

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize
 from ln_probe.analyses.lab.majority.majority_task import MajorityTask, majority_model
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
@@ -49,7 +50,6 @@ KEYS = ["norm", "radius", "step", "measure"]
 COORDINATES = ["norm", "radius", "seed", "step", "stage", "role", "token", "x", "y", "z"]
 ANGLE, ACCURACY = "angle_deg", "test_accuracy"
 WHOLE = ("layernorm", "sqrt(d)")
-SIGNIFICANT = 0.05
 RANDOM_ANGLE = math.degrees(1.0)  # mean angle of a random direction in 3-D to a line: 1 radian (its cosine is uniform)
 
 

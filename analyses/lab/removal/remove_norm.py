@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
 from ln_probe.analyses.lab.removal.removal_measures import LOSS, measures
 from ln_probe.analyses.lab.removal.replaceable_norm import (
     ONE_CONSTANT,
@@ -29,7 +30,7 @@ from ln_probe.analyses.lab.removal.replaceable_norm import (
     plain,
     replaceable_norms,
 )
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
@@ -45,6 +46,14 @@ if TYPE_CHECKING:
 START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
+SENTENCES = {  # measures that are spoken of, and how
+    LOSS: "held-out loss (nats per token)",
+    "entropy_ratio": "attention entropy over its largest possible",
+    "sink_rate": "share of queries with over 0.3 of their attention on position 0",
+    "attention_on_first": "attention on position 0",
+    "unselectable_head": "share of keys that no query can select, as heads see them",
+    "unselectable_normalized": "the same of norm outputs",
+}
 
 
 @dataclass(frozen=True)
@@ -246,7 +255,10 @@ def results_of(
 
 
 def paired(values: pd.DataFrame) -> pd.DataFrame:
-    """Differences of the same seed: what removing does beside keeping (`removed - kept`), and each beside the start."""
+    """Differences of the same seed: what removing does beside keeping (`removed - kept`), and each beside the start.
+
+    Tested, with Holm's p, are those that sentences speak of.
+    """
     wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
     made = []
     for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE)):
@@ -255,29 +267,27 @@ def paired(values: pd.DataFrame) -> pd.DataFrame:
             made.append(long.assign(difference=f"{left} - {right}"))
     if not made or not sum(map(len, made)):
         return pd.DataFrame(columns=["difference", "measure"])
-    return summarize(pd.concat(made, ignore_index=True), ["difference", "measure"]).drop(columns="published")
+    found = contrasted(pd.concat(made, ignore_index=True), ["difference", "measure"])
+    told = (found["difference"] == f"{REMOVED} - {KEPT}") & found["measure"].isin(SENTENCES)
+    p = found["p"].where(told)
+    return found.assign(p=p, p_holm=holm(p.to_numpy(float)))
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str]:
     mean = {(r["model"], r["measure"]): r["mean"] for r in summary.to_dict("records")}
     effect = {r["measure"]: r for r in differences.to_dict("records") if r.get("difference") == f"{REMOVED} - {KEPT}"}
-    names = {
-        LOSS: "held-out loss (nats per token)",
-        "entropy_ratio": "attention entropy over its largest possible",
-        "sink_rate": "share of queries with over 0.3 of their attention on position 0",
-        "attention_on_first": "attention on position 0",
-        "unselectable_head": "share of keys that no query can select, as heads see them",
-        "unselectable_normalized": "the same of norm outputs",
-    }
-    for measure, name in names.items():
+    for measure, name in SENTENCES.items():
         row = effect.get(measure)
         if row is None:
             continue
-        interval = f" [{row['ci_low']:+.3g}, {row['ci_high']:+.3g}]" if row["seeds"] > 1 else ""
+        several = row["seeds"] > 1
+        interval = f" [{row['ci_low']:+.3g}, {row['ci_high']:+.3g}]" if several else ""
+        told = f", Holm {row['p_holm']:.2g}" if several else ""
+        doubt = ": no difference that these seeds can tell" if several and row["p_holm"] >= SIGNIFICANT else ""
         yield (
             f"{name[0].upper()}{name[1:]}: {mean[BEFORE, measure]:.3f} before, {mean[KEPT, measure]:.3f} fine-tuned "
             f"with norms, {mean[REMOVED, measure]:.3f} without; difference {row['mean']:+.3g}{interval} "
-            f"({int(row['seeds'])} seeds)."
+            f"({int(row['seeds'])} seeds{told}){doubt}."
         )
     if (AT_ONCE, LOSS) in mean:
         yield (
