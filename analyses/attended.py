@@ -161,8 +161,7 @@ class Attended:
             assert self.heads is not None
             q = self._queries[0]
             found = self._ellipsoid(self.length - 1)
-            axes = None if found is None else found[1]
-            uniform, most = attention_spread.measure(self.heads, q, self.keys(variant), axes, self._angle)
+            uniform, most = attention_spread.measure(self.heads, q, self.keys(variant), found, self._angle)
             self._spread[variant] = uniform, most.numpy()
         return self._spread[variant]
 

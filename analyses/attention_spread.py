@@ -18,6 +18,7 @@ from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.masks import visible_keys
 from ln_probe.hooks.site import Site
 
+_BISECTIONS = 60  # of a range of float64 numbers
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
@@ -26,8 +27,8 @@ class Uniformity:
     """Per head, means over the queries that see more than one key (causal: 1 … T-1).
 
     Shapes [head]: entropy_ratio (0–1), uniform_angle_deg (0–90; NaN without projection), score_spread (nats),
-    score_spread_floor (nats: what the query of length 1 in the reachable ball could do at best over the keys that the
-    last query sees; NaN if unbounded, or with a bias per key).
+    score_spread_floor (nats: what a query at the end of the reachable set could do at best over the keys that the last
+    query sees; NaN if unbounded, or with a bias per key).
     """
 
     entropy_ratio: Float[Tensor, " head"]
@@ -75,7 +76,8 @@ def angle_to_uniform(
 ) -> Float[Tensor, "query head"]:
     """Angle in degrees (0–90) of gain * (W_K q) to the ones-vector; q before rotary positions.
 
-    With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot; their mean over visible keys is given.
+    A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
+    their mean over visible keys is given.
     """
     weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
     along = weights.sum(1)  # [head d_head]: 1·(gain * W_K w) = along·w
@@ -83,6 +85,7 @@ def angle_to_uniform(
     root_d = math.sqrt(weights.shape[1])
 
     def angle(w: Tensor) -> Tensor:  # [… head d_head]
+        w = _into_keys(heads.k_norm, w)
         length = torch.einsum("...hi,hij,...hj->...h", w, gram, w).clamp_min(0.0).sqrt() * root_d
         cosine = (torch.einsum("...hi,hi->...h", w, along).abs() / length.clamp_min(1e-300)).clamp(0.0, 1.0)
         return torch.rad2deg(torch.acos(cosine)).where(length > 0, math.nan)
@@ -101,6 +104,17 @@ def angle_to_uniform(
     return torch.cat(found)
 
 
+def _into_keys(norm: Site | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
+    """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
+    if norm is None:
+        return w
+    heads, d_head = w.shape[-2:]
+    if norm.gain is not None:
+        gain = norm.gain.double().to(w.device).view(-1, d_head)  # of each head, or of all heads together (OLMo 2)
+        w = w * gain.repeat_interleave(heads // len(gain), dim=0)
+    return w - w.mean(-1, keepdim=True) if norm.projects else w
+
+
 def mean_angle(heads: Heads, site: Site, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
     """Mean of `angle_to_uniform` over the queries that see more than one key; NaN without projection."""
     first = 1 if heads.causal else 0
@@ -110,27 +124,51 @@ def mean_angle(heads: Heads, site: Site, q: Float[Tensor, "query head d_head"]) 
 
 
 def spread_floor(
-    k: Float[Tensor, "key head d_head"], axes: Float[Tensor, "head d_head axis"] | None
+    k: Float[Tensor, "key head d_head"],
+    queries: tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None,
 ) -> Float[Tensor, " head"]:
-    """Least standard deviation of scores, in nats, that a query A u with |u| = 1 can have over the keys.
+    """Least standard deviation of scores, in nats, that a query c + A u with |u| = 1 can have over the keys.
 
-    The smallest singular value of the centred keys·A over √keys; 0 where A has fewer directions than d_head.
+    With M the centred keys·A and b the centred keys·c, both over √keys, it is the least |M u + b|. Where b is 0, that
+    is M's smallest singular value. In general the best u solves (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue)
+    at which |u| = 1: |u| falls with m, so m is found by bisection (Moré & Sorensen 1983; at the end of the range, their
+    hard case, the rest of u's length goes along the smallest eigenvector).
+
+    Args:
+        k: keys.
+        queries: center c and axes A of the queries; None: unbounded, and the result is NaN.
     """
-    if axes is None:
+    if queries is None:
         return torch.full((k.shape[1],), math.nan, dtype=torch.float64)
-    centred = (k - k.mean(0)).transpose(0, 1).cpu() @ axes
-    values = torch.linalg.svdvals(centred)
-    if centred.shape[1] < centred.shape[2]:  # fewer keys than directions: some direction sees no difference
-        return torch.zeros(k.shape[1], dtype=torch.float64)
-    smallest: Tensor = values[..., -1] / math.sqrt(k.shape[0])
-    return smallest
+    center, axes = queries
+    centred = (k - k.mean(0)).transpose(0, 1).cpu() / math.sqrt(len(k))
+    reads, offset = centred @ axes, (centred @ center[..., None])[..., 0]
+    values, vectors = torch.linalg.eigh(reads.mT @ reads)
+    pull = (vectors.mT @ (reads.mT @ offset[..., None]))[..., 0]
+    above = (values - values[:, :1]).clamp_min(0.0)
+
+    def along(shift: Tensor) -> Tensor:  # the coordinates of u in the eigenvectors
+        divisor = above + shift[:, None]
+        return torch.where(divisor > 0, -pull / divisor.clamp_min(1e-300), 0.0)
+
+    low, high = torch.zeros(len(values), dtype=torch.float64), pull.norm(dim=-1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        longer = along(middle).norm(dim=-1) > 1
+        low, high = torch.where(longer, middle, low), torch.where(longer, high, middle)
+    u = along(high)
+    missing = (1 - u.pow(2).sum(-1)).clamp_min(0.0).sqrt()
+    u[:, 0] += torch.where(u[:, 0] < 0, -missing, missing)
+    best: Tensor = (reads @ (vectors @ u[..., None]))[..., 0] + offset
+    least: Tensor = torch.linalg.vector_norm(best, dim=-1)
+    return least
 
 
 def measure(
     heads: Heads,
     q: Float[Tensor, "query head d_head"],
     k: Float[Tensor, "key head d_head"],
-    axes: Float[Tensor, "head d_head axis"] | None,
+    queries: tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None,
     angle: Float[Tensor, " head"],
 ) -> tuple[Uniformity, Float[Tensor, "head key"]]:
     """Uniformity of one layer on one prompt, and the largest weight that each key received (`received`).
@@ -141,7 +179,7 @@ def measure(
         heads: the layer's maps.
         q: queries as attention sees them.
         k: keys as attention sees them (of any variant).
-        axes: of the reachable ellipsoid, or None.
+        queries: center and axes of the reachable ones at the last position, or None.
         angle: `mean_angle` of these queries, whatever the keys.
     """
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
@@ -160,7 +198,7 @@ def measure(
     if len(q) < 2:
         return Uniformity(nothing, nothing, nothing, nothing), most
     seen = k if window is None else k[-window:]  # by the last query
-    floor = nothing if bias is not None else spread_floor(seen, axes)
+    floor = nothing if bias is not None else spread_floor(seen, queries)
     return Uniformity(entropy, angle, spread, floor), most
 
 

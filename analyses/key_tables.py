@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,7 +45,8 @@ def tables(
 
 
 def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
-    measured: dict[str, object] = {**_summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)}
+    measured: dict[str, Any] = {**_summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)}
+    all_selectable = not measured["unselectable"] and not measured["undecided"]
     return (
         {"layer": rows.layer, "head": head, "space": rows.space, "variant": rows.variant}
         | measured
@@ -52,7 +54,7 @@ def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> d
         | {
             "query_radius": calibration.radius(rows.layer, head),
             "queries": calibration.queries(rows.layer, head) if rows.space == HEAD else "",
-            "by_theorem": _by_theorem(rows),
+            "by_theorem": _by_theorem(rows) if all_selectable else "",
             "no_op": rows.no_op,
         }
     )
@@ -101,7 +103,7 @@ def _quantile(values: np.ndarray, q: float) -> float:
 
 
 def _by_theorem(rows: KeyRows) -> str:
-    """Why no key can be unselectable here whatever the model has learned; empty if it is a finding."""
+    """Why keys are selectable here unless they are degenerate (of low rank, shortened by eps); empty if a finding."""
     longest = int(rows.lengths.max(initial=0))
     if 0 < longest <= rows.dim + 1:
         return f"at most {longest} keys in {rows.dim} dimensions"

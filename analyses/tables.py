@@ -179,7 +179,7 @@ HEADS = Table(
         _column(
             "score_spread_floor",
             "float",
-            "least spread that a reachable query of full length could have; NaN without a bound on queries, or with ALiBi",
+            "least spread that a query at the end of the reachable set could have; NaN without a bound on queries, or with ALiBi",
             "nats",
         ),
         _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),
@@ -194,7 +194,11 @@ HEADS = Table(
             for name, unit in INTERVALS.items()
             for end, side in (("low", "lower"), ("high", "upper"))
         ),
-        _column("by_theorem", "text", "why no key could be unselectable here (n ≤ d, a sphere); empty if one could"),
+        _column(
+            "by_theorem",
+            "text",
+            "why no key is unselectable here whatever was learned (n ≤ d + 1, a sphere); empty if one could be or is",
+        ),
         _column(
             "no_op", "text", "why the variant changes nothing here by construction; empty if it does change something"
         ),

@@ -247,6 +247,36 @@ def calibration_tokens(model: HookedModel) -> list[Int[Tensor, " _"]]:
     return default_tokens(model, CALIBRATION)
 
 
+def begun_like(
+    firsts: Sequence[int], rows: list[Int[Tensor, " _"]], special: Iterable[int]
+) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
+    """Calibration rows that begin as the measured prompts do, so that the constants of position 0 are of its kind.
+
+    Args:
+        firsts: the first token of every measured prompt.
+        rows: calibration tokens.
+        special: tokens that the model takes for a beginning.
+
+    Returns:
+        the rows, with a token in front that all prompts begin with or without one that none does; and what is to be
+        said of it.
+    """
+    starts = {int(row[0]) for row in rows}
+    if len(starts) == 1:
+        (start,) = starts
+        other = sum(first != start for first in firsts)
+        if other == len(firsts) and min(map(len, rows)) > 1:
+            return [row[1:] for row in rows], (
+                f"no prompt begins with token {start}: the constants of position 0 are of texts without it, too",
+            )
+        note = f"{other} of {len(firsts)} prompts do not begin with token {start}, as the texts do that the constants "
+        return rows, (f"{note}of position 0 come from",) * (other > 0)
+    begun = set(firsts)
+    if len(begun) == 1 and begun <= set(special):
+        return [torch.cat([row.new_tensor(list(begun)), row]) for row in rows], ()
+    return rows, ()
+
+
 def commonest(rows: Iterable[Sequence[int] | Int[Tensor, " _"]], most: int = 12) -> list[tuple[int, int]]:
     """The commonest tokens of some prompts and how often they occur; ties in the order of ids."""
     counts = Counter(int(i) for row in rows for i in row)

@@ -169,6 +169,23 @@ def active_dropout(model: HookedModel) -> str:
     return ""
 
 
+_LOGIT_CHANGES = {  # config entries by which logits are capped or scaled, and the value that leaves them alone
+    "output_logits_soft_cap": -1.0, "final_logit_softcapping": 0.0, "logit_scale": 1.0, "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}  # fmt: skip
+
+
+def transformed_logits(model: HookedModel) -> str:
+    """What the model does to W_U's logits (a soft cap, a factor), as its config says it; empty if nothing."""
+    configs = (getattr(m, "config", None) for m in (model, getattr(model, "original_model", None)))
+    for config in (getattr(model, "cfg", None), *configs):
+        for name, plain in _LOGIT_CHANGES.items():
+            value = getattr(config, name, None)
+            if isinstance(value, int | float) and value not in (plain, 0.0):
+                return f"{name} is {value:g}"
+    return ""
+
+
 def read_unembedding(
     model: HookedModel,
 ) -> tuple[Float[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:

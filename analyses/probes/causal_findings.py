@@ -108,10 +108,18 @@ def _single(changed: pd.DataFrame) -> list[Finding]:
     known = alone[(alone["p_adjusted"] < SIGNIFICANCE) & (alone["delta_loss"].abs() >= LEAST_CHANGE)]
     if len(alone) < 2 or not len(known):
         return []
-    row = largest(known, known["delta_loss"])
+    worse = known[(known["delta_loss"] > 0) & (known["prompts_worse"] > known["prompts"] / 2)]
     text = (
         f"Of {len(alone)} norms taken one by one, {len(known)} change the loss by {LEAST_CHANGE:g} nats or more on "
-        f"enough prompts to be told from chance; scaling is needed most at {row['sites']}: {row['delta_loss']:+.2g} "
+        "enough prompts to be told from chance"
+    )
+    if not len(worse):
+        row = largest(known, known["delta_loss"].abs())
+        text += f"; the loss falls most at {row['sites']}: {row['delta_loss']:+.2g} nats per token without its scaling."
+        return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
+    row = largest(worse, worse["delta_loss"])
+    text += (
+        f"; scaling is needed most at {row['sites']}: {row['delta_loss']:+.2g} "
         f"nats per token without it ({int(row['prompts_worse'])} of {int(row['prompts'])} prompts are worse)."
     )
     return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]

@@ -47,11 +47,14 @@ def _projection(norms: pd.DataFrame) -> list[str]:
     worst = largest(rows, rows["mean_share_tail"].fillna(rows["mean_share"]))
     share = worst["mean_share_tail"] if not math.isnan(worst["mean_share_tail"]) else worst["mean_share"]
     middle = rows["mean_share_tail"].fillna(rows["mean_share"]).median()
-    return [
+    angle = rows["angle_to_ones_deg_tail"].median()
+    text = (
         f"Projection removes {percent(middle)} of a vector's squared length at the median norm and at most "
-        f"{percent(share)} ({worst['site']}); the streams stand at {rows['angle_to_ones_deg_tail'].median():.1f}° to "
-        "the ones-vector (90° would leave projection nothing to do)."
-    ]
+        f"{percent(share)} ({worst['site']})"
+    )
+    if not math.isnan(angle):
+        text += f"; the streams stand at {angle:.1f}° to the ones-vector (90° would leave projection nothing to do)"
+    return [text + "."]
 
 
 def _norm_free(norms: pd.DataFrame) -> str:
@@ -75,8 +78,8 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
     if len(norms) and norms["kind"].isin(["projection_only", "none"]).all():
         return [_norm_free(norms)]
     rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
-    if not len(rows) or rows["norm_before_mean"].isna().all():
-        return []
+    if not len(rows) or rows["norm_before_mean"].isna().all() or rows["norm_before_cv_tail"].isna().all():
+        return []  # of single tokens lengths do not vary
     first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
     spread = largest(rows, rows["norm_before_cv_tail"].fillna(0))
     text = (

@@ -135,6 +135,11 @@ def agreement(effects: pd.DataFrame) -> list[str]:
     return said
 
 
+def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
+    """Whether the sign test speaks of a cost: more prompts are worse than better."""
+    return rows["prompts_worse"] > rows["prompts"] / 2
+
+
 def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     """The head that the loss needs the scaling of most, if one is seen to be needed."""
     if effects is None or not len(effects):
@@ -142,15 +147,14 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     rows = effects[(effects["variant"] == "no_scaling") & (effects["no_op"] == "") & effects["delta_loss"].notna()]
     if not len(rows):
         return []
-    sure = (rows["p_adjusted"] < SIGNIFICANCE) | (rows["delta_loss_low"] > 0)
-    seen = rows[sure & (rows["delta_loss"] > MATTERS)]
+    seen = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
     top = rows.iloc[int(rows["delta_loss"].argmax())]
     place = f"L{int(top['layer'])}H{int(top['head'])}"
     if not len(seen):
         text = (
-            f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none surely costs "
-            f"more than {MATTERS:g} nats per token (largest: {place}, {top['delta_loss']:+.2g} from a loss of "
-            f"{top['loss']:.3g})."
+            f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none costs "
+            f"{MATTERS:g} nats per token or more on enough prompts to be told from chance (largest: {place}, "
+            f"{top['delta_loss']:+.2g} from a loss of {top['loss']:.3g})."
         )
         return [Finding(text, "by-head", NO_EFFECT)]
     worst = seen.iloc[int(seen["delta_loss"].argmax())]
@@ -162,6 +166,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     text = (
         f"The head that needs its norm's scaling most is L{int(worst['layer'])}H{int(worst['head'])}: "
         f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
-        f"{len(seen)} of {len(rows)} heads run this way surely cost more than {MATTERS:g}."
+        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more on enough prompts to be told from "
+        "chance."
     )
     return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]

@@ -343,7 +343,7 @@ def _selectable(heads: pd.DataFrame, space: str, where: str, picture: str) -> li
     if (rows["by_theorem"] != "").all():
         known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
     elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
-        known = " The intact figure is so by theorem (keys on a sphere)."
+        known = f" The intact figure is so by theorem ({rows.loc[rows['variant'] == 'intact', 'by_theorem'].iloc[0]})."
     size = abs(shares[1] - shares[0]) if len(shares) > 1 and not known else 0.0
     count = int(rows.groupby("variant")["keys"].sum().max())
     text = f"{where}, keys that no query at the last position can select: {', '.join(parts)} (of {count}).{known}"

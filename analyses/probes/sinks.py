@@ -36,7 +36,7 @@ from ln_probe.analyses.probes.protocol import (
     Shape,
     View,
 )
-from ln_probe.analyses.wording import percent, visible
+from ln_probe.analyses.wording import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.masks import visible_keys
 from ln_probe.hooks.sites import Site
@@ -313,15 +313,17 @@ class Sinks(Probe):
             made["outlier_dimensions"] = table[OUTLIER_DIMENSIONS.names]
         short = sum(int(p.info.get("short", 0)) for p in pieces)
         note = f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
-        return Found(made, (note,) * (short > 0))
+        few = sum(int(p.info.get("few", 0)) for p in pieces)
+        unseen = f"sinks: in {few} prompts no token is seen by {LEAST_QUERIES} later queries: no sink can be told there"
+        return Found(made, (note,) * (short > 0) + (unseen,) * (few > 0))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         sizes = tables.get("token_sizes")
         if sizes is None or not len(sizes):
             return []
-        return [
-            Finding(text, "by-head", DESCRIBED) for text in _sentences(tables["sinks"], tables["outlier_dimensions"])
-        ]
+        longest = int(provenance.get("prompts", {}).get("longest", LEAST_QUERIES + 1))
+        said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest)
+        return [Finding(text, "by-head", DESCRIBED) for text in said]
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=1.3)
@@ -332,7 +334,7 @@ class _Watching(Observer):
         self.sites = view.sites
         self.kept: dict[str, list[dict[str, Any]]] = {}
         self.heads = view.heads
-        self.short = 0
+        self.short, self.few = 0, 0
         self.under_way: dict[int, _Prompt] = {}
 
     def _of(self, number: int) -> _Prompt:
@@ -344,6 +346,7 @@ class _Watching(Observer):
         seen = self.under_way.pop(prompt, None)
         if seen is not None and seen.outliers.longest is not None:
             self.short += seen.length < LEAST_TOKENS
+            self.few += seen.length <= LEAST_QUERIES
             for name, rows in seen.rows().items():
                 self.kept.setdefault(name, []).extend(rows)
 
@@ -358,7 +361,7 @@ class _Watching(Observer):
         if "heads" in frames:  # a row of the pattern is the head itself, unless some were chosen
             row = frames["heads"].pop("row")
             frames["heads"]["head"] = row if self.heads is None else row.map(dict(enumerate(sorted(set(self.heads)))))
-        return Piece(tables=frames, info={"short": self.short})
+        return Piece(tables=frames, info={"short": self.short, "few": self.few})
 
 
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
@@ -407,9 +410,14 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
 # --------------------------------------------------------------------------------------------------------- findings
 
 
-def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame) -> list[str]:
+def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int) -> list[str]:
     if not len(sinks):
-        said = ["Attention has no sink here, and no token is an outlier at any norm."]
+        no_sink = "Attention has no sink here"
+        if longest <= LEAST_QUERIES:
+            no_sink = "Whether attention has a sink cannot be told from prompts this short"
+        said = [f"{no_sink}, and no token is an outlier at any norm."]
+        if longest < LEAST_TOKENS:
+            said = ["Sinks and outlier tokens were not looked for: the prompts are too short."]
     else:
         said = []
         at_first = sinks[sinks["position"] == 0]
@@ -431,23 +439,22 @@ def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame) -> list[str]:
 
 
 def _about(who: str, rows: pd.DataFrame) -> str:
-    prompts = rows["prompt"].nunique()
-    text = f"{who}: in {prompts} prompt{'s' * (prompts > 1)}"
     sink, outlier = rows[rows["sink"]], rows[rows["outlier"]]
     parts = []
     if len(sink):
         layer = int(sink["sink_layer"].mode().iloc[0])
-        rate = percent(float(sink["sink_rate"].median()))
+        rate = percent(float(sink.loc[sink["sink_layer"] == layer, "sink_rate"].median()))
         got, even = (percent(float(sink[column].mean())) for column in ("received", "uniform"))
         parts.append(
-            f"an attention sink (in layer {layer} {rate} of heads and queries give it over {MUCH:g}; over all layers "
-            f"it gets {got}, uniform attention would give {even})"
+            f"in {counted(sink['prompt'].nunique(), 'prompt')} an attention sink (in layer {layer} {rate} of heads and "
+            f"queries give it over {MUCH:g}; over all layers it gets {got}, uniform attention would give {even})"
         )
     if len(outlier):
         where, wrote = outlier["emerges_at"].mode().iloc[0], outlier["writer"].mode().iloc[0]
         share = float(outlier["writer_share"].median())
         parts.append(
-            f"up to {outlier['length_ratio'].max():.0f} times longer than the median token (from {where} on"
+            f"in {counted(outlier['prompt'].nunique(), 'prompt')} up to {outlier['length_ratio'].max():.0f} times "
+            f"longer than the median token (from {where} on"
             + (f", written by {wrote}, {percent(share)} of its squared length" if wrote else "")
             + f"; largest dimensions {outlier['dimensions'].mode().iloc[0]})"
         )
@@ -459,4 +466,4 @@ def _about(who: str, rows: pd.DataFrame) -> str:
             f"with its own key unscaled it would get {percent(float(known['received_no_scaling'].mean()))} instead of "
             f"{percent(float(known['received_there'].mean()))} in those layers"
         )
-    return f"{text} {'; '.join(parts)}."
+    return f"{who}: {'; '.join(parts)}."

@@ -25,8 +25,8 @@ from ln_probe.analyses.geometry.screening import pointed, pointed_at
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.probes.protocol import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import UNEMBEDDING
-from ln_probe.analyses.wording import percent, visible
-from ln_probe.hooks.model import read_unembedding
+from ln_probe.analyses.wording import counted, percent, visible
+from ln_probe.hooks.model import read_unembedding, transformed_logits
 from ln_probe.hooks.sites import Site
 
 # Tokens shown beside those that no residual vector predicts: the ones that get the least probability from the vector
@@ -59,6 +59,9 @@ class Unembedding(Probe):
         return Cost(_SECONDS + (0.0 if math.isnan(screening) else screening))
 
 
+_OF_LOGITS = ("margin_lower", "margin_upper", "attainable", "attainable_upper")
+
+
 class _OfWeights(Observer):
     def __init__(self, view: View) -> None:
         self.view = view
@@ -72,11 +75,18 @@ class _OfWeights(Observer):
         if not final or weights is None:
             return Piece(notes=("the unembedding was not measured: the model shows no W_U behind a final norm",))
         found, undecided = measure(*weights, final[0], view.name_of)
+        changed = transformed_logits(view.model)
+        if changed:
+            found = found.assign(**dict.fromkeys(_OF_LOGITS, math.nan))
+        lost = (
+            f"unembedding: margins and probabilities are left out, for the model's logits are not W_U's ({changed}); "
+            "verdicts hold, for the order is the same"
+        )
         note = (
             f"{undecided} of {len(weights[0])} tokens of the unembedding are undecided: solving for all would cost "
             "too much, so the hardest were solved for, and the easy ones decided by a query that selects them"
         )
-        return Piece(tables={UNEMBEDDING.name: found}, notes=(note,) * bool(undecided))
+        return Piece(tables={UNEMBEDDING.name: found}, notes=(note,) * bool(undecided) + (lost,) * bool(changed))
 
 
 def final_queries(site: Site) -> QuerySet | None:
@@ -160,8 +170,13 @@ def _affordable(tokens: int, d_model: int) -> int:
 def _hardest(tokens: pd.DataFrame) -> list[str]:
     if not len(tokens):
         return []
-    stuck = int((tokens["verdict"] != "selectable").sum())
-    text = f"{stuck} tokens can never be the most likely one" if stuck else "Every token can be the most likely one"
+    stuck = int(tokens["verdict"].isin(("unselectable", "duplicate")).sum())
+    if stuck:
+        text = f"{counted(stuck, 'token')} can never be the most likely one"
+    elif (tokens["verdict"] == "undecided").any():
+        text = "No token is known never to be the most likely one; some are undecided"
+    else:
+        text = "Every token can be the most likely one"
     if not tokens["attainable"].isna().all():
         low = tokens.iloc[int(np.nanargmin(tokens["attainable"].to_numpy(float)))]
         hardest = f"the hardest of those looked at ({visible(low['token'])})"

@@ -31,7 +31,7 @@ from ln_probe.analyses.probes.protocol import Failure, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
-from ln_probe.hooks.default_tokens import calibration_tokens, tokenizer_of
+from ln_probe.hooks.default_tokens import begun_like, calibration_tokens, special_tokens, tokenizer_of
 from ln_probe.hooks.frozen_scale import calibration_sigmas
 from ln_probe.hooks.model import HookedModel, device_of, n_layers, stretches_positions
 from ln_probe.hooks.sites import Site, layers_in_words, survey
@@ -179,6 +179,7 @@ class Passes:
         occurred: dict[int, Queries] = defaultdict(Queries)
         group: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
+        firsts: list[int] = []
 
         def on_norm(place: int, site: Site, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
@@ -202,6 +203,7 @@ class Passes:
 
         for group in self._told("first pass", prompts):  # the callbacks read it
             lengths += [float(len(row)) for _, row in group]
+            firsts += [int(row[0]) for _, row in group]
             stream_together(
                 self.model,
                 [row for _, row in group],
@@ -210,7 +212,7 @@ class Passes:
                 layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )
-        rows = calibration_tokens(self.model)
+        rows, begin = begun_like(firsts, calibration_tokens(self.model), special_tokens(self.model, "bos"))
         sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
         return_free_memory()
         sample = self._sample(lengths)
@@ -226,7 +228,7 @@ class Passes:
                 for layer, found in observed.items()
             },
             unsupported=unsupported,
-            notes=notes if sample is None else (*notes, sample.note),
+            notes=(*notes, *begin) if sample is None else (*notes, *begin, sample.note),
             empirical={layer: found.ellipsoid() for layer, found in occurred.items()},
             sample=sample,
         )

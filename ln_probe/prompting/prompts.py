@@ -90,8 +90,10 @@ def summary(
     shown: dict[str, Any] = {}
     if name_of is not None:
         common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_COMMONEST]
+        names = Counter(name_of(i) for i, _ in common)  # bytes that are no character by themselves look all alike
+        alike = {i: f" (token {i})" if names[name_of(i)] > 1 else "" for i, _ in common}
         shown = {
-            "commonest": {name_of(i): round(n / sum(lengths), 4) for i, n in common},
+            "commonest": {name_of(i) + alike[i]: round(n / sum(lengths), 4) for i, n in common},
             "repeated": len(lengths) - len(seen),
             "begin": begin,
         }

@@ -24,6 +24,7 @@ from ln_probe.render.payload import own_script, policy
 from ln_probe.render.pictures import Drawing, Shown
 from ln_probe.render.svg import svg
 from ln_probe.render.table_html import Table, table
+from ln_probe.reporting.comparable import apart
 from ln_probe.reporting.contents import Contents
 from ln_probe.reporting.findings import findings
 from ln_probe.reporting.overview import overview, step_of
@@ -66,6 +67,7 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
             paired=_paired_table([r for _, r in done], [e.name for e, _ in done]),
             pictures=_pictures([r for _, r in done], [e.name for e, _ in done]),
             first=first,
+            notes=apart([e.name for e, _ in done], [r for _, r in done]),
             failed=[e for e in entries if e.error],
             policy=policy(script),
             script=Markup(script),
@@ -83,7 +85,9 @@ def told_apart(names: Sequence[str]) -> list[str]:
     return shown if len(set(shown)) == len(set(names)) else list(names)
 
 
-def comparison_cell(names: Sequence[str], reports: Sequence[Contents], summary: pd.DataFrame) -> str:
+def comparison_cell(
+    names: Sequence[str], reports: Sequence[Contents], summary: pd.DataFrame, notes: Sequence[str]
+) -> str:
     """A comparison as a notebook cell: the summary and one picture, no scripts."""
     pictures = _pictures(reports, names)[:1]
     return (
@@ -92,7 +96,7 @@ def comparison_cell(names: Sequence[str], reports: Sequence[Contents], summary: 
         .render(
             name=" · ".join(names),
             findings=[],
-            notes=[],
+            notes=notes,
             tables=[table(SUMMARY, summary.dropna(axis=1, how="all"), interactive=False)],
             pictures=[d.svg for p in pictures for d in p.drawings],
         )

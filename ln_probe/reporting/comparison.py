@@ -11,6 +11,7 @@ import pandas as pd
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.tables import SUMMARY
+from ln_probe.reporting.comparable import apart
 from ln_probe.reporting.overview import overview, told_apart
 from ln_probe.reporting.paired import paired
 from ln_probe.reporting.report import Report
@@ -27,7 +28,8 @@ class Comparison:
         tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: how much more or less the loss changes in each report than in the first one, prompt by prompt
-            (`ln_probe.analyses.tables.PAIRED`); only reports on the same tokens are paired.
+            (`ln_probe.analyses.tables.PAIRED`); only reports on the same tokens and layers are paired.
+        notes: what else than the model differs between the first report and the others (prompts, layers, version).
     """
 
     names: tuple[str, ...]
@@ -35,6 +37,7 @@ class Comparison:
     summary: pd.DataFrame
     tables: Mapping[str, pd.DataFrame]
     paired: pd.DataFrame
+    notes: tuple[str, ...] = ()
 
     @property
     def layernorms(self) -> pd.DataFrame:
@@ -62,7 +65,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         from ln_probe.render.index import comparison_cell
 
-        return comparison_cell(self.names, self.reports, self.summary)
+        return comparison_cell(self.names, self.reports, self.summary, self.notes)
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page: summary and small multiples; the path written."""
@@ -100,7 +103,7 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     )
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}
     joined = {n: _side_by_side(t, called, found) for n, t in tables.items()}
-    return Comparison(called, found, summary, joined, paired(called, found))
+    return Comparison(called, found, summary, joined, paired(called, found), apart(called, found))
 
 
 def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:

@@ -19,6 +19,6 @@ def findings(report: Contents) -> list[Finding]:
             if probe not in report.probes:
                 raise
             found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
-    if any(n.startswith(NO_NORMS) for n in report.notes) or (not found and not len(report.layernorms)):
+    if any(n.startswith(NO_NORMS) for n in report.notes):
         found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
     return sorted(found, key=lambda f: (f.rank, -f.size))

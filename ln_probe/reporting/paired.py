@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.tables import PAIRED
+from ln_probe.reporting.comparable import same_layers, same_tokens
 from ln_probe.reporting.contents import Contents
 
 
@@ -19,14 +21,14 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
         baseline: which of them the others are compared with.
 
     Returns:
-        The table `ln_probe.analyses.tables.PAIRED`, without reports on other tokens than the baseline's.
+        The table `ln_probe.analyses.tables.PAIRED`, without reports on other tokens or layers than the baseline's.
     """
     first, key = reports[baseline], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
     for number, (name, report) in enumerate(zip(names, reports, strict=True)):
-        sums = [r.provenance.get("prompts", {}).get("sha256") for r in (first, report)]
         one, two = (r.tables["causal_prompts"] for r in (first, report))
-        if number == baseline or not len(one) or not len(two) or not sums[0] or sums[0] != sums[1]:
+        comparable = same_tokens(first, report) and same_layers(first, report)
+        if number == baseline or not len(one) or not len(two) or not comparable:
             continue
         both = one.merge(two, on=key, suffixes=("", "_other"))
         both = both[both["predicted"] > 0]
@@ -44,7 +46,7 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
                     "low": low,
                     "high": high,
                     "prompts": len(mine),
-                    "prompts_more": int((change > 0).sum()),
+                    "prompts_more": int((change > 0).sum()) if np.isfinite(change).all() else np.nan,
                     "p_adjusted": prompt_intervals.sign_test(change),
                 }
             )

@@ -30,6 +30,11 @@ FORMAT = 4
 _OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
 READ = (2, 3, 4)
+_FORMAT_OF_0_1_0 = 2
+_MEANT_0_1_0 = (
+    "made by ln_probe 0.1.0, which put one constant in the place of every sigma (here `delta_loss_uniform`) and gave "
+    "intervals that covered less than they said (left out): make the report again"
+)
 
 
 class Report(Contents):
@@ -179,6 +184,9 @@ def load_report(folder: str | Path) -> Report:
             continue
         check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
+    if version == _FORMAT_OF_0_1_0:
+        tables["causal"] = _as_meant_today(tables["causal"])
+        notes = (*notes, _MEANT_0_1_0)
     kept = folder / EXHIBITS_FILE
     check_file(kept, files.get(EXHIBITS_FILE))
     check_exhibits(kept)
@@ -186,6 +194,17 @@ def load_report(folder: str | Path) -> Report:
     missing += [f"{name} is not part of this report and was left out" for name in unlisted(folder, files) if files]
     return Report(
         tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
+    )
+
+
+def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
+    """0.1.0's effects under today's names: one constant for all positions, intervals that covered too little."""
+    scaled = causal["variant"].isin(("no_scaling", "neither"))
+    nothing = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
+    return causal.assign(
+        delta_loss_uniform=causal["delta_loss"].where(scaled),
+        delta_loss=causal["delta_loss"].where(~scaled),
+        **nothing,
     )
 
 

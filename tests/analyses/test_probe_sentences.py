@@ -169,7 +169,7 @@ def test_keys_in_the_hull_are_counted() -> None:
     assert (finding.size, finding.rank) == (0.5, DESCRIBED)
     sphere = table.assign(by_theorem=["sphere" if v == "intact" else "" for v in table["variant"]])
     (finding,) = selectability._selectable(sphere, "head", "There", "unselectable")
-    assert finding.text.endswith("(of 16). The intact figure is so by theorem (keys on a sphere).")
+    assert finding.text.endswith("(of 16). The intact figure is so by theorem (sphere).")
     assert finding.size == 0.0
     (finding,) = selectability._selectable(table.assign(by_theorem="flat"), "head", "There", "unselectable")
     assert finding.text.endswith("All by theorem (flat), not a finding.")
@@ -216,19 +216,22 @@ def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) 
 
 
 def test_the_head_that_needs_scaling_most_is_named() -> None:
-    table = pd.DataFrame([head_row(0, 0.2, 0.1), head_row(1, 0.25, -0.1), head_row(2, 0.0005, 0.0001)])
+    better = head_row(3, 0.4, 0.1, p=0.01, prompts_worse=1)  # most prompts speak against it
+    rows = [head_row(0, 0.2, 0.1, p=0.01), head_row(1, 0.25, 0.1), head_row(2, 0.0005, 0.0001, p=0.01), better]
+    table = pd.DataFrame(rows)
     (finding,) = head_effects._leading(table)
     assert finding.text == (
         "The head that needs its norm's scaling most is L1H0: +0.2 nats per token without it (95 % interval +0.1 to "
-        "+0.3), from a loss of 2; 1 of 3 heads run this way surely cost more than 0.001."
+        "+0.3), from a loss of 2; 1 of 4 heads run this way cost 0.001 or more on enough prompts to be told from "
+        "chance."
     )
     assert (finding.size, finding.rank) == (pytest.approx(0.1), EFFECT)
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.2, math.nan, p=0.01)]))
     assert "(worse on 7 of 9 prompts)" in finding.text
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
     assert finding.text == (
-        "No single head is seen to need its norm's scaling: of 2 heads run without it none surely costs more than "
-        "0.001 nats per token (largest: L1H3, +0.2 from a loss of 2)."
+        "No single head is seen to need its norm's scaling: of 2 heads run without it none costs 0.001 nats per token "
+        "or more on enough prompts to be told from chance (largest: L1H3, +0.2 from a loss of 2)."
     )
     assert finding.rank == NO_EFFECT
     assert not head_effects._leading(None)
@@ -288,17 +291,24 @@ def sink(position: int, **more: Any) -> dict[str, Any]:
 
 def test_sinks_are_described() -> None:
     dimensions = pd.DataFrame({"dimension": [4, 7, 7], "ratio": [20.0, 50.0, 30.0], "site": ["a", "b", "c"]})
-    none = sinks._sentences(pd.DataFrame(), dimensions)
+    none = sinks._sentences(pd.DataFrame(), dimensions, 64)
     assert none == [
         "Attention has no sink here, and no token is an outlier at any norm.",
         f"2 dimensions are over {sinks.OUTLIER_RATIO:g} times the median dimension for the median token at some norm; "
         "most, dimension 7, 50 times at b.",
     ]
+    short = (
+        "Whether attention has a sink cannot be told from prompts this short, and no token is an outlier at any norm."
+    )
+    assert sinks._sentences(pd.DataFrame(), dimensions, sinks.LEAST_QUERIES)[0] == short
+    assert sinks._sentences(pd.DataFrame(), dimensions, 7)[0].endswith(
+        "were not looked for: the prompts are too short."
+    )
     table = pd.DataFrame([
         sink(0), sink(0, prompt=1, received=0.2),
         sink(3, token=".", sink=False, outlier=True, length_ratio=12.0, received_no_scaling=0.1, received_there=0.3),
     ])  # fmt: skip
-    assert sinks._sentences(table, dimensions.iloc[:0]) == [
+    assert sinks._sentences(table, dimensions.iloc[:0], 64) == [
         "Position 0: in 2 prompts an attention sink (in layer 2 50 % of heads and queries give it over 0.3; over all "
         "layers it gets 30 %, uniform attention would give 10 %); not an outlier: at most 1.2 times longer than the "
         "median token.",
@@ -307,7 +317,7 @@ def test_sinks_are_described() -> None:
         "10 % instead of 30 % in those layers.",
     ]
     many = pd.DataFrame([sink(i, token=t) for i, t in enumerate("xabcd")])
-    assert "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0])[1]
+    assert "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0], 64)[1]
 
 
 def test_sums_over_prompts_become_rates_of_heads() -> None:

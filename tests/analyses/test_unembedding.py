@@ -118,7 +118,7 @@ def test_a_planted_token_in_a_real_checkpoint(capp: Path) -> None:
     stuck = after.unembedding[after.unembedding["verdict"] != "selectable"]
     assert stuck["token_id"].tolist() == [20]
     assert stuck["attainable_upper"].item() < 0.5
-    assert any("1 tokens can never be the most likely one" in f for f in after.findings())
+    assert any("1 token can never be the most likely one" in f for f in after.findings())
 
 
 @pytest.mark.slow

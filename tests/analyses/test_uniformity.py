@@ -123,17 +123,46 @@ def test_spread_and_entropy_see_only_visible_keys() -> None:
     assert float(ratio[2]) == pytest.approx(1.0)
 
 
-def test_spread_floor_is_the_best_query_of_length_one() -> None:
+@pytest.mark.parametrize("size", [0.0, 0.3, 3.0])
+def test_spread_floor_is_the_best_query_at_the_end_of_the_set(size: float) -> None:
     torch.manual_seed(0)
     k = torch.randn(30, 1, 3, dtype=torch.float64)
-    axes = torch.randn(1, 3, 3, dtype=torch.float64)
+    center, axes = size * torch.randn(1, 3, dtype=torch.float64), torch.randn(1, 3, 3, dtype=torch.float64)
     u = torch.randn(200_000, 3, dtype=torch.float64)
     u = u / u.norm(dim=-1, keepdim=True)
-    found = (k[:, 0] @ (axes[0] @ u.T)).std(0, correction=0).min()
-    floor = float(uniformity.spread_floor(k, axes)[0])
-    assert floor <= float(found) <= floor * 1.01
+    found = (k[:, 0] @ (center.T + axes[0] @ u.T)).std(0, correction=0).min()
+    floor = float(uniformity.spread_floor(k, (center, axes))[0])
+    assert floor <= float(found) <= floor * 1.01 + 2e-3
     assert math.isnan(float(uniformity.spread_floor(k, None)[0]))
-    assert float(uniformity.spread_floor(k[:2], axes)[0]) == 0.0
+    if size == 0:
+        assert floor == pytest.approx(float(torch.linalg.svdvals((k - k.mean(0))[:, 0] @ axes[0])[-1]) / math.sqrt(30))
+
+
+def test_spread_floor_of_fewer_keys_than_directions() -> None:
+    """Some direction sees no difference: the floor is 0 if the rest of the query can undo the center."""
+    k = torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]], dtype=torch.float64)
+    axes = torch.eye(2, dtype=torch.float64)[None]
+    for x, floor in ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.75, 0.75)):
+        center = torch.tensor([[x, 5.0]], dtype=torch.float64)
+        assert float(uniformity.spread_floor(k, (center, axes))[0]) == pytest.approx(floor, abs=1e-7)
+
+
+def test_angle_through_a_qk_norm() -> None:
+    """A query planted to read the ones-vector through the gain of the keys' norm is at 0 degrees."""
+    heads, site, x = layer()
+    assert site.gain is not None
+    assert site.bias is not None
+    with torch.no_grad():
+        site.bias.zero_()
+        w = torch.randn(D_HEAD, dtype=torch.float64)
+        w -= w.mean()  # the norm inside attention takes the mean away
+        reads = heads.W_K[0] + torch.outer(1 / site.gain - heads.W_K[0] @ w, w) / (w @ w)
+    heads = replace(heads, W_K=reads[None], b_K=torch.zeros(1, D_HEAD, dtype=torch.float64), k_norm=site)
+    q = (w / site.gain)[None, None]
+    k = heads.keys(site.affine(variant_outputs(site, x, 1.0)["intact"]))
+    assert float(uniformity.score_spread(uniformity.scores(q, k, heads.divisor))[0, 0]) < 1e-10
+    assert float(uniformity.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-4
+    assert float(uniformity.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
 
 
 def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callable[..., Any]) -> None:

@@ -1,0 +1,140 @@
+"""Sentences and figures that a fresh reading found uncarried by what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.analyses.probes import causal_findings, unembedding
+from ln_probe.hooks.default_tokens import begun_like
+from ln_probe.hooks.model import transformed_logits
+from ln_probe.prompting.prompts import summary
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return ln_probe.load_model("lm-layernorm")
+
+
+def said(report: ln_probe.Report) -> list[str]:
+    return [str(text) for text in report.findings()]
+
+
+def test_norms_that_were_not_looked_at_are_not_absent(model: Any) -> None:
+    report = ln_probe.analyze(model, [list(range(1, 10))], probes=["writers"], progress=False)
+    assert len(report.tables["writers"])
+    assert not any("no normalization" in text for text in said(report))
+
+
+def test_prompts_too_short_for_sinks(model: Any) -> None:
+    report = ln_probe.analyze(model, [list(range(1, 10))], probes=["sinks"], progress=False)
+    assert said(report)[0].startswith("Whether attention has a sink cannot be told from prompts this short")
+    assert any("in 1 prompts no token is seen by 10 later queries" in note for note in report.notes)
+
+
+def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any]) -> None:
+    """Few keys are selectable in general position; a W_K of rank 1 sends them to a line."""
+    tiny = make_hooked(normalization_type="LN")
+    with torch.no_grad():
+        for block in tiny.blocks:
+            W = block.attn.W_K
+            W.copy_(torch.einsum("hd,k->hdk", W[..., 0], torch.ones(W.shape[-1])))
+    tokens = [list(range(1, 1 + tiny.cfg.d_head))]
+    report = ln_probe.analyze(tiny, tokens, probes=["selectability"], progress=False)
+    rows = report.heads[(report.heads["space"] == "head") & (report.heads["variant"] == "intact")]
+    assert (rows["unselectable"] > 0).all()
+    assert (rows["by_theorem"] == "").all()
+    assert all("0.0 % intact" in text for text in said(report) if "by theorem" in text)
+
+
+def test_undecided_tokens_are_not_said_to_be_stuck() -> None:
+    rows = pd.DataFrame({"verdict": ["unselectable"] * 3 + ["undecided"] * 4, "token": "a", "attainable": math.nan})
+    assert unembedding._hardest(rows) == ["3 tokens can never be the most likely one."]
+    (text,) = unembedding._hardest(rows[rows["verdict"] == "undecided"])
+    assert text.startswith("No token is known never to be")
+
+
+def test_capped_logits_have_no_margins(make_hooked: Callable[..., Any]) -> None:
+    tiny = make_hooked(normalization_type="LN")
+    plain = ln_probe.analyze(tiny, [[1, 2, 3]], probes=["unembedding"], progress=False).unembedding
+    assert transformed_logits(tiny) == ""
+    tiny.cfg.output_logits_soft_cap = 2.0
+    report = ln_probe.analyze(tiny, [[1, 2, 3]], probes=["unembedding"], progress=False)
+    capped = report.unembedding
+    assert capped[["margin_lower", "margin_upper", "attainable", "attainable_upper"]].isna().all(axis=None)
+    assert capped["verdict"].tolist() == plain["verdict"].tolist()
+    assert any("output_logits_soft_cap is 2" in note for note in report.notes)
+
+
+def test_constants_of_position_0_are_of_its_kind(model: Any) -> None:
+    with_first, without = (
+        ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=bos, probes=["causal"], progress=False)
+        for bos in (True, False)
+    )
+    at = "blocks.2.ln1"
+    assert with_first.provenance["constants"][at] != without.provenance["constants"][at]
+    assert any(note.startswith("no prompt begins with token") for note in without.notes)
+    assert not any("begins with token" in note for note in with_first.notes)
+
+
+def test_calibration_begins_as_the_prompts_do() -> None:
+    rows = [torch.tensor([0, 5, 6]), torch.tensor([0, 7])]
+    assert begun_like([0, 0], rows, [0]) == (rows, ())
+    shorter, (note,) = begun_like([3, 4], rows, [0])
+    assert [r.tolist() for r in shorter] == [[5, 6], [7]]
+    assert note.startswith("no prompt begins with token 0")
+    same, (note,) = begun_like([3, 0, 0], rows, [0])
+    assert same is rows
+    assert note.startswith("1 of 3 prompts do not begin with token 0")
+    plain = [r[1:] for r in rows]
+    begun, nothing = begun_like([0, 0], plain, [0])
+    assert [r.tolist() for r in begun] == [[0, 5, 6], [0, 7]]
+    assert nothing == ()
+    assert begun_like([9, 9], plain, [0]) == (plain, ())  # all begin alike, but with no token for beginnings
+
+
+def test_only_what_is_comparable_is_paired(model: Any) -> None:
+    prompts = [list(range(1, 20)), list(range(30, 50))]
+    whole, first = (
+        ln_probe.analyze(model, prompts, layers=layers, probes=["causal"], progress=False) for layers in (None, [0])
+    )
+    other = ln_probe.analyze(model, [list(range(2, 20))], probes=["causal"], progress=False)
+    compared = ln_probe.compare([whole, first, other], ["whole", "one layer", "other prompts"])
+    assert not len(compared.paired)
+    assert [note.split(":")[0] for note in compared.notes] == ["other prompts", "one layer"]
+    assert "measured on other prompts than whole" in compared.notes[0]
+    assert "measured in other layers than whole" in compared.notes[1]
+    assert "measured in other layers" in compared._repr_html_()
+    again = ln_probe.compare([whole, whole], ["a", "b"])
+    assert len(again.paired)
+    assert again.notes == ()
+
+
+def test_a_norm_that_is_not_needed_is_not_needed_most() -> None:
+    row = {"variant": "no_scaling", "no_op": "", "loss": 3.0, "prompts": 12, "p_adjusted": 0.01}
+    rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
+                         for i in range(3)])  # fmt: skip
+    (finding,) = causal_findings._single(rows)
+    assert "the loss falls most at blocks.2.ln1: -0.06" in finding.text
+    mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
+    (finding,) = causal_findings._single(mixed)
+    assert "scaling is needed most at blocks.3.ln1: +0.03" in finding.text
+
+
+def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
+    found = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
+    assert len(found) == 6
+    assert sum(found.values()) == pytest.approx(1, abs=1e-3)
+    assert np.isclose(list(found.values()), 1 / 6, atol=1e-3).all()
+
+
+def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
+    report = ln_probe.analyze(model, [[5]], probes=["decomposition"], progress=False)
+    assert not any("nan" in text for text in said(report))
