@@ -99,11 +99,14 @@ def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
 
 
 def paired_p(differences: Float[np.ndarray, " seed"]) -> float:
-    """Two-sided p of Student's paired t test; NaN with one seed, 1 if all differences are 0, 0 if all are another."""
+    """Two-sided p of Student's paired t test; NaN with one seed.
+
+    Where all differences are the same, t knows no end: 1 if they are 0, else that of the sign test, 2^(1 - n).
+    """
     if len(differences) < 2:
         return np.nan
-    if float(differences.std(ddof=1)) == 0:
-        return 1.0 if float(differences[0]) == 0 else 0.0
+    if float(differences.std(ddof=1)) <= AGREEMENT * max(1e-300, float(np.abs(differences).max())):
+        return 1.0 if not differences.any() else float(2.0 ** (1 - len(differences)))
     return float(stats.ttest_1samp(differences, 0).pvalue)
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ln_probe.analyses.lab.experiments import EXPERIMENT_FILE
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import RESULTS_FILE, Results, write_results
 
@@ -162,6 +163,9 @@ def _remove_norm(tables: Tables, settings: Settings) -> Results:
     return results_of(tables["seeds"], tables["curves"], settings)
 
 
+_OF_SEEDS = ("seeds", "finished")  # settings that say which runs there are
+_COUNTS_MISSES = ("depth", "depth_deep")
+
 KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
     "depth_deep": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth_deep),
@@ -229,12 +233,42 @@ def joined(kept: pd.DataFrame, added: pd.DataFrame, keys: Sequence[str]) -> pd.D
     return pd.concat([kept[old], added[taken][list(kept.columns)]], ignore_index=True)
 
 
+def check_added(experiment: str, added: Path, settings: Settings) -> tuple[str, ...]:
+    """What became of the diverged runs of a folder that may be added; its other runs are as those that are kept.
+
+    Raises:
+        FileNotFoundError: no results in it.
+        ValueError: of another experiment, of `--quick`, or made with other settings; or it has runs that diverged and
+            the experiment counts those as misses, which kept tables cannot hold.
+    """
+    found = json.loads((added / RESULTS_FILE).read_text())
+    if found["experiment"] != experiment:
+        raise ValueError(f"{added} holds results of {found['experiment']}, not of {experiment}")
+    mark = added / EXPERIMENT_FILE
+    if mark.exists() and json.loads(mark.read_text()).get("quick"):
+        raise ValueError(f"{added} was made with --quick: its runs are smaller than those that are kept")
+    told = {k for k in settings if k in found["settings"] and k not in _OF_SEEDS and not k.startswith("published")}
+    other = sorted(k for k in told if _plain(settings[k]) != _plain(found["settings"][k]))
+    if other:
+        said = "; ".join(f"{k}: {settings[k]} kept, {found['settings'][k]} added" for k in other)
+        raise ValueError(f"{added} was made with other settings than what is kept of {experiment}: {said}")
+    lost = tuple(found.get("diverged", ()))
+    if lost and experiment in _COUNTS_MISSES:
+        raise ValueError(f"{added} has runs that diverged, which {experiment} counts as misses: {'; '.join(lost)}")
+    return lost
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
 def rebuilt(experiment: str, added: Path | None = None) -> Results:
     """The results of an experiment from the kept values, with those of the folder `added`.
 
     Raises:
         KeyError: an experiment of which nothing is kept.
-        FileNotFoundError, ValueError: as `table_at`, `joined`; ValueError also if nothing can be added to it.
+        FileNotFoundError, ValueError: as `table_at`, `joined`, `check_added`; ValueError also if nothing can be added
+            to it.
     """
     if experiment not in KEPT:
         raise KeyError(f"nothing is kept of {experiment!r}: known are {', '.join(KEPT)}")
@@ -247,13 +281,17 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
         if added is None:
             raise
         where, added = added, None
+    lost = tuple(about.get("diverged", ()))
+    if added is not None:
+        lost += check_added(experiment, added, about["settings"])
     for name in how.tables:
         tables[name] = table_at(where, name)
         if added is not None:
             if not how.keys:
                 raise ValueError(f"to {experiment} nothing can be added: its kept tables hold no seeds")
             tables[name] = joined(tables[name], table_at(added, name), how.keys)
-    return how.rebuild(tables, about["settings"])
+    results = how.rebuild(tables, about["settings"])
+    return replace(results, diverged=tuple(dict.fromkeys((*results.diverged, *lost))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

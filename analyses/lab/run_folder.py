@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,23 @@ def checkpoint_steps(run: Path) -> list[int]:
     """Steps whose model a run's folder holds, ascending."""
     kept = (run / "checkpoints").glob("step-*.safetensors")
     return sorted(step for path in kept if (step := step_named(path.stem)) is not None)
+
+
+def kept_beside(folder: Path, name: str, weights: Path, version: int, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table measured once and kept in a folder; measured again if weights or what is measured are others.
+
+    Args:
+        folder: where it is kept, as NAME-KEY.csv.
+        name: of the table.
+        weights: the file that it is measured from.
+        version: of what is measured: raised whenever that changes.
+        make: measures it.
+    """
+    key = hashlib.sha256(weights.read_bytes() + version.to_bytes(4, "big")).hexdigest()[:12]
+    kept = folder / f"{name}-{key}.csv"
+    if not kept.exists():
+        write_atomically(kept, make().to_csv(index=False).encode())
+    return pd.read_csv(kept)
 
 
 def weights_of(run: Path, step: int | None = None) -> Path:

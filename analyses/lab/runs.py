@@ -96,9 +96,11 @@ def carry_out(runs: Sequence[Run], request: Request) -> None:
 
     Raises:
         FileExistsError: a run's folder holds another run.
-        ValueError: as `train_all`.
+        ValueError: as `train_all`; or there is nothing to collect.
     """
     if request.collect:
+        if runs and not any(run.folder.exists() for run in runs):
+            raise ValueError(f"{request.out} holds none of these {len(runs)} runs: leave out --collect to train them")
         for run in runs:
             check_run(run.task, run.spec, run.training, run.folder)
     else:

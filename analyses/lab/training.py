@@ -281,6 +281,9 @@ def _train(
             row = {"step": done, "train_loss": counters["loss"] / counters["counted"]}
             with torch.no_grad():
                 row |= task.evaluate(model)
+            for name, found in row.items():
+                if name.endswith("loss") and not math.isfinite(found):
+                    raise _diverged(out, training, done, found)
             with metrics.open("a") as file:
                 file.write(metric_line(row | {"seconds": round(time.perf_counter() - began, 1)}))
             counters["loss"], counters["counted"] = 0.0, 0.0
@@ -288,6 +291,8 @@ def _train(
         if (done % training.state_every == 0 or done == stop) and done < training.steps:
             counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(metric_rows(metrics))}
             save_tensors(_pack(model, optimizer, counters), state)
+    if not all(bool(w.isfinite().all()) for w in model.parameters()):
+        raise _diverged(out, training, stop, math.nan, "a weight")
     if stop < training.steps:
         return model
     save_model(model, checkpoint_path(out, training.steps), about=about)
@@ -309,10 +314,10 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
         raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
 
 
-def _diverged(out: Path, training: TrainConfig, step: int, loss: float) -> DivergedError:
+def _diverged(out: Path, training: TrainConfig, step: int, value: float, what: str = "the loss") -> DivergedError:
     """The error to raise, its mark left in the run's folder."""
     message = (
-        f"{out}: the loss is {loss} at step {step} (seed {training.seed}); the last state before it is "
+        f"{out}: {what} is {value} at step {step} (seed {training.seed}); the last state before it is "
         f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
     )
     write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())

@@ -160,7 +160,8 @@ def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
     monkeypatch.setattr(counting, "make_task", lambda cell, quick: CountingTask(cell.task, 10))
     request = Request(tmp_path / "t", (0, 1), quick=True, collect=True, progress=False)
-    assert run("counting_traces", request, command="", ln_probe_version="0").summary.empty, "nothing is trained yet"
+    with pytest.raises(ValueError, match="holds none of these"):
+        run("counting_traces", request, command="", ln_probe_version="0")
     request = Request(tmp_path / "t", (0, 1), quick=True, progress=False)
     results = run("counting_traces", request, command="", ln_probe_version="0")
     cells = counting_traces.grid(quick=True)

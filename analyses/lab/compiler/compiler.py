@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,11 @@ from ln_probe.analyses.machinery.files import write_atomically
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
 
+MEASURED = 2  # version of what `agreement` measures: rows kept of another are measured again
 EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
 QUICK_EVERY_WORD_TO = 6  # of more than two letters
-FEW_WORDS = 15  # where a norm does not suffice, and for the operations
+FEW_WORDS = 15  # random words where a norm does not suffice, and words for the operations
 SHORT_CLIP = 4  # positions of a clip that is too short for LETTERS
 LENGTHS = (50, 100, 200, 400, 800, 1600)
 LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
@@ -174,7 +175,8 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
         enough = suffices(construction, norm)
         shares = {}
         for measure, given, truth in zip(("every_short_word", "random_words"), (short, long), truths, strict=True):
-            given, truth = (given, truth) if enough else (given[-FEW_WORDS:], truth[-FEW_WORDS:])
+            if measure == "random_words" and not enough:
+                given, truth = given[-FEW_WORDS:], truth[-FEW_WORDS:]
             right = made.run(given) == truth
             shares[measure] = float(right.all(1).mean())
             shares[f"{measure}_answers"] = float(right.mean())
@@ -237,11 +239,11 @@ def lengths_table(lengths: Sequence[int], seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["means", "letters", "value"])
 
 
-def _kept(path: Path, words: int) -> list[dict[str, Any]] | None:
-    """Rows that an earlier call measured; None if there are none of so many words."""
+def _kept(path: Path, of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Rows that an earlier call measured; None if there are none of just that."""
     try:
         held = json.loads(path.read_text())
-        return list(held["rows"]) if held["words"] == words else None
+        return list(held["rows"]) if held["of"] == of else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -253,12 +255,14 @@ def run(request: Request) -> Results:
     rows: list[dict[str, Any]] = []
     for seed, (number, name) in itertools.product(request.seeds, enumerate(names)):
         path = request.out / "runs" / f"program{number}-seed{seed}.json"
-        held = _kept(path, words)
+        every_word_to = QUICK_EVERY_WORD_TO if request.quick and len(PROGRAMS[name][1]) > 2 else EVERY_WORD_TO
+        source, alphabet = PROGRAMS[name]
+        of = {"measured": MEASURED, "source": source, "alphabet": alphabet, "words": [every_word_to, words]}
+        held = _kept(path, of)
         if held is None and not request.collect:
-            many = request.quick and len(PROGRAMS[name][1]) > 2
-            held = agreement(name, seed, words, QUICK_EVERY_WORD_TO if many else EVERY_WORD_TO)
+            held = agreement(name, seed, words, every_word_to)
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, json.dumps({"words": words, "rows": held}).encode())
+            write_atomically(path, json.dumps({"of": of, "rows": held}).encode())
         rows += held or []
     lengths = LENGTHS[:4] if request.quick else LENGTHS
     return findings(pd.DataFrame(rows), operations_table(), lengths_table(lengths))

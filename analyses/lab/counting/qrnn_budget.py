@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
@@ -91,12 +91,21 @@ def run(request: Request) -> Results:
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
-    return findings(table, request.quick, tuple(diverged(runs).values()))
+    return findings(table, request.quick, (*diverged(runs).values(), *unfinished(table, request.quick)))
+
+
+def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
+    """Runs that have not come to the end: nothing is said of them."""
+    reached = values.groupby([*KEYS, "seed"], sort=False)["step"].max()
+    for key, step in reached[reached < training(quick, 0, RATES[0]).steps].items():
+        run = ", ".join(f"{k} {v}" for k, v in zip((*KEYS, "seed"), cast("tuple[Any, ...]", key), strict=True))
+        yield f"{run}: stopped after {step} updates, left out"
 
 
 def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
     """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
-    read = readings(values)
+    done = values.groupby([*KEYS, "seed"])["step"].transform("max") >= training(quick, 0, RATES[0]).steps
+    read = readings(values[done])
     constant = pd.concat([constant_answers(task) for task in sorted(set(values["task"]))] or [pd.DataFrame()])
     at_end = read[read["read"] == AT_END]
     summary = summarize(at_end, [*KEYS, "measure"], published_table(), kind="share")

@@ -91,19 +91,24 @@ def run(request: Request) -> Results:
     carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].isin([measure(b) for b in BINS])]
-    return findings(table, request.quick, tuple(diverged(runs).values()))
+    lost = diverged(runs)
+    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
+    return findings(table, request.quick, tuple(lost.values()), failed)
 
 
-def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(
+    table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (), failed: pd.DataFrame | None = None
+) -> Results:
     """Tables, figures and sentences from the exact match of every run.
 
     Args:
         table: KEYS, `seed`, `measure`, `value` (and `step`).
         quick: whether of the quick size.
         lost: what became of runs that diverged.
+        failed: their KEYS and seeds: they count as misses.
     """
     values = table.drop(columns="step", errors="ignore")
-    hits, contrasts = hit_rates(table), reach_contrasts(values)
+    hits, contrasts = hit_rates(table, failed), reach_contrasts(values)
     summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return Results(

@@ -183,7 +183,8 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
         shown = [pair for pair in pairs if set(pair) <= set(wide.columns)]
         if not shown:
             continue
-        change = pd.concat([(wide[have] - wide[lack]).dropna() for have, lack in shown]).rename("value").reset_index()
+        pairs_of = [(wide[have] - wide[lack]).dropna().rename("value").reset_index() for have, lack in shown]
+        change = pd.concat([one.assign(pair=number) for number, one in enumerate(pairs_of)], ignore_index=True)
         change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
         for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
@@ -191,11 +192,9 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
                 tests = depth == ALL_DEPTHS
-                per_cell = one.groupby(["seed", "own_order", "depth"])["value"].mean()
-                counts = per_cell.groupby("seed").transform("size")
-                seeds = (
-                    per_cell[counts == one[["own_order", "depth"]].drop_duplicates().shape[0]].groupby("seed").mean()
-                )
+                cells = len(one[["own_order", "depth", "pair"]].drop_duplicates())
+                complete = one.groupby("seed")["value"].transform("size") == cells
+                seeds = one[complete].groupby("seed")["value"].mean()
                 p = paired_p(seeds.to_numpy(float)) if tests and len(seeds) else np.nan
                 center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
                 center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
@@ -247,7 +246,8 @@ def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
         start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
         points = f"{100 * row['mean']:+.1f}"
         if np.isnan(row["p"]):
-            yield f"{start}: {points} points in the one seed that has every run of them, which tells nothing by itself."
+            who = "the one seed that has every run of them" if row["seeds"] else "runs of which no seed has all"
+            yield f"{start}: {points} points in {who}, which tells nothing by itself."
             continue
         verb = (
             "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no difference that these seeds can tell:"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
@@ -26,16 +27,16 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     NORMALIZED,
     unselectable_share,
 )
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, checkpoint_steps, weights_of
+from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, checkpoint_steps, kept_beside, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights
-from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
     from ln_probe.analyses.lab.results import Results
 
+MEASURED = 1  # version of what is measured of a checkpoint
 HEADS = 4
 SHAPES = {"narrow": 8, "wide": 64}  # d_model
 RATES = {"narrow": 5e-3, "wide": 2e-3}
@@ -175,17 +176,19 @@ def unselectable_read(model: Encoder, tokens: torch.Tensor) -> Iterator[tuple[in
         yield layer, space, unselectable_share(keys.transpose(1, 2).flatten(0, 1) if space == HEAD else keys)
 
 
+def _at(run: Run, size: Size, step: int) -> pd.DataFrame:
+    assert isinstance(run.task, MaskedTextTask)
+    found = unselectable_read(trained(run, step), run.task.text.held_out(size.contexts))
+    return pd.DataFrame(found, columns=["layer", "space", "value"])
+
+
 def measure(run: Run, size: Size) -> pd.DataFrame:
     """A row per kept step, layer and space of one run; kept beside it."""
     rows = []
     for step in checkpoint_steps(run.folder):
-        kept = run.folder / f"unselectable-{step:07d}.csv"
-        if not kept.exists():
-            assert isinstance(run.task, MaskedTextTask)
-            found = unselectable_read(trained(run, step), run.task.text.held_out(size.contexts))
-            table = pd.DataFrame(found, columns=["layer", "space", "value"])
-            write_atomically(kept, table.to_csv(index=False).encode())
-        rows.append(pd.read_csv(kept).assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
+        name, weights = f"unselectable-{step:07d}", weights_of(run.folder, step)
+        table = kept_beside(run.folder, name, weights, MEASURED, partial(_at, run, size, step))
+        rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
     return pd.concat(rows, ignore_index=True)
 
 

@@ -24,12 +24,11 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
-from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.hooks.interventions import NoOpWarning, without
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ D_VOCAB, N_CTX = 1024, 256
 STEPS, BATCH = 2000, 16
 CONTEXTS = 16  # held-out windows whose keys are measured
 SHIPPED_SEED = 0
+MEASURED = 2  # version of what `_measured` measures
 LOSS, FRACTION, FROZEN = "valid_loss", "unselectable_fraction", "unselectable_without_scaling"
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
 TITLES = {  # of a measure: what it is called, factor, digits and unit in sentences
@@ -122,25 +122,23 @@ def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
     if not request.quick and SHIPPED_SEED in request.seeds:
         for norm in NORM_KINDS:
             with as_file(shipped(norm)) as folder:
-                kept = request.out / f"shipped-{norm}.csv"
-                yield _measured(folder, kept, task).assign(norm=norm, seed=SHIPPED_SEED)
+                yield _measured(folder, request.out, task).assign(norm=norm, seed=SHIPPED_SEED)
     for one in runs:
         if (one.folder / MODEL_FILE).exists():
-            kept = one.folder / "measured.csv"
-            yield _measured(one.folder, kept, task).assign(**dict(one.keys), seed=one.seed)
+            yield _measured(one.folder, one.folder, task).assign(**dict(one.keys), seed=one.seed)
 
 
-def _measured(folder: Path, kept: Path, task: TextTask) -> pd.DataFrame:
-    if not kept.exists():
+def _measured(folder: Path, beside: Path, task: TextTask) -> pd.DataFrame:
+    def made() -> pd.DataFrame:
         model, windows = load_run(folder), task.held_out(task.valid_windows)
         rows = [
             (ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]),
             *costs(model, windows[::2], windows[1::2]),
             *unselectable(model, task.held_out(CONTEXTS)),
         ]
-        table = pd.DataFrame(rows, columns=["layer", "measure", "value"])
-        write_atomically(kept, table.to_csv(index=False).encode())
-    return pd.read_csv(kept)
+        return pd.DataFrame(rows, columns=["layer", "measure", "value"])
+
+    return kept_beside(beside, "measured", folder / MODEL_FILE, MEASURED, made)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -22,12 +23,11 @@ from jaxtyping import Float
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, read_metrics
+from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, read_metrics, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
 GPT2_VOCABULARY, GPT2_CONTEXT, GPT2_EMBED_STD = 50257, 1024, 0.02
 CONTEXTS = 16  # held-out windows whose keys are measured
+MEASURED = 1  # version of what is measured of a checkpoint
 BEFORE, NORMALIZED, HEAD = "before the norm", "normalized", "head"
 NORMS = (("layernorm", None, "-"), ("projection_only", 1.0, "1"), ("projection_only", None, "measured"))
 KEYS = ["norm", "divisor", "step", "layer", "space", "measure"]
@@ -171,17 +172,20 @@ def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[t
             yield layer, space, unselectable_share(keys)
 
 
+def _at(run: Run, step: int) -> pd.DataFrame:
+    assert isinstance(run.task, TextTask)
+    found = unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
+    return pd.DataFrame(found, columns=["layer", "space", "value"])
+
+
 def measure(run: Run) -> pd.DataFrame:
     """A row per kept step, layer and space of one run; kept beside it, for it takes a while at the published size."""
     rows = []
     for step in checkpoint_steps(run.folder):
-        kept = run.folder / f"unselectable-{step:07d}.csv"
-        if not kept.exists():
-            assert isinstance(run.task, TextTask)
-            found = unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
-            table = pd.DataFrame(found, columns=["layer", "space", "value"])
-            write_atomically(kept, table.to_csv(index=False).encode())
-        rows.append(pd.read_csv(kept).assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
+        table = kept_beside(
+            run.folder, f"unselectable-{step:07d}", weights_of(run.folder, step), MEASURED, partial(_at, run, step)
+        )
+        rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
     return pd.concat(rows, ignore_index=True)
 
 

@@ -15,6 +15,7 @@ from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
 from ln_probe.analyses.lab.majority.majority_task import PARTS, STEPS_SHOWN, query_angles
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,10 +100,13 @@ def findings(
 
 
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
-    """`summarize` with the interval of a share for accuracies."""
+    """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
     shares = values["measure"].eq("test_accuracy")
     parts = [summarize(values[~shares], KEYS, published), summarize(values[shares], KEYS, published, kind="share")]
-    return pd.concat([part for part in parts if len(part)], ignore_index=True)
+    found = pd.concat([part for part in parts if len(part)], ignore_index=True)
+    angles = found["measure"].eq("angle_deg")
+    found.loc[angles, ["ci_low", "ci_high"]] = found.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
+    return found
 
 
 def start_angles(runs: Iterable[Run]) -> pd.DataFrame:
@@ -204,6 +208,15 @@ class _Estimate:
     seeds: int
     p_holm: float
 
+    @property
+    def told(self) -> bool:
+        """Whether Holm's p lets it be spoken of as an effect."""
+        return self.p_holm < SIGNIFICANT
+
+    @property
+    def doubt(self) -> str:
+        return "" if self.told else ": no difference that these seeds can tell"
+
     def __str__(self) -> str:
         text = f"{self.mean:.2f}"
         return text if math.isnan(self.low) else f"{text} [{self.low:.2f}, {self.high:.2f}]"
@@ -231,21 +244,22 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
         )
         if gap is None or matched is None or size is None:
             continue
-        if gap.low <= 0 <= gap.high:
+        if not gap.told:
             found.append(
                 f"Step {step}: the published comparison gives no gap in training loss that these seeds can tell ({gap} "
-                f"nats; seeds: {gap.seeds}); leaving projection out at the same size changes it by {matched}."
+                f"nats; seeds: {gap.seeds}); leaving projection out at the same size changes it by "
+                f"{matched}{matched.doubt}."
             )
             continue
         share = matched.mean / gap.mean
         found.append(
             f"Step {step}: the published comparison gives a gap in training loss of {gap} nats. Leaving projection out "
-            f"at the same size accounts for {matched} of it ({100 * share:.0f} %), then shrinking all that attention "
-            f"reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
+            f"at the same size accounts for {matched} of it ({100 * share:.0f} %{matched.doubt}), then shrinking all "
+            f"that attention reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
         )
         cause = "size, not projection" if share < 0.5 else "projection, not size"
         effect = "makes no difference that these seeds can tell"
-        if matched.p_holm < SIGNIFICANT:
+        if matched.told:
             effect = "costs something of its own" if matched.mean > 0 else "even helps"
         verdict = (
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
@@ -253,7 +267,7 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
         )
     angles = summary[(summary["measure"] == "angle_deg") & (summary["step"] == max(steps, default=0))]
     told = [
-        f"{norm} at {radius} {angle}°"
+        f"{norm} at {radius} {angle}° ({counted(angle.seeds, 'seed')})"
         for norm, radius in dict.fromkeys(zip(angles["norm"], angles["radius"], strict=True))
         if (angle := _estimate(angles, norm=norm, radius=radius)) is not None
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from ln_probe.analyses.lab.removal.replaceable_norm import (
     replaceable_norms,
 )
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE
+from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights, save_model
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
+MEASURED = 1  # version of what `measures` measures
 SENTENCES = {  # measures that are spoken of, and how
     LOSS: "held-out loss (nats per token)",
     "entropy_ratio": "attention entropy over its largest possible",
@@ -135,7 +136,13 @@ def training(size: Size, seed: int) -> TrainConfig:
 
 
 def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
-    """A run with norms removed and one with norms kept for each seed."""
+    """A run with norms removed and one with norms kept for each seed.
+
+    Raises:
+        ValueError: a tokenizer is given: the model has its own.
+    """
+    if request.tokenizer is not None:
+        raise ValueError(f"{START} reads text with its own tokenizer: leave out --tokenizer {request.tokenizer}")
     shape = Start(start).build().cfg
     text = TextTask(request.texts, shape.d_vocab, shape.n_ctx, tokenizer=start, valid_windows=size.valid_windows)
     return planned(
@@ -205,12 +212,13 @@ def at_once(start: Path, task: Removal, size: Size, seed: int, stage: int) -> La
 
 def measured(run: Run, size: Size) -> pd.DataFrame:
     """What a finished run has become; kept beside it."""
-    kept = run.folder / "measures.csv"
-    if not kept.exists():
+
+    def made() -> pd.DataFrame:
         assert isinstance(run.task, Removal)
-        table = pd.DataFrame(measures(trained(run), run.task.text, size.contexts), columns=["measure", "value"])
-        write_atomically(kept, table.to_csv(index=False).encode())
-    return pd.read_csv(kept).assign(model=run.keys["model"], seed=run.seed)
+        return pd.DataFrame(measures(trained(run), run.task.text, size.contexts), columns=["measure", "value"])
+
+    table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
+    return table.assign(model=run.keys["model"], seed=run.seed)
 
 
 def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Path) -> Results:
@@ -236,14 +244,22 @@ def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Pa
         "finished": [run.name for run in finished],
     }
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
-    return results_of(values, curves(runs), settings, tuple(diverged(runs).values()))
+    results = results_of(values, curves(runs), settings, tuple(diverged(runs).values()))
+    before_here = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]
+    if task.text.identity["files"] == before_here["files"]:
+        return results
+    warning = (
+        "The text is not the one that the model was trained on: what is held out here it may have been trained on."
+    )
+    return replace(results, conclusions=(warning, *results.conclusions))
 
 
 def results_of(
     values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], diverged: tuple[str, ...] = ()
 ) -> Results:
     """The results of the values of every seed and the curves, as they are kept."""
-    differences, summary = paired(values), summarize(values, KEYS)
+    one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model, whatever the seed
+    differences, summary = paired(values), summarize(values[~one], KEYS)
     return Results(
         summary=summary,
         tables={"effects": differences, "seeds": values, "curves": losses},
