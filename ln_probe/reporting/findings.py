@@ -21,4 +21,6 @@ def findings(report: Contents) -> list[Finding]:
             found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
     if any(n.startswith(NO_NORMS) for n in report.notes):
         found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+    elif not any(len(table) for table in report.tables.values()):
+        found.append(Finding("Nothing was measured: no table holds a row.", rank=0))
     return sorted(found, key=lambda f: (f.rank, -f.size))

@@ -232,8 +232,8 @@ def test_some_unknown_numbers(column: str, report: Report) -> None:
 
 def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
     empty = Report()
-    assert "no normalization" in parsed(report_page(empty)).text
-    assert "no normalization" in empty._repr_html_()
+    assert "Nothing was measured" in parsed(report_page(empty)).text
+    assert "Nothing was measured" in empty._repr_html_()
     assert "model" in index_page([IndexEntry("model", report=empty)])
 
 
