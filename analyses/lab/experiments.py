@@ -144,7 +144,7 @@ EXPERIMENTS = {
         "the shape and schedule of the bundled models",
         seeds=3,
         quick_seeds=1,
-        duration="about 6 hours (12 runs of half an hour)",
+        duration="about 4 hours (8 runs of half an hour)",
         quick_duration="2 minutes",
         needs_text=True,
     ),

@@ -38,6 +38,7 @@ def page() -> str:
         on_attention.majority_in_space,
         on_attention.random_keys,
         on_attention.language_model,
+        on_attention.bundled_models,
         on_attention.encoder,
         on_attention.remove_norm,
         on_expressivity.depth,

@@ -16,6 +16,7 @@ from ln_probe.analyses.lab.laboratory.reading import (
     sentences,
     with_interval,
 )
+from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, COSTS, FRACTION, FROZEN, LOSS
 
 
 def majority() -> Iterator[str]:
@@ -157,6 +158,32 @@ def language_model() -> Iterator[str]:
         yield f"Held-out loss: {'; '.join(said)}."
         yield ""
     yield from prose("language_model 2")
+
+
+def bundled_models() -> Iterator[str]:
+    summary = kept_table("language_model_bundled")
+    summary = summary[summary["layer"] == ALL_LAYERS]
+    yield from prose("bundled_models 1")
+    norms = list(dict.fromkeys(summary["norm"]))
+
+    def cells(measure: str, factor: float, digits: int, sign: bool = False) -> Iterator[str]:
+        rows = summary[summary["measure"] == measure]
+        for norm in norms:
+            found = rows["norm"].eq(norm).any()
+            yield with_interval(only_row(rows, norm=norm), factor, digits, sign) if found else "does not scale"
+
+    yield from markdown(
+        ("", *(f"`lm-{norm}`" for norm in norms)),
+        [
+            ("held-out loss", *cells(LOSS, 1, 3)),
+            ("every norm without scaling", *cells(COSTS["scaling"], 1, 3, True)),
+            ("every norm without projection", *cells(COSTS["projection"], 1, 4, True)),
+            ("unselectable keys, %", *cells(FRACTION, 100, 1)),
+            ("… without scaling before attention, %", *cells(FROZEN, 100, 1)),
+        ],
+    )
+    yield from prose("bundled_models 2")
+    yield from sentences("language_model_bundled")
 
 
 def encoder() -> Iterator[str]:
