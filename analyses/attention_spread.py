@@ -130,9 +130,10 @@ def spread_floor(
     """Least standard deviation of scores, in nats, that a query c + A u with |u| = 1 can have over the keys.
 
     With M the centred keys·A and b the centred keys·c, both over √keys, it is the least |M u + b|. Where b is 0, that
-    is M's smallest singular value. In general the best u solves (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue)
-    at which |u| = 1: |u| falls with m, so m is found by bisection (Moré & Sorensen 1983; at the end of the range, their
-    hard case, the rest of u's length goes along the smallest eigenvector).
+    is M's smallest singular value (0 where the keys differ in fewer directions than A has). In general the best u solves
+    (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue) at which |u| = 1: |u| falls with m, so m is found by bisection
+    (Moré & Sorensen 1983; at the end of the range, their hard case, the rest of u's length goes along the smallest
+    eigenvector). From M's singular values, not MᵀM's eigenvalues: what is 0 stays 0.
 
     Args:
         k: keys.
@@ -140,28 +141,45 @@ def spread_floor(
     """
     if queries is None:
         return torch.full((k.shape[1],), math.nan, dtype=torch.float64)
+    if len(k) < 2:
+        return torch.zeros(k.shape[1], dtype=torch.float64)
     center, axes = queries
-    centred = (k - k.mean(0)).transpose(0, 1).cpu() / math.sqrt(len(k))
-    reads, offset = centred @ axes, (centred @ center[..., None])[..., 0]
-    values, vectors = torch.linalg.eigh(reads.mT @ reads)
-    pull = (vectors.mT @ (reads.mT @ offset[..., None]))[..., 0]
-    above = (values - values[:, :1]).clamp_min(0.0)
+    centred = _differences(k.transpose(0, 1).cpu()) / math.sqrt(len(k))
+    reads, offset = centred @ axes, centred @ center[..., None]
+    left, values, _ = torch.linalg.svd(reads, full_matrices=False)
+    of_left = left.mT @ offset
+    outside = (offset - left @ of_left)[..., 0].norm(dim=-1)  # what no query changes
+    # Singular values from the smallest, with the zeros of directions in which no two keys differ, and b along them.
+    more = axes.shape[-1] - values.shape[-1]
+    values = torch.nn.functional.pad(values, (0, more)).flip(-1)
+    along = torch.nn.functional.pad(of_left[..., 0], (0, more)).flip(-1)
+    pull, above = (values * along).abs(), values.square() - values[:, :1].square()
 
-    def along(shift: Tensor) -> Tensor:  # the coordinates of u in the eigenvectors
+    def u(shift: Tensor) -> Tensor:  # the absolute coordinates of u
         divisor = above + shift[:, None]
-        return torch.where(divisor > 0, -pull / divisor.clamp_min(1e-300), 0.0)
+        return torch.where(pull > 0, pull / divisor, 0.0)
 
     low, high = torch.zeros(len(values), dtype=torch.float64), pull.norm(dim=-1)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        longer = along(middle).norm(dim=-1) > 1
+        longer = u(middle).norm(dim=-1) > 1
         low, high = torch.where(longer, middle, low), torch.where(longer, high, middle)
-    u = along(high)
-    missing = (1 - u.pow(2).sum(-1)).clamp_min(0.0).sqrt()
-    u[:, 0] += torch.where(u[:, 0] < 0, -missing, missing)
-    best: Tensor = (reads @ (vectors @ u[..., None]))[..., 0] + offset
-    least: Tensor = torch.linalg.vector_norm(best, dim=-1)
+    shift = torch.where(low > 0, high, 0.0)  # never longer: the hard case
+    rest = u(shift)[:, 1:].square().sum(-1)
+    # What is left of b along each: b (m − smallest) / (its eigenvalue + m − …); along the first what |u| = 1 leaves.
+    divisor = above + shift[:, None]
+    left_over = along * torch.where(divisor > 0, (shift - values[:, 0].square())[:, None] / divisor, 1.0)
+    first = (along[:, 0].abs() - values[:, 0] * (1 - rest).clamp_min(0.0).sqrt()).abs()
+    left_over[:, 0] = torch.where((rest < 0.5) | (shift == 0), first, left_over[:, 0])
+    least: Tensor = torch.linalg.vector_norm(torch.cat([left_over, outside[:, None]], -1), dim=-1)
     return least
+
+
+def _differences(k: Float[Tensor, "head key d_head"]) -> Float[Tensor, "head key-1 d_head"]:
+    """Coordinates of the centred keys in an orthonormal basis of what is orthogonal to the ones-vector (Helmert's):
+    as many as there are directions, where the centred keys are one more, and a rounding error apart from dependent."""
+    count = torch.arange(1, k.shape[1], dtype=k.dtype)[:, None]
+    return (k[:, :-1].cumsum(1) - count * k[:, 1:]) / (count * (count + 1)).sqrt()
 
 
 def measure(

@@ -144,7 +144,43 @@ def test_spread_floor_of_fewer_keys_than_directions() -> None:
     axes = torch.eye(2, dtype=torch.float64)[None]
     for x, floor in ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.75, 0.75)):
         center = torch.tensor([[x, 5.0]], dtype=torch.float64)
-        assert float(uniformity.spread_floor(k, (center, axes))[0]) == pytest.approx(floor, abs=1e-7)
+        assert float(uniformity.spread_floor(k, (center, axes))[0]) == pytest.approx(floor, abs=1e-15)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_spread_floor_by_a_quadratic_eigenproblem(hard: bool) -> None:
+    """The same least from another formula (Gander, Golub & von Matt 1989: the multiplier is the largest real eigenvalue
+    of a matrix of twice the size), and as little changed by rounding as a singular value is."""
+    generator = torch.Generator().manual_seed(3)
+    for keys, d in ((30, 3), (200, 16), (65, 64)):
+        k = torch.randn(keys, 1, d, dtype=torch.float64, generator=generator)
+        center, axes = (torch.randn(1, d, *more, dtype=torch.float64, generator=generator) for more in ((), (d,)))
+        centred = (k - k.mean(0))[:, 0] / math.sqrt(keys)
+        reads = centred @ axes[0]
+        if hard:  # the center's part along the direction of least spread taken away, and little left of the rest
+            left, _, right = torch.linalg.svd(reads, full_matrices=False)
+            reach = reads @ (right[:-1].T @ torch.full((d - 1,), 0.3 / math.sqrt(d), dtype=torch.float64))
+            center = torch.linalg.lstsq(centred, reach[:, None]).solution.T
+            assert float((left[:, -1] @ (centred @ center[0])).abs()) < 1e-13
+        b = centred @ center[0]
+        gram, pull = reads.T @ reads, reads.T @ b
+        if hard:
+            values = torch.linalg.svdvals(reads)
+            u = torch.linalg.lstsq(gram - values[-1] ** 2 * torch.eye(d, dtype=torch.float64), -pull).solution
+            u = u - right[-1] * (right[-1] @ u)
+            u = u + right[-1] * (1 - u @ u).sqrt()
+        else:
+            unit = torch.eye(d, dtype=torch.float64)
+            both = torch.cat([torch.cat([-gram, torch.outer(pull, pull)], 1), torch.cat([unit, -gram], 1)])
+            found = torch.linalg.eigvals(both)
+            multiplier = found.real[found.imag.abs() < 1e-6 * (1 + found.abs())].max()
+            u = torch.linalg.solve(gram + multiplier * unit, -pull)
+        assert float(u.norm()) == pytest.approx(1.0, abs=1e-6)
+        floor = uniformity.spread_floor(k, (center, axes))[0]
+        assert float(floor) == pytest.approx(float((reads @ u + b).norm()), rel=1e-7)
+        noise = 1 + 1e-14 * torch.randn(3, generator=generator, dtype=torch.float64)
+        nearly = uniformity.spread_floor(k * noise[0], (center * noise[1], axes * noise[2]))[0]
+        assert float(nearly) == pytest.approx(float(floor), rel=1e-11)
 
 
 def test_angle_through_a_qk_norm() -> None:
