@@ -130,10 +130,10 @@ def spread_floor(
     """Least standard deviation of scores, in nats, that a query c + A u with |u| = 1 can have over the keys.
 
     With M the centred keys·A and b the centred keys·c, both over √keys, it is the least |M u + b|. Where b is 0, that
-    is M's smallest singular value (0 where the keys differ in fewer directions than A has). In general the best u solves
-    (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue) at which |u| = 1: |u| falls with m, so m is found by bisection
-    (Moré & Sorensen 1983; at the end of the range, their hard case, the rest of u's length goes along the smallest
-    eigenvector). From M's singular values, not MᵀM's eigenvalues: what is 0 stays 0.
+    is M's smallest singular value (0 where the keys differ in fewer directions than A has). In general the best u
+    solves (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue) at which |u| = 1: |u| falls with m, so m is found by
+    bisection (Moré & Sorensen 1983; at the end of the range, their hard case, the rest of u's length goes along the
+    smallest eigenvector). From M's singular values, not MᵀM's eigenvalues: what is 0 stays 0.
 
     Args:
         k: keys.
