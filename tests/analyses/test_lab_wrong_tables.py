@@ -14,8 +14,9 @@ import pytest
 from torch import nn
 
 from ln_probe.analyses.lab.compiler.compiler import FEW_WORDS, PROGRAMS, agreement
-from ln_probe.analyses.lab.counting import qrnn_budget
-from ln_probe.analyses.lab.keeping import check_added, rebuilt
+from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
+from ln_probe.analyses.lab.keeping import check_added, rebuilt, table_at
+from ln_probe.analyses.lab.language_model import bundled_seeds
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, kept_beside
 from ln_probe.analyses.lab.runs import Run
@@ -134,3 +135,22 @@ def a_run() -> Callable[[Path], Run]:
         return Run({}, MajorityTask(0, size), model, TrainConfig(steps=3, batch=4, seed=0, clip=1.0), at / "r")
 
     return make
+
+
+def test_quick_results_state_quick_sizes() -> None:
+    def table(experiment: str, name: str = "values") -> pd.DataFrame:
+        return table_at(folder(experiment), name)
+
+    few = saturated_states.findings(table("saturated_states"), table("saturated_states", "growth"), quick=True).settings
+    assert few["draws"] == saturated_states.DRAWS_QUICK
+    few = rational_recurrence.findings(
+        table("rational_recurrence"), table("rational_recurrence", "errors"), quick=True
+    ).settings
+    assert (few["draws"], few["networks"]) == (rational_recurrence.DRAWS_QUICK, rational_recurrence.NETWORKS_QUICK)
+    few = bundled_seeds.findings(table("language_model_bundled", "seeds"), quick=True).settings
+    assert few["training"]["steps"] == bundled_seeds.training(True, 0).steps
+    found = counting.findings(table("counting"), quick=True)
+    assert found.settings["max_trained_n"] == {"anbn": 30, "anbncn": 30}
+    said = [c for c in found.conclusions if "exact on n" in c]
+    assert said
+    assert all("trained to 30, tested to 90" in c for c in said)

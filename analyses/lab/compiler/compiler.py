@@ -265,10 +265,10 @@ def run(request: Request) -> Results:
             write_atomically(path, json.dumps({"of": of, "rows": held}).encode())
         rows += held or []
     lengths = LENGTHS[:4] if request.quick else LENGTHS
-    return findings(pd.DataFrame(rows), operations_table(), lengths_table(lengths))
+    return findings(pd.DataFrame(rows), operations_table(), lengths_table(lengths), request.quick)
 
 
-def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> Results:
+def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame, quick: bool = False) -> Results:
     """Summary, figures and sentences from what was compared.
 
     Args:
@@ -281,7 +281,7 @@ def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFram
         figures={"operations": operations_map(operations, list(MEANS)), "lengths": length_curves(lengths)},
         conclusions=(*_conclusions(table), *_operation_conclusions(operations)),
         settings={
-            "every_word_to": EVERY_WORD_TO,
+            "every_word_to": QUICK_EVERY_WORD_TO if quick else EVERY_WORD_TO,
             "letters": LETTERS,
             "words": 0 if table.empty else int(table["words"].max()),
             "few_words": FEW_WORDS,

@@ -27,7 +27,6 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
     ACCEPTED,
     LETTERS,
     MAX_TESTED_N,
-    MAX_TRAINED_N,
     TERMS,
     TEST_LENGTHS,
     TRAIN_LENGTH,
@@ -35,6 +34,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
     PrefixTask,
     constant_answers,
     farthest,
+    trained_to,
 )
 from ln_probe.analyses.lab.counting.majority_gate import gate_table
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
@@ -161,7 +161,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 
 def make_task(cell: Cell, quick: bool) -> Task:
     if cell.task in LETTERS:
-        return CountingTask(cell.task, 30 if quick else None)
+        return CountingTask(cell.task, trained_to(cell.task, quick))
     return PrefixTask(cell.task, TEST_LENGTHS[:4] if quick else TEST_LENGTHS)
 
 
@@ -236,14 +236,14 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     return Results(
         summary,
         tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
-        figures=dict(draw(summary, table, changed, gate)),
-        conclusions=(*_ordering(summary), *_effects(changed), *_exact(summary), *_gate_conclusions(gate)),
+        figures=dict(draw(summary, table, changed, gate, quick)),
+        conclusions=(*_ordering(summary), *_effects(changed), *_exact(summary, quick), *_gate_conclusions(gate)),
         settings={
             "train_length": TRAIN_LENGTH,
             "accepted": ACCEPTED,
             "published_exact": PUBLISHED_EXACT,
             "published_budget": PUBLISHED_BUDGET,
-            "max_trained_n": MAX_TRAINED_N,
+            "max_trained_n": {task: trained_to(task, quick) for task in LETTERS},
             "seeds": sorted({int(seed) for seed in table["seed"]}),
             "chosen_seeds": f"cells with more than {CHOSEN_SEEDS} seeds got them after the first {CHOSEN_SEEDS} had "
             "been seen: effects_fresh is over the later ones alone",
@@ -328,11 +328,11 @@ def _effects(changed: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _exact(summary: pd.DataFrame) -> Iterator[str]:
+def _exact(summary: pd.DataFrame, quick: bool) -> Iterator[str]:
     """On which n each plain network is exact."""
     shown = summary[(summary["norm"] == "none") & summary["measure"].isin(["exact_from", "exact_to"])]
     for (task, model), part in shown.groupby(["task", "model"], sort=False):
-        ends, trained = part.set_index("measure")["mean"], MAX_TRAINED_N[str(task)]
+        ends, trained = part.set_index("measure")["mean"], trained_to(str(task), quick)
         yield (
             f"{task}, {model}: exact on n = {ends['exact_from']:.0f} to {ends['exact_to']:.0f} in the mean "
             f"(0 to 0: on none), trained to {trained}, tested to {MAX_TESTED_N * trained}."

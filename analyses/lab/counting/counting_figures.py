@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.counting.counting_tasks import MAX_TESTED_N, MAX_TRAINED_N, TERMS, farthest
+from ln_probe.analyses.lab.counting.counting_tasks import MAX_TESTED_N, TERMS, farthest, trained_to
 
 
 def draw(
-    summary: pd.DataFrame, values: pd.DataFrame, changed: pd.DataFrame, gate: pd.DataFrame
+    summary: pd.DataFrame, values: pd.DataFrame, changed: pd.DataFrame, gate: pd.DataFrame, quick: bool = False
 ) -> Iterator[tuple[str, Figure]]:
     """Every picture by name, of what there is."""
     yield "gate", _gate_figure(gate)
@@ -24,7 +24,7 @@ def draw(
     if len(far := farthest(changed)):
         yield "effects", _effect_bars(far)
     if len(counted := values[values["measure"].isin(["exact_from", "exact_to"])]):
-        yield "exact", _exact_ranges(counted)
+        yield "exact", _exact_ranges(counted, quick)
 
 
 def _over_lengths(part: pd.DataFrame) -> Figure:
@@ -98,7 +98,7 @@ def _effect_bars(far: pd.DataFrame) -> Figure:
     return figure
 
 
-def _exact_ranges(values: pd.DataFrame) -> Figure:
+def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
     """The n's on which each network is exact, a line per seed, a panel per task; dotted: the largest trained n."""
     keys = ["task", "model", "norm", "norm_site"]
     ends = values.pivot(index=[*keys, "seed"], columns="measure", values="value")
@@ -106,7 +106,7 @@ def _exact_ranges(values: pd.DataFrame) -> Figure:
     tasks = list(dict.fromkeys(cells["task"]))
     figure = Figure(figsize=(5.2 * len(tasks), 0.28 * cells["task"].value_counts().max() + 1.2), layout="constrained")
     for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
-        names = []
+        names, trained = [], trained_to(str(task), quick)
         for place, cell in enumerate(cells[cells["task"] == task].itertuples(index=False, name=None)):
             _, model, norm, site = cell
             names.append(model if norm == "none" else f"{model}, {norm} on {site}")
@@ -117,12 +117,12 @@ def _exact_ranges(values: pd.DataFrame) -> Figure:
                     ax.plot([first, last], [at, at], "C0|-", linewidth=2, markersize=4)
                 else:
                     ax.plot(0, at, "x", color="C3", markersize=4)  # on none
-        ax.axvline(MAX_TRAINED_N[task], color="k", linewidth=0.8, linestyle=":")
+        ax.axvline(trained, color="k", linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(names)), labels=names, fontsize=8)
         ax.set(
             title=task,
-            xlim=(-3, MAX_TESTED_N * MAX_TRAINED_N[task]),
-            xlabel=f"n with exact answers (x: none; dotted: trained to {MAX_TRAINED_N[task]})",
+            xlim=(-3, MAX_TESTED_N * trained),
+            xlabel=f"n with exact answers (x: none; dotted: trained to {trained})",
         )
         ax.invert_yaxis()
     return figure

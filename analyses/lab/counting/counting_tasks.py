@@ -27,8 +27,14 @@ EVALUATION_LABELS = 100_000  # labels per length, so that short and long words a
 ACCEPTED = 0.005  # a token is accepted if its probability exceeds this: Weiss et al.
 LETTERS = {"anbn": 2, "anbncn": 3}
 MAX_TRAINED_N = {"anbn": 99, "anbncn": 49}
+QUICK_TRAINED_N = 30  # of both
 MAX_TESTED_N = 3  # times the largest trained n
 TERMS = ("layernorm", "scaling_only", "projection_only")  # the norms that each cell is varied with
+
+
+def trained_to(language: str, quick: bool) -> int:
+    """The longest n of the words that a network is trained on."""
+    return QUICK_TRAINED_N if quick else MAX_TRAINED_N[language]
 
 
 class PrefixTask:

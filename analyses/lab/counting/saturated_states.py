@@ -83,7 +83,7 @@ def run(request: Request) -> Results:
                 (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
             ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])
-    return findings(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]))
+    return findings(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]), request.quick)
 
 
 def _of_draws(
@@ -105,12 +105,13 @@ def _of_draws(
     return found, np.array(powers), np.array(settled)
 
 
-def findings(values: pd.DataFrame, growth: pd.DataFrame) -> Results:
+def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:
     """Tables, a figure and sentences.
 
     Args:
         values: counts: KEYS, `length`, `seed`, `value`; centers are geometric means over seeds.
         growth: exponents and shares of draws: KEYS, `seed`, `value`.
+        quick: whether of the quick size.
     """
     summary = summarize(values, [*KEYS, "length"], kind="log")
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
@@ -123,7 +124,7 @@ def findings(values: pd.DataFrame, growth: pd.DataFrame) -> Results:
         figures={"states": draw(summary)},
         conclusions=tuple(_sentences(summary, grown)),
         settings={
-            "draws": DRAWS,
+            "draws": DRAWS_QUICK if quick else DRAWS,
             "cap": CAP,
             "seeds": sorted({int(s) for s in values["seed"]}),
             "published": "theorems, no figures: O(1) states but for LSTM and ifo-pooling (Merrill et al., section 3)",

@@ -112,7 +112,9 @@ def run(request: Request) -> Results:
     """Train what is left, and measure what is finished."""
     runs = make_runs(request)
     carry_out(runs, request)
-    return findings(pd.concat([*measured(runs, request)], ignore_index=True), tuple(diverged(runs).values()))
+    return findings(
+        pd.concat([*measured(runs, request)], ignore_index=True), tuple(diverged(runs).values()), request.quick
+    )
 
 
 def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
@@ -183,7 +185,7 @@ def _share(keys: torch.Tensor) -> float:
     return float((key_geometry(heads, margins=False).verdict == NAMES[UNSELECTABLE]).mean())
 
 
-def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
+def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = False) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
     values = pd.concat([values, over_layers(values)], ignore_index=True)
     shares = values["measure"].isin((FRACTION, FROZEN))
@@ -201,7 +203,7 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = ()) -> Results:
         conclusions=tuple(sentences(compared)),
         settings={
             "model": {k: v for k, v in bundled_model("none").to_dict().items() if k != "norm"},
-            "training": {k: v for k, v in vars(training(False, 0)).items() if k != "seed"},
+            "training": {k: v for k, v in vars(training(quick, 0)).items() if k != "seed"},
             "contexts": CONTEXTS,
             "seeds": sorted({int(seed) for seed in values["seed"]}),
         },
