@@ -18,7 +18,7 @@ from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.masks import visible_keys
 from ln_probe.hooks.site import Site
 
-_BISECTIONS = 60  # of a range of float64 numbers
+_BISECTIONS = 100  # of the logarithm of a range of float64 numbers
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
@@ -80,15 +80,15 @@ def angle_to_uniform(
     their mean over visible keys is given.
     """
     weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1)  # [head d_head]: 1·(gain * W_K w) = along·w
-    gram = torch.einsum("hdi,hdj->hij", weights, weights)
-    root_d = math.sqrt(weights.shape[1])
+    along = weights.sum(1) / math.sqrt(weights.shape[1])  # [head d_head]: 1·(gain * W_K w) / |1| = along·w
+    # The rest of it has the length of R w (from a Gram matrix, or by the arc cosine, half the digits would be lost).
+    rest = torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
 
     def angle(w: Tensor) -> Tensor:  # [… head d_head]
         w = _into_keys(heads.k_norm, w)
-        length = torch.einsum("...hi,hij,...hj->...h", w, gram, w).clamp_min(0.0).sqrt() * root_d
-        cosine = (torch.einsum("...hi,hi->...h", w, along).abs() / length.clamp_min(1e-300)).clamp(0.0, 1.0)
-        return torch.rad2deg(torch.acos(cosine)).where(length > 0, math.nan)
+        far = torch.einsum("hij,...hj->...hi", rest, w).norm(dim=-1)
+        near = torch.einsum("...hi,hi->...h", w, along).abs()
+        return torch.rad2deg(torch.atan2(far, near)).where((far > 0) | (near > 0), math.nan)
 
     if heads.rotary is None:
         return angle(q)
@@ -159,18 +159,22 @@ def spread_floor(
         divisor = above + shift[:, None]
         return torch.where(pull > 0, pull / divisor, 0.0)
 
-    low, high = torch.zeros(len(values), dtype=torch.float64), pull.norm(dim=-1)
+    # Multipliers from next to the smallest eigenvalue on, in equal steps of their logarithm: a direction that next to
+    # nothing pulls can still be most of u.
+    high = pull.norm(dim=-1)
+    low = torch.maximum(pull[:, 0], high * 2.0**-_BISECTIONS)
+    hard = ~(u(low).norm(dim=-1) > 1)
     for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
+        middle = low.sqrt() * high.sqrt()
         longer = u(middle).norm(dim=-1) > 1
         low, high = torch.where(longer, middle, low), torch.where(longer, high, middle)
-    shift = torch.where(low > 0, high, 0.0)  # never longer: the hard case
+    shift = torch.where(hard, 0.0, high)
     rest = u(shift)[:, 1:].square().sum(-1)
     # What is left of b along each: b (m − smallest) / (its eigenvalue + m − …); along the first what |u| = 1 leaves.
     divisor = above + shift[:, None]
     left_over = along * torch.where(divisor > 0, (shift - values[:, 0].square())[:, None] / divisor, 1.0)
     first = (along[:, 0].abs() - values[:, 0] * (1 - rest).clamp_min(0.0).sqrt()).abs()
-    left_over[:, 0] = torch.where((rest < 0.5) | (shift == 0), first, left_over[:, 0])
+    left_over[:, 0] = torch.where((rest < 0.5) | hard, first, left_over[:, 0])
     least: Tensor = torch.linalg.vector_norm(torch.cat([left_over, outside[:, None]], -1), dim=-1)
     return least
 

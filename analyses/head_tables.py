@@ -127,6 +127,7 @@ SINK_HEADS = Table(
         Column("first_rate", "float", "share of queries after position 0 that give it over 0.3", "share"),
         Column("first_attention", "float", "mean attention that they give it", "share"),
         Column("first_uniform", "float", "the same if attention were uniform, to compare with", "share"),
+        Column("seen_by", "int", "queries that see the token that most see, in the prompt where they are most"),
     ),
 )
 

@@ -179,7 +179,7 @@ HEADS = Table(
         _column(
             "score_spread_floor",
             "float",
-            "least spread that a query at the end of the reachable set could have; NaN without a bound on queries, or with ALiBi",
+            "least spread that a query at the end of the reachable set could have (those inside it can spread less); NaN without a bound on queries, or with ALiBi",
             "nats",
         ),
         _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),

@@ -261,6 +261,8 @@ def begun_like(
         the rows, with a token in front that all prompts begin with or without one that none does; and what is to be
         said of it.
     """
+    if not firsts:
+        return rows, ()
     starts = {int(row[0]) for row in rows}
     if len(starts) == 1:
         (start,) = starts

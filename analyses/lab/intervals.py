@@ -26,6 +26,13 @@ _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
 
 
+def doubt(p_holm: float, seeds: int) -> str:
+    """What a sentence about a difference ends with: nothing where Holm's p lets it be told."""
+    if p_holm < SIGNIFICANT:
+        return ""
+    return ": no difference that these seeds can tell" if seeds > 1 else ": one seed, which tells nothing by itself"
+
+
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
     """The center over seeds and its 95 % interval.
 

@@ -289,9 +289,11 @@ def _train(
             counters["loss"], counters["counted"] = 0.0, 0.0
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
         if (done % training.state_every == 0 or done == stop) and done < training.steps:
+            if not finite(model):  # what was saved before stays
+                raise _diverged(out, training, done, math.nan, "a weight")
             counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(metric_rows(metrics))}
             save_tensors(_pack(model, optimizer, counters), state)
-    if not all(bool(w.isfinite().all()) for w in model.parameters()):
+    if not finite(model):
         raise _diverged(out, training, stop, math.nan, "a weight")
     if stop < training.steps:
         return model
@@ -312,6 +314,11 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
     except (KeyError, RuntimeError, ValueError) as error:
         where = state.parent / LAB_FILE
         raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
+
+
+def finite(model: nn.Module) -> bool:
+    """Whether every weight is a number."""
+    return all(bool(w.isfinite().all()) for w in model.parameters())
 
 
 def _diverged(out: Path, training: TrainConfig, step: int, value: float, what: str = "the loss") -> DivergedError:

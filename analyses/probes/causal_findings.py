@@ -113,14 +113,16 @@ def _single(changed: pd.DataFrame) -> list[Finding]:
         f"Of {len(alone)} norms taken one by one, {len(known)} change the loss by {LEAST_CHANGE:g} nats or more on "
         "enough prompts to be told from chance"
     )
-    if not len(worse):
-        row = largest(known, known["delta_loss"].abs())
-        text += f"; the loss falls most at {row['sites']}: {row['delta_loss']:+.2g} nats per token without its scaling."
-        return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
-    row = largest(worse, worse["delta_loss"])
+    better = known[(known["delta_loss"] < 0) & (known["prompts_worse"] < known["prompts"] / 2)]
+    if len(worse):
+        row, said = largest(worse, worse["delta_loss"]), "scaling is needed most at"
+    elif len(better):
+        row, said = largest(better, -better["delta_loss"]), "none is needed, and the loss falls most at"
+    else:
+        row, said = largest(known, known["delta_loss"].abs()), "in the mean, not for most prompts, it changes most at"
     text += (
-        f"; scaling is needed most at {row['sites']}: {row['delta_loss']:+.2g} "
-        f"nats per token without it ({int(row['prompts_worse'])} of {int(row['prompts'])} prompts are worse)."
+        f"; {said} {row['sites']}: {row['delta_loss']:+.2g} nats per token without its scaling "
+        f"({int(row['prompts_worse'])} of {int(row['prompts'])} prompts are worse)."
     )
     return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
 

@@ -242,6 +242,7 @@ class _Prompt:
                         "attention": float(total[head, marked].sum()) if marked else 0.0,
                         "uniform": float(uniform[marked].sum()) if marked else 0.0,
                         "later": later,
+                        "seen_by": float(sees.sum(0).max()),
                         "first_uniform": float(uniform[0]),
                         "first_much": float(much[head, 0]),
                         "first_attention": float(total[head, 0]),
@@ -314,15 +315,20 @@ class Sinks(Probe):
         short = sum(int(p.info.get("short", 0)) for p in pieces)
         note = f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
         few = sum(int(p.info.get("few", 0)) for p in pieces)
-        unseen = f"sinks: in {few} prompts no token is seen by {LEAST_QUERIES} later queries: no sink can be told there"
+        unseen = (
+            f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: no "
+            "sink can be told there"
+        )
         return Found(made, (note,) * (short > 0) + (unseen,) * (few > 0))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         sizes = tables.get("token_sizes")
         if sizes is None or not len(sizes):
             return []
-        longest = int(provenance.get("prompts", {}).get("longest", LEAST_QUERIES + 1))
-        said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest)
+        longest = int(provenance.get("prompts", {}).get("longest", LEAST_TOKENS))
+        heads = tables.get("sink_heads", SINK_HEADS.empty())
+        seen = len(heads) == 0 or not bool((heads["seen_by"] < LEAST_QUERIES).all())
+        said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest, seen)
         return [Finding(text, "by-head", DESCRIBED) for text in said]
 
     def cost(self, shape: Shape) -> Cost:
@@ -346,8 +352,9 @@ class _Watching(Observer):
         seen = self.under_way.pop(prompt, None)
         if seen is not None and seen.outliers.longest is not None:
             self.short += seen.length < LEAST_TOKENS
-            self.few += seen.length <= LEAST_QUERIES
-            for name, rows in seen.rows().items():
+            made = seen.rows()
+            self.few += bool(made["heads"]) and all(row["seen_by"] < LEAST_QUERIES for row in made["heads"])
+            for name, rows in made.items():
                 self.kept.setdefault(name, []).extend(rows)
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
@@ -367,7 +374,7 @@ class _Watching(Observer):
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     sums = rows.sort_values("prompt", kind="stable").groupby(["layer", "head"])
     names = ["queries", "much", "attention", "uniform", "later", "first_much", "first_attention", "first_uniform"]
-    total = sums[names].sum().reset_index()
+    total = sums[names].sum().assign(seen_by=sums["seen_by"].max()).reset_index()
     seen, later = total["queries"].where(total["queries"] > 0), total["later"].where(total["later"] > 0)
     made = pd.DataFrame(
         {
@@ -380,6 +387,7 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
             "first_rate": total["first_much"] / later,
             "first_attention": total["first_attention"] / later,
             "first_uniform": total["first_uniform"] / later,
+            "seen_by": total["seen_by"].astype(np.int64),
         }
     )
     return made[SINK_HEADS.names]
@@ -410,11 +418,11 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
 # --------------------------------------------------------------------------------------------------------- findings
 
 
-def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int) -> list[str]:
+def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen: bool) -> list[str]:
     if not len(sinks):
         no_sink = "Attention has no sink here"
-        if longest <= LEAST_QUERIES:
-            no_sink = "Whether attention has a sink cannot be told from prompts this short"
+        if not seen:
+            no_sink = f"Whether attention has a sink cannot be told where no token is seen by {LEAST_QUERIES} others"
         said = [f"{no_sink}, and no token is an outlier at any norm."]
         if longest < LEAST_TOKENS:
             said = ["Sinks and outlier tokens were not looked for: the prompts are too short."]

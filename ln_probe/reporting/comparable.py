@@ -21,7 +21,7 @@ def same_layers(one: Contents, other: Contents) -> bool:
 
 def _layers(report: Contents) -> Any:
     asked = report.provenance.get("arguments", {}).get("layers")
-    return None if asked is None else sorted(asked)
+    return None if asked is None else sorted(set(asked))
 
 
 def apart(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0) -> tuple[str, ...]:

@@ -32,8 +32,9 @@ _OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 READ = (2, 3, 4)
 _FORMAT_OF_0_1_0 = 2
 _MEANT_0_1_0 = (
-    "made by ln_probe 0.1.0, which put one constant in the place of every sigma (here `delta_loss_uniform`) and gave "
-    "intervals that covered less than they said (left out): make the report again"
+    "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
+    "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
+    "of that constant, too) and gave intervals that covered less than they said (left out): make the report again"
 )
 
 
@@ -186,7 +187,7 @@ def load_report(folder: str | Path) -> Report:
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
     if version == _FORMAT_OF_0_1_0:
         tables["causal"] = _as_meant_today(tables["causal"])
-        notes = (*notes, _MEANT_0_1_0)
+        notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
     kept = folder / EXHIBITS_FILE
     check_file(kept, files.get(EXHIBITS_FILE))
     check_exhibits(kept)
@@ -200,7 +201,8 @@ def load_report(folder: str | Path) -> Report:
 def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
     """0.1.0's effects under today's names: one constant for all positions, intervals that covered too little."""
     scaled = causal["variant"].isin(("no_scaling", "neither"))
-    nothing = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
+    nothing: dict[str, Any] = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
+    nothing |= {c: causal[c].where(~scaled) for c in ("loss", "kl", "top1_agreement", "entropy_change") if c in causal}
     return causal.assign(
         delta_loss_uniform=causal["delta_loss"].where(scaled),
         delta_loss=causal["delta_loss"].where(~scaled),

@@ -90,8 +90,9 @@ def test_single_norms_need_prompts_that_agree() -> None:
         row("blocks.1.ln1", "no_scaling", 9.0, math.nan, prompts=12, prompts_worse=8, p_adjusted=0.4),
     ]
     found = said(table(row("all", "no_scaling", 0.5), *norms))
-    assert "scaling is needed most at blocks.0.ln1: +0.3 nats per token without it (12 of 12 prompts are worse)" in (
-        found[-1].text
+    assert (
+        "scaling is needed most at blocks.0.ln1: +0.3 nats per token without its scaling (12 of 12 prompts are worse)"
+        in (found[-1].text)
     )
 
 

@@ -77,7 +77,7 @@ def test_what_follows_no_law() -> None:
     said = list(sentences(nothing, pd.concat([stalls, exact])))
     assert said[0].startswith("Attainable rate, 2b, log positions: no rate, for the error stalls (0.99 to 0.97 of")
     assert said[1] == "Attainable rate, 4b, linear positions: one head is exact to rounding: no rate to fit."
-    assert said[2] == "Trained rates: 0 of 0 exponents differ from 0 after Holm's adjustment."
+    assert said[2] == "Trained rates: exponents that differ from 0 after Holm's adjustment: 0 of 0."
     noise = {1: 1e-2, 2: 1e-8, 4: 9e-9, 8: 8e-9}
     (near, _) = sentences(nothing, attainable_laws(optima("4a", "linear", noise)))
     assert "these points tell no law; nearest is" in near
@@ -112,7 +112,7 @@ def test_the_dot_products_factor() -> None:
     assert found["low"].tolist() == pytest.approx([4 * np.exp(-half)])
     (said,) = product_sentences(found)
     assert said.startswith("3a, dot product on 1b, linear, 4 heads, FFN of 32: 4 [")
-    assert said.endswith("times the error without it (2 seeds): no difference these seeds can tell.")
+    assert said.endswith("times the error without it (2 seeds): no difference that these seeds can tell.")
 
 
 @pytest.mark.parametrize("kernel", longer_inputs.KERNELS)

@@ -18,7 +18,7 @@ from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recur
 from ln_probe.analyses.lab.keeping import check_added, rebuilt, table_at
 from ln_probe.analyses.lab.language_model import bundled_seeds
 from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, kept_beside
+from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.training import DivergedError, train
 
@@ -106,20 +106,28 @@ def test_a_last_update_that_breaks_the_weights_is_a_divergence(
     """The loss before it is a number: what comes after it tells."""
     one = a_run(tmp_path)
     steps = one.training.steps
+    train(one.task, one.spec, one.training, one.folder, progress=False, until=1)
+    kept = (one.folder / STATE_FILE).read_bytes()
     before = nn.utils.clip_grad_norm_
     seen: list[int] = []
 
     def broken(parameters: Any, *args: Any) -> Any:
         parameters = list(parameters)
         seen.append(1)
-        if len(seen) == steps:
+        if len(seen) == breaks_at[0]:
             parameters[0].grad.fill_(math.inf)
             return None
         return before(parameters, *args)
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", broken)
-    with pytest.raises(DivergedError, match="is nan at step 3"):
-        train(one.task, one.spec, one.training, one.folder, progress=False)
+    breaks_at = [0]
+    for until, breaks_at[0] in ((2, 1), (None, 2)):  # the second update of all, before a state is saved, and the last
+        seen.clear()
+        (one.folder / DIVERGED_FILE).unlink(missing_ok=True)
+        step = until or steps
+        with pytest.raises(DivergedError, match=f"is nan at step {step}"):
+            train(one.task, one.spec, one.training, one.folder, progress=False, until=until)
+        assert (one.folder / STATE_FILE).read_bytes() == kept
     assert not (one.folder / MODEL_FILE).exists()
     assert (one.folder / DIVERGED_FILE).exists()
 

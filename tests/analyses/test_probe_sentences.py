@@ -291,24 +291,25 @@ def sink(position: int, **more: Any) -> dict[str, Any]:
 
 def test_sinks_are_described() -> None:
     dimensions = pd.DataFrame({"dimension": [4, 7, 7], "ratio": [20.0, 50.0, 30.0], "site": ["a", "b", "c"]})
-    none = sinks._sentences(pd.DataFrame(), dimensions, 64)
+    none = sinks._sentences(pd.DataFrame(), dimensions, 64, seen=True)
     assert none == [
         "Attention has no sink here, and no token is an outlier at any norm.",
         f"2 dimensions are over {sinks.OUTLIER_RATIO:g} times the median dimension for the median token at some norm; "
         "most, dimension 7, 50 times at b.",
     ]
     short = (
-        "Whether attention has a sink cannot be told from prompts this short, and no token is an outlier at any norm."
+        "Whether attention has a sink cannot be told where no token is seen by 10 others, and no token is an outlier "
+        "at any norm."
     )
-    assert sinks._sentences(pd.DataFrame(), dimensions, sinks.LEAST_QUERIES)[0] == short
-    assert sinks._sentences(pd.DataFrame(), dimensions, 7)[0].endswith(
+    assert sinks._sentences(pd.DataFrame(), dimensions, 64, seen=False)[0] == short
+    assert sinks._sentences(pd.DataFrame(), dimensions, 7, seen=False)[0].endswith(
         "were not looked for: the prompts are too short."
     )
     table = pd.DataFrame([
         sink(0), sink(0, prompt=1, received=0.2),
         sink(3, token=".", sink=False, outlier=True, length_ratio=12.0, received_no_scaling=0.1, received_there=0.3),
     ])  # fmt: skip
-    assert sinks._sentences(table, dimensions.iloc[:0], 64) == [
+    assert sinks._sentences(table, dimensions.iloc[:0], 64, seen=True) == [
         "Position 0: in 2 prompts an attention sink (in layer 2 50 % of heads and queries give it over 0.3; over all "
         "layers it gets 30 %, uniform attention would give 10 %); not an outlier: at most 1.2 times longer than the "
         "median token.",
@@ -317,16 +318,20 @@ def test_sinks_are_described() -> None:
         "10 % instead of 30 % in those layers.",
     ]
     many = pd.DataFrame([sink(i, token=t) for i, t in enumerate("xabcd")])
-    assert "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0], 64)[1]
+    assert (
+        "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0], 64, seen=True)[1]
+    )
 
 
 def test_sums_over_prompts_become_rates_of_heads() -> None:
     one = {"prompt": 0, "layer": 1, "head": 2, "queries": 10, "much": 4, "attention": 3.0, "uniform": 1.0, "later": 5}
-    one |= {"first_much": 1, "first_attention": 0.5, "first_uniform": 0.25}
-    (row,) = sinks._by_head(pd.DataFrame([one, one | {"prompt": 1, "much": 5, "later": 0}])).to_dict("records")
+    one |= {"first_much": 1, "first_attention": 0.5, "first_uniform": 0.25, "seen_by": 5}
+    (row,) = sinks._by_head(pd.DataFrame([one, one | {"prompt": 1, "much": 5, "later": 0, "seen_by": 7}])).to_dict(
+        "records"
+    )
     assert row == {
         "layer": 1, "head": 2, "queries": 20, "sink_rate": 9 / 20, "attention": 6 / 20, "uniform": 2 / 20,
-        "first_rate": 2 / 5, "first_attention": 1 / 5, "first_uniform": 0.5 / 5,
+        "first_rate": 2 / 5, "first_attention": 1 / 5, "first_uniform": 0.5 / 5, "seen_by": 7,
     }  # fmt: skip
     (row,) = sinks._by_head(pd.DataFrame([one | {"queries": 0, "later": 0}])).to_dict("records")
     assert math.isnan(row["sink_rate"])

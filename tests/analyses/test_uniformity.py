@@ -147,8 +147,9 @@ def test_spread_floor_of_fewer_keys_than_directions() -> None:
         assert float(uniformity.spread_floor(k, (center, axes))[0]) == pytest.approx(floor, abs=1e-15)
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_spread_floor_by_a_quadratic_eigenproblem(hard: bool) -> None:
+@pytest.mark.parametrize("hard", [0.0, 0.1, 0.6, 0.95])
+@pytest.mark.parametrize("nearly", [0.0, 1e-16, 1e-13])
+def test_spread_floor_by_a_quadratic_eigenproblem(hard: float, nearly: float) -> None:
     """The same least from another formula (Gander, Golub & von Matt 1989: the multiplier is the largest real eigenvalue
     of a matrix of twice the size), and as little changed by rounding as a singular value is."""
     generator = torch.Generator().manual_seed(3)
@@ -157,18 +158,18 @@ def test_spread_floor_by_a_quadratic_eigenproblem(hard: bool) -> None:
         center, axes = (torch.randn(1, d, *more, dtype=torch.float64, generator=generator) for more in ((), (d,)))
         centred = (k - k.mean(0))[:, 0] / math.sqrt(keys)
         reads = centred @ axes[0]
-        if hard:  # the center's part along the direction of least spread taken away, and little left of the rest
-            left, _, right = torch.linalg.svd(reads, full_matrices=False)
-            reach = reads @ (right[:-1].T @ torch.full((d - 1,), 0.3 / math.sqrt(d), dtype=torch.float64))
+        if (
+            hard
+        ):  # next to none of the center along the direction of least spread, and `hard` of u's square for the rest
+            left, values, right = torch.linalg.svd(reads, full_matrices=False)
+            u = torch.full((d - 1,), math.sqrt(hard / (d - 1)), dtype=torch.float64)
+            reach = left[:, :-1] @ (u * (values[:-1] ** 2 - values[-1] ** 2) / values[:-1]) + nearly * left[:, -1]
             center = torch.linalg.lstsq(centred, reach[:, None]).solution.T
-            assert float((left[:, -1] @ (centred @ center[0])).abs()) < 1e-13
+            assert float((left[:, -1] @ (centred @ center[0])).abs()) < 2e-13
         b = centred @ center[0]
         gram, pull = reads.T @ reads, reads.T @ b
         if hard:
-            values = torch.linalg.svdvals(reads)
-            u = torch.linalg.lstsq(gram - values[-1] ** 2 * torch.eye(d, dtype=torch.float64), -pull).solution
-            u = u - right[-1] * (right[-1] @ u)
-            u = u + right[-1] * (1 - u @ u).sqrt()
+            u = -right[:-1].T @ u - right[-1] * math.sqrt(1 - hard)
         else:
             unit = torch.eye(d, dtype=torch.float64)
             both = torch.cat([torch.cat([-gram, torch.outer(pull, pull)], 1), torch.cat([unit, -gram], 1)])
@@ -179,8 +180,23 @@ def test_spread_floor_by_a_quadratic_eigenproblem(hard: bool) -> None:
         floor = uniformity.spread_floor(k, (center, axes))[0]
         assert float(floor) == pytest.approx(float((reads @ u + b).norm()), rel=1e-7)
         noise = 1 + 1e-14 * torch.randn(3, generator=generator, dtype=torch.float64)
-        nearly = uniformity.spread_floor(k * noise[0], (center * noise[1], axes * noise[2]))[0]
-        assert float(nearly) == pytest.approx(float(floor), rel=1e-11)
+        beside = uniformity.spread_floor(k * noise[0], (center * noise[1], axes * noise[2]))[0]
+        assert float(beside) == pytest.approx(float(floor), rel=1e-10)
+
+
+@pytest.mark.parametrize("degrees", [1e-3, 0.1, 45.0, 89.999])
+def test_planted_angles_to_ten_digits(degrees: float) -> None:
+    """A key that two queries read: one the ones-vector, the other what is orthogonal to it, a million times weaker."""
+    heads, site, _ = layer()
+    plane = torch.randn(D, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    plane = torch.linalg.qr(plane - plane.mean(0)).Q
+    reads = torch.randn(D, D_HEAD, dtype=torch.float64)
+    reads -= reads.mean(0)
+    reads[:, 0], reads[:, 1] = 1e-6 / math.sqrt(D), 1e-6 * plane[:, 0]
+    heads = replace(heads, W_K=reads[None] / (site.gain[:, None] if site.gain is not None else 1.0))
+    q = torch.zeros(1, 1, D_HEAD, dtype=torch.float64)
+    q[..., 0], q[..., 1] = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    assert float(uniformity.angle_to_uniform(heads, site.gain, q)) == pytest.approx(degrees, rel=1e-9)
 
 
 def test_angle_through_a_qk_norm() -> None:

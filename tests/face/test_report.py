@@ -102,7 +102,10 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
             if table.name == "causal":  # its effects had one constant, and intervals that covered too little
                 assert read[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
                 scaled = read["variant"].isin(["no_scaling", "neither"])
-                assert (read["delta_loss"].isna() == scaled).all()
+                for unknown in ("delta_loss", "loss", "kl", "top1_agreement", "entropy_change"):
+                    assert (read[unknown].isna() == scaled).all()
+                    if unknown != "delta_loss":
+                        written = written.assign(**{unknown: written[unknown].where(~scaled)})
                 read = read.assign(
                     delta_loss=read["delta_loss"].fillna(read["delta_loss_uniform"]), delta_loss_uniform=""
                 )
@@ -113,6 +116,8 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     assert report.provenance["ln_probe"] == "0.1.0"
     assert any(text.startswith("Without projection at every norm") for text in report.findings())
     assert "one constant in the place of every sigma" in report.notes[-1]
+    assert not any(note.startswith("causal: intervals come from") for note in report.notes)
+    assert "`heads` and `keys` without scaling are of that constant, too" in report.notes[-1]
     assert report.attention(0).document()
     again = ln_probe.load_report(report.save(tmp_path / "again"))
     assert all(again.tables[n].equals(t) for n, t in report.tables.items())

@@ -36,7 +36,7 @@ from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors,
 from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt, holm
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, effects, summarize
@@ -207,9 +207,10 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     """
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
-    factors = norm_factors(table)
-    exponents, laws = trained_exponents(table), attainable_laws(pd.read_csv(OPTIMA))
-    products = dot_product_factors(table)
+    laws = attainable_laws(pd.read_csv(OPTIMA))
+    factors, exponents, products = adjusted_together(
+        norm_factors(table), trained_exponents(table), dot_product_factors(table)
+    )
     optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
     summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
@@ -240,6 +241,13 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
         },
         diverged=lost,
     )
+
+
+def adjusted_together(*tables: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """The tables with Holm's p over the rows of all of them: one experiment's sentences speak of each."""
+    p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tables]))
+    for table, part in zip(tables, np.split(p_holm, np.cumsum([len(table) for table in tables])[:-1]), strict=True):
+        yield table.assign(p_holm=part)
 
 
 def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.DataFrame:
@@ -311,7 +319,7 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{row['target']}, {row['kernel']} positions, {counted(row['heads'], 'head')} with {row['norm']} in "
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
-            f"(seeds: {row['seeds']}){'' if row['p_holm'] < SIGNIFICANT else ': no difference these seeds can tell'}."
+            f"(seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
         )
 
 

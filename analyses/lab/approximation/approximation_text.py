@@ -17,7 +17,7 @@ import pandas as pd
 from ln_probe.analyses.lab.approximation.dot_product import paired
 from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
@@ -137,10 +137,12 @@ def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]
     for row in products.to_dict("records"):
         layers, heads, norm = row["layers"], row["heads"], row["norm"]
         spread = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
+        unclear = doubt(row["p_holm"], row["seeds"])
+        told = f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
         yield (
             f"{_shape(layers, heads)}, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
-            f"product, {loss[layers, heads, False, norm]:.3f} without: {row['mean']:+.3f}{spread} ({row['seeds']} seeds"
-            + (f", Holm {row['p_holm']:.2g})." if row["p_holm"] < SIGNIFICANT else "): no difference these seeds tell.")
+            f"product, {loss[layers, heads, False, norm]:.3f} without: {row['mean']:+.3f}{spread} "
+            f"({counted(row['seeds'], 'seed')}{told}."
         )
     sized = {(layers, heads): x for (layers, heads, dot, norm), x in loss.items() if dot and norm == "layernorm"}
     if {(1, 1), (2, 1), (1, 4)} <= set(sized):

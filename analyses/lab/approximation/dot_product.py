@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.results import contrasted
 from ln_probe.analyses.wording import counted
 
@@ -58,6 +58,6 @@ def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
         heads = counted(row["heads"], "head")
         yield (
             f"3a, dot product on {row['target']}, {row['kernel']}, {heads}, FFN of {row['width']}: "
-            f"{row['factor']:.2g}{spread} times the error without it ({row['seeds']} seeds)"
-            + ("." if row["p_holm"] < SIGNIFICANT else ": no difference these seeds can tell.")
+            f"{row['factor']:.2g}{spread} times the error without it ({counted(row['seeds'], 'seed')})"
+            f"{doubt(row['p_holm'], row['seeds'])}."
         )

@@ -193,7 +193,7 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         near, far = (by[by.index == length].iloc[0] for length in (LENGTH, FAR))
         told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
         if not np.isnan(far["mean"]):
-            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {far['seeds']:.0f} seeds"
+            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {counted(far['seeds'], 'seed')}"
         count = counted(float(str(heads)), "head")
         yield f"{target}, {kernel} positions, {count}, error relative to the best constant: {told}."
 

@@ -147,8 +147,8 @@ def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
             )
     told = trained[trained["p_holm"] < SIGNIFICANT]
     yield (
-        f"Trained rates: {len(told)} of {len(trained)} exponents differ from 0 after Holm's adjustment"
-        + (": " if len(told) else "")
+        f"Trained rates: exponents that differ from 0 after Holm's adjustment: {len(told)} of {len(trained)}"
+        + (", " if len(told) else "")
         + "; ".join(_trained_rate(row) for _, row in told.iterrows())
         + "."
     )

@@ -34,7 +34,7 @@ from ln_probe.analyses.machinery.files import write_atomically
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
 
-MEASURED = 2  # version of what `agreement` measures: rows kept of another are measured again
+MEASURED = 3  # version of what `agreement` measures: rows kept of another are measured again
 EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
 QUICK_EVERY_WORD_TO = 6  # of more than two letters
@@ -173,13 +173,13 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             continue  # named as unsupported
         made = compile_program(program, construction, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
         enough = suffices(construction, norm)
-        shares = {}
+        shares: dict[str, tuple[float, int]] = {}  # of words or answers, and of how many words
         for measure, given, truth in zip(("every_short_word", "random_words"), (short, long), truths, strict=True):
             if measure == "random_words" and not enough:
                 given, truth = given[-FEW_WORDS:], truth[-FEW_WORDS:]
             right = made.run(given) == truth
-            shares[measure] = float(right.all(1).mean())
-            shares[f"{measure}_answers"] = float(right.mean())
+            shares[measure] = float(right.all(1).mean()), len(given)
+            shares[f"{measure}_answers"] = float(right.mean()), len(given)
         about = {
             "program": name,
             "construction": construction,
@@ -192,10 +192,9 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             "bits": made.precision.bits if made.precision else None,
             "fraction": made.precision.fraction if made.precision else None,
             "every_word_to": every_word_to,
-            "words": len(long) if enough else FEW_WORDS,
             "seed": seed,
         }
-        rows += [{**about, "measure": measure, "value": value} for measure, value in shares.items()]
+        rows += [{**about, "words": n, "measure": measure, "value": value} for measure, (value, n) in shares.items()]
     return rows
 
 
@@ -283,7 +282,7 @@ def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFram
         settings={
             "every_word_to": QUICK_EVERY_WORD_TO if quick else EVERY_WORD_TO,
             "letters": LETTERS,
-            "words": 0 if table.empty else int(table["words"].max()),
+            "words": 0 if table.empty else int(table.loc[table["measure"] == "random_words", "words"].max()),
             "few_words": FEW_WORDS,
             "short_clip": SHORT_CLIP,
             "lengths_program": LENGTHS_PROGRAM,

@@ -39,7 +39,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.majority_gate import gate_table
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
+from ln_probe.analyses.lab.intervals import doubt, holm
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig
@@ -321,7 +321,7 @@ def _effects(changed: pd.DataFrame) -> Iterator[str]:
         unit = "" if row["measure"] == "exact_to" else " points"
         mean, low, high = (row[c] * (100 if unit else 1) for c in ("mean", "ci_low", "ci_high"))
         interval = "" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]"
-        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+        told = doubt(row["p_holm"], row["seeds"])
         yield (
             f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
             f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']}){told}."

@@ -19,7 +19,7 @@ from ln_probe.analyses.lab.depth.block_languages import predicted_depth
 from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates
 from ln_probe.analyses.lab.depth.depth_task import EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import SIGNIFICANT, binomial_interval
+from ln_probe.analyses.lab.intervals import binomial_interval, doubt
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
@@ -197,7 +197,7 @@ def _boundary(table: pd.DataFrame, hits: pd.DataFrame) -> Iterator[str]:
 def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     for row in contrasts.to_dict("records"):
         spread = "" if np.isnan(row["ci_low"]) else f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]"
-        told = f"Holm {row['p_holm']:.2g}" if row["p_holm"] < SIGNIFICANT else "no difference these seeds can tell"
+        told = doubt(row["p_holm"], row["seeds"]).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
         yield (
             f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} "
             f"({counted(row['seeds'], 'seed')}; {told})."

@@ -168,8 +168,8 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
-    these rows.
+    (NaN with fewer than two such seeds). Only REACH over all depths is tested, which sentences speak of: `p` is of the
+    same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
 
     Returns:
         `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
@@ -191,14 +191,15 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
             order, side, outcome = cast("tuple[str, str, str]", key)
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
-                tests = depth == ALL_DEPTHS
+                tests = depth == ALL_DEPTHS and outcome == REACH
                 cells = len(one[["own_order", "depth", "pair"]].drop_duplicates())
                 complete = one.groupby("seed")["value"].transform("size") == cells
                 seeds = one[complete].groupby("seed")["value"].mean()
                 p = paired_p(seeds.to_numpy(float)) if tests and len(seeds) else np.nan
                 center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
                 center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
-                rows.append((term, order, side, depth, outcome, *center, len(seeds), len(one), p))
+                units = int(complete.sum()) if len(seeds) else len(one)
+                rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
     columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
     found = pd.DataFrame(rows, columns=columns)
     return found.assign(p_holm=holm(found["p"].to_numpy(float)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, FRACTION, HEAD, NORMALIZED
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 
@@ -94,7 +94,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
                 where = "as heads see them" if row["space"] == HEAD else "before the norm"
                 what = f"the share of unselectable keys {where} (mean over layers)"
                 told = f"{_interval(row, 100, 1, sign=True)} points"
-            clear = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+            clear = doubt(row["p_holm"], row["seeds"])
             term = LEFT_OUT[row["norm"]]
             yield f"{shape}: leaving out {term} changes {what} by {told} (seeds: {int(row['seeds'])}){clear}."
 

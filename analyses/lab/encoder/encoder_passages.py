@@ -20,7 +20,7 @@ from ln_probe.analyses.lab.encoder.encoder_findings import LEFT_OUT, WHOLE
 from ln_probe.analyses.lab.encoder.encoder_model import EncoderConfig
 from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask
 from ln_probe.analyses.lab.encoder.passages import ClassifierSpec, PassagesTask
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
@@ -152,7 +152,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
             f"{100 / books:.0f} %; token counts alone give {100 * settings['counted_accuracy']:.1f} %."
         )
     for row in differences.to_dict("records"):
-        clear = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+        clear = doubt(row["p_holm"], row["seeds"])
         yield (
             f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by {_interval(row, sign=True)} "
             f"points (seeds: {row['seeds']}){clear}."

@@ -21,7 +21,7 @@ import torch
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside
@@ -29,6 +29,7 @@ from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.wording import counted
 from ln_probe.hooks.interventions import NoOpWarning, without
 
 if TYPE_CHECKING:
@@ -246,8 +247,8 @@ def sentences(compared: pd.DataFrame) -> Iterator[str]:
         title, scale, digits, unit = TITLES[row["measure"]]
         center, low, high = (f"{scale * row[c]:+.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
         interval = "" if pd.isna(row["ci_low"]) else f" [{low}, {high}]"
-        holm = f"{row['seeds']} seeds, Holm {row['p_holm']:.2g}"
-        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+        holm = counted(row["seeds"], "seed") + ("" if pd.isna(row["p_holm"]) else f", Holm {row['p_holm']:.2g}")
+        told = doubt(row["p_holm"], row["seeds"])
         term, beside = str(row["contrast"]).split(", ")
         yield f"{title}: {term} before attention, {beside}: {center}{interval} {unit} ({holm}){told}."
 

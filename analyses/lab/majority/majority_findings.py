@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, doubt, holm
 from ln_probe.analyses.lab.majority.majority_task import PARTS, STEPS_SHOWN, query_angles
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
@@ -56,7 +56,7 @@ CONTRASTS = {
     "size 1/sqrt(d) of values alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_VALUES)),
     "size 1/sqrt(d) of queries and keys, beside such values": (("scaling_only", _SMALL_VALUES), WITHOUT),
 }
-TESTED = ("train_loss", "angle_deg")  # measures that sentences compare: Holm's p is over these, at the steps shown
+TESTED = "train_loss"  # what sentences compare: Holm's p is over it, at the steps shown
 _MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that nobody published
 KEYS = ["norm", "radius", "step", "measure"]
 
@@ -196,7 +196,7 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame(columns=["contrast", "step", "measure"])
     found = contrasted(pd.concat(rows, ignore_index=True), ["contrast", "step", "measure"])
-    found.loc[~found["measure"].isin(TESTED), "p"] = np.nan
+    found.loc[found["measure"] != TESTED, "p"] = np.nan
     return found.assign(p_holm=holm(found["p"].to_numpy(float)))
 
 
@@ -280,7 +280,7 @@ def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     """Which part of the smaller norm costs the loss: small scores, small values, or both."""
     names = [n for n in CONTRASTS if "of queries and keys" in n or "of values" in n]
     for row in contrasts[contrasts["contrast"].isin(names) & (contrasts["measure"] == "train_loss")].to_dict("records"):
-        told = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+        told = doubt(row["p_holm"], row["seeds"])
         interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
         yield (
             f"Step {row['step']}: {row['contrast']}, without projection, changes the training loss by "

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.majority.majority_data import MajoritySize
 from ln_probe.analyses.lab.majority.majority_task import MajorityTask, majority_model
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
@@ -237,7 +237,7 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
             f"accuracy {_interval(score[0], 100, 1)} % (seeds: {one[-1]['seeds']})"
         )
         if (row := compared.get((norm, radius))) is not None:
-            clear = "" if row["p_holm"] < SIGNIFICANT else ": no difference that these seeds can tell"
+            clear = doubt(row["p_holm"], row["seeds"])
             text += f"; against LayerNorm {_interval(row, sign=True)}°{clear}"
         yield f"{text}."
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT, holm
+from ln_probe.analyses.lab.intervals import doubt, holm
 from ln_probe.analyses.lab.removal.removal_measures import LOSS, measures
 from ln_probe.analyses.lab.removal.replaceable_norm import (
     ONE_CONSTANT,
@@ -37,6 +37,7 @@ from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights, save_model
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -299,11 +300,10 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str
         several = row["seeds"] > 1
         interval = f" [{row['ci_low']:+.3g}, {row['ci_high']:+.3g}]" if several else ""
         told = f", Holm {row['p_holm']:.2g}" if several else ""
-        doubt = ": no difference that these seeds can tell" if several and row["p_holm"] >= SIGNIFICANT else ""
         yield (
             f"{name[0].upper()}{name[1:]}: {mean[BEFORE, measure]:.3f} before, {mean[KEPT, measure]:.3f} fine-tuned "
             f"with norms, {mean[REMOVED, measure]:.3f} without; difference {row['mean']:+.3g}{interval} "
-            f"({int(row['seeds'])} seeds{told}){doubt}."
+            f"({counted(row['seeds'], 'seed')}{told}){doubt(row['p_holm'], row['seeds'])}."
         )
     if (AT_ONCE, LOSS) in mean:
         yield (
