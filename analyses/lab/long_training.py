@@ -95,7 +95,7 @@ STAGES = (
     ),
     Stage("majority", TEN, _part_shrunk, 24, "scores or values alone at 1/sqrt(d)", until=5000, kept=True),
     Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2"),
-    Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete"),
+    Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete", kept=True),
     Stage("counting_budget", THREE, lambda k: k["task"] == "L5", 43, "QRNNs on L5 with ten times the updates"),
     Stage("majority", tuple(range(5)), _to_the_end, 61, "the published comparison to 17,000 steps"),
     Stage("depth", TEN[3:], _depth("post", 3, (3,)), 77, "scaling beyond the boundary, depth 3"),

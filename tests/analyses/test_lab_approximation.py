@@ -292,7 +292,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_what_there_is_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(out=tmp_path / "approximation", seeds=(0,), collect=True)
-    with pytest.raises(ValueError, match="holds none of these 134 runs: leave out --collect"):
+    with pytest.raises(ValueError, match=r"holds none of these 134 runs: leave out --collect"):
         run("approximation", request, command="", ln_probe_version="0")
     monkeypatch.setattr(
         approximation, "training", lambda quick, seed, lr: TrainConfig(steps=1, batch=2, seed=seed, lr=lr)

@@ -106,7 +106,7 @@ def test_a_run_of_the_experiment(prose: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(published_language_model, "TINY", SIZE)
     monkeypatch.setattr(published_language_model, "CONTEXTS", 2)
     request = Request(tmp_path, (0, 1), quick=True, texts=(prose,), progress=False)
-    with pytest.raises(ValueError, match="holds none of these . runs: leave out --collect"):
+    with pytest.raises(ValueError, match=r"holds none of these [0-9]+ runs: leave out --collect"):
         run(Request(tmp_path, (0, 1), quick=True, texts=(prose,), collect=True, progress=False))
     found = run(request)
     assert len({run.folder for run in make_runs(request, SIZE)}) == 6

@@ -204,11 +204,11 @@ def _of_every_seed(seeds: pd.DataFrame) -> str:
     projection = wide.loc[COSTS["projection"], "none"].tolist()
     return (
         f"Every model of the {wide.loc[LOSS].shape[0]} seeds loses by scaling left out; what `lm-none` loses without "
-        f"projection differs by seed ({', '.join(f'{x:.3f}' for x in projection)}): what the one that ships loses is not "
-        "what such models lose. Differences of the same seed: none of them is told after Holm's adjustment over "
+        f"projection differs by seed ({', '.join(f'{x:.3f}' for x in projection)}): what the one that ships loses is "
+        "not what such models lose. Differences of the same seed: none of them is told after Holm's adjustment over "
         f"{len(kept_table('language_model_bundled', 'contrasts'))}. With scaling in the norm before attention, beside "
-        f"the same without, the loss is higher in every seed, by {loss.min():.2f} to {loss.max():.2f}, and unselectable "
-        "keys are fewer in every seed:"
+        f"the same without, the loss is higher in every seed, by {loss.min():.2f} to {loss.max():.2f}, and "
+        "unselectable keys are fewer in every seed:"
     )
 
 
