@@ -193,7 +193,8 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         near, far = (by[by.index == length].iloc[0] for length in (LENGTH, FAR))
         told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
         if not np.isnan(far["mean"]):
-            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {counted(far['seeds'], 'seed')}"
+            seeds = counted(int(far["seeds"]), "seed")
+            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {seeds}"
         count = counted(float(str(heads)), "head")
         yield f"{target}, {kernel} positions, {count}, error relative to the best constant: {told}."
 

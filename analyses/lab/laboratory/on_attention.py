@@ -201,9 +201,9 @@ def _of_every_seed(seeds: pd.DataFrame) -> str:
     needed = whole.loc[whole["measure"] == COSTS["scaling"], "value"]
     if not (needed.min() > 0 and loss.min() > 0 and keys.max() < 0):
         raise ValueError("the seeds of the bundled models no longer go one way: write what they say")
-    projection = wide.loc[COSTS["projection"], "none"].tolist()
+    projection = wide["none"].xs(COSTS["projection"])
     return (
-        f"Every model of the {wide.loc[LOSS].shape[0]} seeds loses by scaling left out; what `lm-none` loses without "
+        f"Every model of the {len(projection)} seeds loses by scaling left out; what `lm-none` loses without "
         f"projection differs by seed ({', '.join(f'{x:.3f}' for x in projection)}): what the one that ships loses is "
         "not what such models lose. Differences of the same seed: none of them is told after Holm's adjustment over "
         f"{len(kept_table('language_model_bundled', 'contrasts'))}. With scaling in the norm before attention, beside "
