@@ -171,15 +171,16 @@ HEADS = Table(
         _column(
             "uniform_angle_deg",
             "float",
-            "mean angle of gain·(W_K q) to the ones-vector: 0 would attend uniformly whatever the keys; NaN without "
-            "projection (a random direction's angle is in the provenance)",
+            "mean angle of gain·(W_K q) to the ones-vector: 0 would attend uniformly whatever the keys (without a bias per "
+            "key; with rotary positions, only if so for every key's); NaN without projection (a random direction's angle is in the provenance)",
             "degrees",
         ),
         _column("score_spread", "float", "mean standard deviation of a query's scores over the keys it sees", "nats"),
         _column(
             "score_spread_floor",
             "float",
-            "least spread that a query at the end of the reachable set could have (those inside it can spread less); NaN without a bound on queries, or with ALiBi",
+            "least spread that a query at the end of the reachable set could have (those inside it can spread less); NaN "
+            "without a bound on queries, or with ALiBi",
             "nats",
         ),
         _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),
@@ -197,7 +198,8 @@ HEADS = Table(
         _column(
             "by_theorem",
             "text",
-            "why no key is unselectable here whatever was learned (n ≤ d + 1, a sphere); empty if one could be or is",
+            "why no key is unselectable here whatever was learned (at most d + 1 affinely independent keys, a sphere); empty if "
+            "one could be or is",
         ),
         _column(
             "no_op", "text", "why the variant changes nothing here by construction; empty if it does change something"

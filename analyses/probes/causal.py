@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.edited_runs import MEASURES, SINGLE_NORM_PROMPTS, EditedRuns
-from ln_probe.analyses.probes.causal_findings import said
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, SINK_FACTOR, said
 from ln_probe.analyses.probes.protocol import (
     Context,
     Cost,
@@ -61,6 +61,8 @@ class Causal(Probe):
         "causal_confidence": prompt_intervals.CONFIDENCE,
         "causal_interval_prompts": prompt_intervals.PROMPTS_NEEDED,
         "causal_single_norm_prompts": SINGLE_NORM_PROMPTS,
+        "causal_least_change": LEAST_CHANGE,
+        "causal_sink_factor": SINK_FACTOR,
     }
     absent = "what happens to the loss when a term is switched off in the running model"
 

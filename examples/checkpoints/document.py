@@ -56,6 +56,15 @@ def change(value: float, low: float = math.nan, high: float = math.nan) -> str:
     return text if math.isnan(low) else f"{text} [{low:.3f}, {high:.3f}]"
 
 
+def _of_prompts(case: str, sites: str, column: str) -> str:
+    """A group's change without scaling by another constant, with the interval over its prompts."""
+    rows = pd.read_csv(HERE / "tables" / case / "causal_prompts.csv")
+    rows = rows[(rows["sites"] == sites) & (rows["variant"] == "no_scaling")]
+    weight = rows["predicted"].to_numpy(float)
+    total = rows[column].to_numpy(float) * weight
+    return change(total.sum() / weight.sum(), *interval(total, weight))
+
+
 def _cell(row: pd.Series) -> str:
     if row["no_op"]:
         return f"nothing: {str(row['no_op']).split('; ')[0].split(': ')[-1]}"
@@ -76,10 +85,10 @@ def groups_table() -> str:
         for sites in GROUPS:
             scaled, other, both = (rows.loc[(sites, v)] for v in ("no_scaling", "no_projection", "neither"))
             first = f"{case.removesuffix('-' + source)}, {PROMPTS[source]} ({loss:.2f})" if sites == GROUPS[0] else ""
-            idle = bool(scaled["no_op"])
+            columns = ("delta_loss_uniform", "delta_loss_resampled")
+            one, resampled = ("" if scaled["no_op"] else _of_prompts(case, sites, column) for column in columns)
             lines.append(
-                f"| {first} | {sites} | {_cell(scaled)} | {'' if idle else change(scaled['delta_loss_uniform'])} | "
-                f"{'' if idle else change(scaled['delta_loss_resampled'])} | {_cell(other)} | {_cell(both)} |"
+                f"| {first} | {sites} | {_cell(scaled)} | {one} | {resampled} | {_cell(other)} | {_cell(both)} |"
             )
     return "\n".join(lines)
 
@@ -98,9 +107,11 @@ def findings_list() -> str:
     )
     attention = mgm.loc[("attention", "no_scaling")]
     second = (
-        f"At the norms that attention reads, MGM loses {_cell(attention)} of {mgm.loc[('all', 'intact'), 'loss']:.2f} "
-        f"without scaling. One constant for all positions, in place of one for position 0 and one for the rest, gives "
-        f"{change(attention['delta_loss_uniform'])}: that is position 0 made much too long, and not what scaling does."
+        f"At the norms that attention reads, MGM loses {_cell(attention)} nats per token of "
+        f"{mgm.loc[('all', 'intact'), 'loss']:.2f} without scaling. One constant for all positions, in place of "
+        "one for position 0 and one for the rest, gives "
+        f"{_of_prompts('mgm', 'attention', 'delta_loss_uniform')}: that is position 0 made much too long, and not what "
+        "scaling does."
     )
     third = (
         f"Trained from scratch to name the majority token (ten seeds), leaving projection out changes the training "

@@ -10,6 +10,7 @@ in the tests. Prompts are chosen without looking: evenly spread over a corpus, o
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -31,6 +32,12 @@ HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
 PROMPTS = 64
 HELD_OUT = 0.05  # the end of every text of which the bundled models saw the beginning (`lab.text_task.VALID_SHARE`)
+TEXTS = {  # SHA-256 of the texts, as the committed tables were measured on them
+    "kjv.txt": "262804ea6774be16b1e593db24f9465f0417ea0148bba2fb5a3022c26ca1e56d",
+    "shakespeare_complete_gut.txt": "a74b54d1ef1dc44be145d3c93068267ab7beba0c7045a7b6a844b83ed5d7054f",
+    "moby_dick.txt": "fe282a57094ed62e7144fb7c804a9748fc1c909bf3b49d06e7276015f9f67240",
+    "wikitext2/test.txt": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+}
 BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
 
 
@@ -45,11 +52,31 @@ class Case:
     single: int = 12  # prompts on which norms are taken one by one
 
 
+def corpus(name: str) -> str:
+    """A text that prompts are taken from.
+
+    Raises:
+        SystemExit: there is none, or another.
+    """
+    path = SHARED / "corpora" / name
+    if not path.is_file():
+        raise SystemExit(
+            f"there is no {path}: put the text there (SHA-256 {TEXTS[name]}), or name the folder that holds "
+            f"corpora/{name} with LN_PROBE_SHARED"
+        )
+    content = path.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != TEXTS[name]:
+        raise SystemExit(
+            f"{path} is another text: SHA-256 {found}, expected {TEXTS[name]}; other prompts, other figures"
+        )
+    return content.decode(errors="replace")
+
+
 def books(model: Any, limit: int) -> list[list[int]]:
     """In-domain for the bundled models: from the ends of their three books, which they were not trained on."""
     found = []
     for number, name in enumerate(BOOKS):
-        text = (SHARED / "corpora" / name).read_text(encoding="utf-8", errors="replace")
+        text = corpus(name)
         held = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
@@ -59,7 +86,7 @@ def books(model: Any, limit: int) -> list[list[int]]:
 
 def wikitext(model: Any, limit: int) -> list[list[int]]:
     """Paragraphs of wikitext-2's test part with at least 60 words, without its marks; evenly spread."""
-    text = (SHARED / "corpora" / "wikitext2" / "test.txt").read_text(encoding="utf-8")
+    text = corpus("wikitext2/test.txt")
     clean = [re.sub(r" @(.)@ ", r"\1", line).replace("<unk>", "").split() for line in text.splitlines()]
     long = [" ".join(words) for words in clean if len(words) >= 60]
     chosen = np.linspace(0, len(long) - 1, PROMPTS).astype(int)
@@ -132,7 +159,8 @@ def main() -> None:
         rows = SOURCES[case.prompts](model, case.tokens)
         path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
         report = ln_probe.analyze(model, path, probes=[Causal(case.single)], progress=False)
-    out = HERE / "tables" / args.name
+    # (Beside the committed tables, which the documents are made of.)
+    out = HERE / ("checked" if args.check else "tables") / args.name
     out.mkdir(parents=True, exist_ok=True)
     report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")
     report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")

@@ -208,3 +208,17 @@ def test_quick_shows_the_boundary(tmp_path: Path) -> None:
     )
     hits = results.tables["hits"]
     assert (hits["hits"] == hits["predicted"]).all()
+
+
+def test_a_steep_line_clipped_by_two_relus_compares_to_300_letters() -> None:
+    """What the page says of COMPARE: a slope of 602 is enough beside a first token (600 would be)"""
+
+    def right(slope: float, n: int) -> bool:
+        a = np.arange(n + 1)
+        x = slope * (2 * a - n) / (n + 1)  # the mean of a's less b's, over n letters and the first token
+        clipped = np.maximum(x, 0) - np.maximum(x - 2, 0) - 1
+        return bool((clipped == np.where(2 * a > n, 1.0, -1.0)).all())
+
+    assert all(right(602, n) for n in range(1, 301))
+    assert not right(598, 299)
+    assert not right(602, 303)

@@ -72,6 +72,17 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
     assert about["prompts"]["count"] >= 64
 
 
+def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = script("measure")
+    monkeypatch.setattr(measure, "SHARED", tmp_path)
+    with pytest.raises(SystemExit, match=r"there is no .*kjv\.txt: put the text there \(SHA-256 [0-9a-f]{64}\)"):
+        measure.corpus("kjv.txt")
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / "kjv.txt").write_text("In the end")
+    with pytest.raises(SystemExit, match="is another text: SHA-256"):
+        measure.corpus("kjv.txt")
+
+
 def test_predictions_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     checked, measure = script("checked"), script("measure")
     said = json.loads(checked.PREDICTIONS.read_text())["predictions"]

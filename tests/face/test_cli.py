@@ -49,6 +49,19 @@ def test_one_real_checkpoint(capp: Path, tmp_path: Path) -> None:
     assert len(ln_probe.load_report(out / "capp_gpt").heads) > 0
 
 
+def test_a_vocabulary_names_the_tokens_of_a_model_without_a_tokenizer(capp: Path, tmp_path: Path) -> None:
+    names = {str(i): f"part-{i}" for i in range(json.loads((capp / "config.json").read_text())["vocab_size"])}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    asked = ("--max-tokens", 8, "--max-prompts", 4, "--probes", "sinks,decomposition", "--layers", "0")
+    code, _, said = report(capp, "--out", tmp_path / "r", *asked, "--vocab", tmp_path / "names.json")
+    assert code == 0, said
+    begin = ln_probe.load_report(tmp_path / "r" / "capp_gpt").provenance["prompts"]["begin"]
+    assert all(text.startswith("part-") for text in begin)
+    code, _, said = report(capp, "--out", tmp_path / "s", *asked, "--vocab", tmp_path / "missing.json")
+    assert code == 2
+    assert "missing.json" in said
+
+
 def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -237,7 +237,12 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
         summary,
         tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
         figures=dict(draw(summary, table, changed, gate, quick)),
-        conclusions=(*_ordering(summary), *_effects(changed), *_exact(summary, quick), *_gate_conclusions(gate)),
+        conclusions=(
+            *_ordering(summary),
+            *_effects(changed, summary),
+            *_exact(summary, quick),
+            *_gate_conclusions(gate),
+        ),
         settings={
             "train_length": TRAIN_LENGTH,
             "accepted": ACCEPTED,
@@ -315,13 +320,18 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
             yield f"{task}, {measure}: {said}."
 
 
-def _effects(changed: pd.DataFrame) -> Iterator[str]:
-    """What a term changes at the farthest length or in the exact n."""
+def _effects(changed: pd.DataFrame, summary: pd.DataFrame) -> Iterator[str]:
+    """What a term changes at the farthest length or in the exact n, and where it leaves less than a constant answer."""
+    cells = summary.set_index([*KEYS, "measure"])
     for row in farthest(changed).to_dict("records"):
         unit = "" if row["measure"] == "exact_to" else " points"
         mean, low, high = (row[c] * (100 if unit else 1) for c in ("mean", "ci_low", "ci_high"))
         interval = "" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]"
         told = doubt(row["p_holm"], row["seeds"])
+        cell = cells.loc[tuple(row[key] for key in (*KEYS, "measure"))]
+        constant = max(cell["constant_yes"], cell["constant_no"])
+        idle = f", to {100 * cell['mean']:.1f} %, where a constant answer has {100 * constant:.1f} %"
+        told = (idle if unit and cell["mean"] < constant else "") + told
         yield (
             f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
             f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']}){told}."

@@ -13,10 +13,12 @@ from ln_probe.analyses.lab.laboratory.reading import (
     markdown,
     only_row,
     prose,
+    rows_where,
     sentences,
     with_interval,
 )
 from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, COSTS, FRACTION, FROZEN, LOSS, over_layers
+from ln_probe.analyses.lab.majority.majority_findings import WITH, WITHOUT
 
 
 def majority() -> Iterator[str]:
@@ -66,7 +68,30 @@ def majority() -> Iterator[str]:
         ]
         rows.append((name, *cells))
     yield from markdown(("contrast", *(f"step {s}" for s in steps)), rows)
+    yield from _accuracy_and_angle(summary, contrasts, steps)
     yield from sentences("majority", "To a training loss", "1/sqrt(d) of ")
+    yield from prose("majority 3")
+
+
+def _accuracy_and_angle(summary: pd.DataFrame, contrasts: pd.DataFrame, steps: list[int]) -> Iterator[str]:
+    """What else figure 2 shows: test accuracy of the published pair, and how far apart its angles are."""
+    accuracy, angle = summary[summary["measure"] == "test_accuracy"], contrasts[contrasts["measure"] == "angle_deg"]
+    rows = []
+    for norm, radius in (WITH, WITHOUT):
+        part = rows_where(accuracy, norm=norm, radius=radius)
+        cells = []
+        for s in steps:
+            row = only_row(part, step=s)
+            told = with_interval(row, 100, 1) + fewer_seeds(row, int(part["seeds"].max()))
+            cells.append(told + ("" if pd.isna(row["published"]) else f"; published {100 * row['published']:.0f}"))
+        rows.append((f"test accuracy, %: `{norm}`, {radius}", *cells))
+    gap = angle[angle["contrast"] == "the published gap"]
+    most = int(gap["seeds"].max())
+    apart = [only_row(gap, step=s) for s in steps if s in set(gap["step"])]
+    degrees = (f"{with_interval(row, sign=True)}°{fewer_seeds(row, most)}" for row in apart)
+    rows.append(("angle of queries, published pair: difference", *degrees))
+    yield ""
+    yield from markdown(("", *(f"step {s}" for s in steps)), rows)
 
 
 def majority_in_space() -> Iterator[str]:
@@ -207,8 +232,8 @@ def _of_every_seed(seeds: pd.DataFrame) -> str:
         f"projection differs by seed ({', '.join(f'{x:.3f}' for x in projection)}): what the one that ships loses is "
         "not what such models lose. Differences of the same seed: none of them is told after Holm's adjustment over "
         f"{len(kept_table('language_model_bundled', 'contrasts'))}. With scaling in the norm before attention, beside "
-        f"the same without, the loss is higher in every seed, by {loss.min():.2f} to {loss.max():.2f}, and "
-        "unselectable keys are fewer in every seed:"
+        f"the same without, the loss is higher in each of these seeds, by {loss.min():.2f} to {loss.max():.2f}, and "
+        "unselectable keys are fewer, which so few seeds may show by chance:"
     )
 
 

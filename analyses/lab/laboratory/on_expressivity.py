@@ -26,7 +26,10 @@ def depth() -> Iterator[str]:
             for norm in norms:
                 cell = part[(part["depth"] == depth) & (part["k"] == k) & (part["norm"] == norm)].set_index("measure")
                 bins = [f"exact_match_{b}" for b in BINS]
-                told = " / ".join(f"{100 * cell.loc[b, 'mean']:.0f}" for b in bins) if len(cell) else "–"
+                told = "–"
+                if len(cell):
+                    told = " / ".join(f"{100 * cell.loc[b, 'mean']:.0f}" for b in bins[:-1])
+                    told += f" / {with_interval(cell.loc[bins[-1]], 100)}"
                 cells.append(f"{told} ({int(cell['seeds'].iloc[0])})" if len(cell) else told)
             within = (
                 "yes" if part[(part["depth"] == depth) & (part["k"] == k)]["predicted_depth"].iloc[0] <= depth else "no"
@@ -52,12 +55,17 @@ def depth_deep() -> Iterator[str]:
     for (depth, k, positions), part in summary.groupby(["depth", "k", "positions"], sort=False):
         by = part.set_index("measure")
         within = "yes" if by["predicted_depth"].iloc[0] <= depth else "no"
-        rows.append((f"{depth}, L{k}", str(positions), within, *(with_interval(by.loc[b], 100) for b in bins)))
+        theirs = by["published"].dropna()
+        published = f"{100 * theirs.iloc[0]:.0f}" if len(theirs) else "–"
+        rows.append(
+            (f"{depth}, L{k}", str(positions), within, *(with_interval(by.loc[b], 100) for b in bins), published)
+        )
     header = (
         "depth, language",
         "positions",
         "theory",
         *(b.removeprefix("exact_match_").replace("_", "–") for b in bins),
+        "published",
     )
     yield from markdown(header, rows)
     yield from sentences("depth_deep")

@@ -162,9 +162,13 @@ def _speed(times: pd.DataFrame) -> Iterator[str]:
                 continue
             median, most = cell["times"].median(), cell["times"].where(cell["reached"], np.inf).median()
             bound = "" if median == most else "at least "
+            here = (PUBLISHED["norm"] == norm) & (PUBLISHED["radius"] == radius)
+            theirs = PUBLISHED[here & (PUBLISHED["measure"] == f"times_the_steps_to_{level:g}")]["published"]
+            beside = "".join(f"; published {x:g}" for x in theirs)
             yield (
                 f"To a training loss of {level:g}, {norm} at radius {radius} takes {bound}{median:.2f} times the "
-                f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there)."
+                f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there; not "
+                f"tested{beside})."
             )
 
 
