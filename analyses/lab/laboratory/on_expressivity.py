@@ -146,11 +146,19 @@ def approximation() -> Iterator[str]:
     yield from markdown(header, rows)
     yield from prose("approximation 2")
     table = errors[(errors["kernel"] == "table") & ~errors["dot_product"].astype(bool)]
-    widths = sorted(set(table[table["target"].isin(["1b", "2b"])]["width"]))
+    table = table[table["target"].isin(["1b", "2a", "2b"])]
+    widths = sorted(set(table["width"]))
     rows = []
-    for (target, heads), part in table[table["target"].isin(["1b", "2b"])].groupby(["target", "heads"], sort=False):
-        by = part.set_index("width")["mean"]
-        rows.append((f"{target}, H = {heads}", *(short_power(by[w]) if w in by.index else "–" for w in widths)))
+    for (target, heads), part in table.groupby(["target", "heads"], sort=False):
+        cells = []
+        for w in widths:
+            cell = {r["width"]: r for r in part.to_dict("records")}.get(w)
+            if cell is None:
+                cells.append("–")
+                continue
+            center, low, high = (short_power(cell[c]) for c in ("mean", "ci_low", "ci_high"))
+            cells.append(center if pd.isna(cell["ci_low"]) else f"{center} [{low}, {high}]")
+        rows.append((f"{target}, H = {heads}", *cells))
     yield from markdown(("", *(f"m = {w}" for w in widths)), rows)
     yield from prose("approximation 3")
     rows = [
