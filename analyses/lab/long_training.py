@@ -97,7 +97,7 @@ STAGES = (
     Stage("depth", TEN[3:], _depth("post", 3, (1, 2)), 87, "scaling beyond the boundary, depths 1 and 2", kept=True),
     Stage("depth", THREE, lambda k: k["norm_order"] == "pre", 90, "pre-norm order, complete", kept=True),
     Stage("counting_budget", THREE, lambda k: k["task"] == "L5", 43, "QRNNs on L5 with ten times the updates"),
-    Stage("majority", tuple(range(5)), _to_the_end, 61, "the published comparison to 17,000 steps"),
+    Stage("majority", tuple(range(5)), _to_the_end, 61, "the published comparison to 17,000 steps", kept=True),
     Stage("depth", TEN[3:], _depth("post", 3, (3,)), 77, "scaling beyond the boundary, depth 3", kept=True),
     Stage("language_model_bundled", (1,), lambda k: True, 127, "a second seed of the bundled models", kept=True),
     Stage("counting", (0,), _counter, 39, "a^n b^n c^n, and norms on readout and gates: weights", kept=True),
