@@ -135,8 +135,9 @@ def _verdicts() -> Iterator[str]:
          f"kept, for the training loss to step 5000; at 17,000 {last['seeds']} seeds tell no gap",
          f"{matched['seeds']} seeds; at the same size projection changes the loss by "
          f"{with_interval(matched, digits=2, sign=True)} at step 1000 (Holm {matched['p_holm']:.2g}): \"if anything "
-         "quicker\" is withdrawn; at 17,000 without projection is "
-         f"{with_interval(end, digits=2, sign=True)} (Holm {end['p_holm']:.2g}, {end['seeds']} seeds). Size is that of the values: at 1/sqrt(d) they alone cost "
+         "quicker\" is withdrawn; at 17,000 it is lower without projection: "
+         f"{with_interval(end, digits=2, sign=True)} (Holm {end['p_holm']:.2g}, {end['seeds']} seeds). "
+         f"Size is that of the values: at 1/sqrt(d) they alone cost "
          f"{part('values alone', 1000)} at step 1000 and {part('values alone', 5000)} at 5000; queries and keys alone "
          f"{part('queries and keys alone', 1000)}, and beside such values "
          f"{part('queries and keys, beside such values', 1000)}"),
