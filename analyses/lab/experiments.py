@@ -77,7 +77,7 @@ EXPERIMENTS = {
         seeds=10,
         quick_seeds=2,
         duration="3 hours",
-        quick_duration="3 minutes",
+        quick_duration="1 minute",
     ),
     "majority_in_space": Experiment(
         "ln_probe.analyses.lab.majority.majority_in_space",

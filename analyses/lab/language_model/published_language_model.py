@@ -73,18 +73,20 @@ class Size:
     lr: float = 2e-3
     embed_std: float = GPT2_EMBED_STD
     valid_windows: int = 64
+    shares_kept: tuple[float, ...] = (0, 1 / 20, 1 / 4, 1 / 2)  # of the steps
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Steps whose models are measured, besides the last."""
-        return (0, self.steps // 20, self.steps // 4, self.steps // 2)
+        return tuple(int(share * self.steps) for share in self.shares_kept)
 
 
 SMALL = Size(d_vocab=1024, n_ctx=256, batch=4, steps=1500)
 TINY = Size(d_vocab=512, n_ctx=128, batch=4, steps=300)
 # Published: 50000 steps of 16 windows at 5e-5. A window takes a core a third of a second: fewer and larger steps.
 FULL = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=2, steps=3000, valid_windows=8)
-FULL_TINY = Size(d_vocab=GPT2_VOCABULARY, n_ctx=GPT2_CONTEXT, batch=1, steps=40, valid_windows=2)
+# Measuring one model's keys takes longer than these steps: the first and the last.
+FULL_TINY = Size(GPT2_VOCABULARY, GPT2_CONTEXT, batch=1, steps=40, valid_windows=2, shares_kept=(0,))
 
 
 def published_model(norm: str, divisor: float | None, size: Size) -> LabConfig:
