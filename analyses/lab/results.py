@@ -152,9 +152,7 @@ def write_results(
             tables.append(f"{name}.csv")
             write_atomically(out / tables[-1], table.to_csv(index=False, float_format="%.6g").encode())
     for name, figure in results.figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
-        write_atomically(out / f"{name}.png", buffer.getvalue())
+        write_atomically(out / f"{name}.png", png(figure))
     about = {
         "experiment": experiment,
         "command": command,
@@ -169,6 +167,13 @@ def write_results(
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
     for name in before - _written(out):
         (out / name).unlink(missing_ok=True)
+
+
+def png(figure: Figure) -> bytes:
+    """A picture as it is written."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+    return buffer.getvalue()
 
 
 def _written(out: Path) -> set[str]:

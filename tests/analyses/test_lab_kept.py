@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at
 from ln_probe.analyses.lab.laboratory.laboratory_page import page
 from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import SUMMARY_FILE
+from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, png
 
 THERE = [name for name in KEPT if (Path(folder("depth")).parent / name / "results.json").exists()]
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
+
+
+@cache
+def made_again(experiment: str) -> Results:
+    return rebuilt(experiment)
 
 
 def test_the_page_is_made_of_the_kept_tables() -> None:
@@ -23,7 +32,7 @@ def test_the_page_is_made_of_the_kept_tables() -> None:
 
 @pytest.mark.parametrize("experiment", THERE)
 def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> None:
-    found, where = rebuilt(experiment), folder(experiment)
+    found, where = made_again(experiment), folder(experiment)
     pd.testing.assert_frame_equal(
         pd.read_csv(where / SUMMARY_FILE), found.summary, check_dtype=False, rtol=1e-5, atol=1e-9
     )
@@ -33,6 +42,20 @@ def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> N
     for name, table in found.tables.items():
         kept = table_at(where, name)
         pd.testing.assert_frame_equal(kept, table.reset_index(drop=True), check_dtype=False, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("experiment", THERE)
+def test_pictures_are_drawn_of_the_values_of_every_seed(experiment: str) -> None:
+    figures, where = made_again(experiment).figures, folder(experiment)
+    assert {path.stem for path in where.glob("*.png")} == set(figures)
+    for name, figure in figures.items():
+        with Image.open(where / f"{name}.png") as kept, Image.open(io.BytesIO(png(figure))) as drawn:
+            if kept.info["Software"] != drawn.info["Software"]:
+                pytest.skip(f"drawn by {kept.info['Software']}; another version draws letters elsewhere")
+            of_255 = 8  # a last digit moves an edge by a fraction of a pixel
+            np.testing.assert_allclose(
+                *(np.asarray(image, dtype=int) for image in (drawn, kept)), rtol=0, atol=of_255, err_msg=name
+            )
 
 
 def table_file(where: Path, name: str) -> str:
