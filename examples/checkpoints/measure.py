@@ -132,8 +132,13 @@ CASES = {
     "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=0),
     # For those who have a network; what is expected of them was written down first (predictions.json).
     "gpt2": Case("gpt2", "wikitext", 128, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
-    "pythia-70m": Case("EleutherAI/pythia-70m-deduped", "wikitext", 128, revision="step143000"),
-    "pythia-160m": Case("EleutherAI/pythia-160m-deduped", "wikitext", 128, revision="step143000"),
+    # (Commits of the main branches: of the last step, 143,000.)
+    "pythia-70m": Case(
+        "EleutherAI/pythia-70m-deduped", "wikitext", 128, revision="e93a9faa9c77e5d09219f6c868bfc7a1bd65593c"
+    ),
+    "pythia-160m": Case(
+        "EleutherAI/pythia-160m-deduped", "wikitext", 128, revision="582159a2dfe3e712a8d47ae83dec95ae3bde8e7e"
+    ),
 }
 
 

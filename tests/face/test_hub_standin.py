@@ -95,8 +95,10 @@ def test_a_name_is_downloaded_once_and_is_the_model(hub: Hub, folders: dict[str,
 
 
 def test_a_training_step_is_its_own_revision(hub: Hub) -> None:
-    late, early = (load_model("pythia-70m", device="cpu", revision=r) for r in (None, "1000"))
-    assert source_of(early).commit == hub.commit("EleutherAI/pythia-70m", "step1000")
+    commit = hub.commit("EleutherAI/pythia-70m", "step1000")
+    late, early, same = (load_model("pythia-70m", device="cpu", revision=r) for r in (None, "1000", commit))
+    assert source_of(early).commit == source_of(same).commit == commit
+    assert source_of(same).weights_sha256 == source_of(early).weights_sha256
     assert source_of(late).weights_sha256 != source_of(early).weights_sha256
     assert hub_names.checkpoints("EleutherAI/pythia-70m") == ["step1000"]
 
