@@ -35,7 +35,7 @@ HEAD_EFFECTS = Table(
         Column(
             "p_adjusted",
             "float",
-            "sign test of that number (Holm-adjusted for all rows in which something changes); NaN if only estimated",
+            "sign test of that number (Holm-adjusted for the heads run under the same variant); NaN if only estimated",
         ),
         Column(
             "estimate",
@@ -124,7 +124,12 @@ SINK_HEADS = Table(
         ),
         Column("attention", "float", "mean attention that they give all of them", "share"),
         Column("uniform", "float", "the same if attention were uniform, to compare with", "share"),
-        Column("first_rate", "float", "share of queries after position 0 that give it over 0.3", "share"),
+        Column(
+            "first_rate",
+            "float",
+            "share of queries after position 0 (bidirectional: all) that give it over 0.3",
+            "share",
+        ),
         Column("first_attention", "float", "mean attention that they give it", "share"),
         Column("first_uniform", "float", "the same if attention were uniform, to compare with", "share"),
         Column("seen_by", "int", "queries that see the token that most see, in the prompt where they are most"),

@@ -50,7 +50,7 @@ def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> d
     return (
         {"layer": rows.layer, "head": head, "space": rows.space, "variant": rows.variant}
         | measured
-        | {"keys_all": int(rows.lengths.sum())}
+        | {"keys_all": int(rows.lengths.sum()), "prompts": len(rows.lengths)}
         | {
             "query_radius": calibration.radius(rows.layer, head),
             "queries": calibration.queries(rows.layer, head) if rows.space == HEAD else "",

@@ -184,6 +184,7 @@ HEADS = Table(
             "nats",
         ),
         _column("keys_all", "int", "keys there are, of all prompts: more than `keys` where only a sample was measured"),
+        _column("prompts", "int", "prompts that they come from"),
         *(
             Column(
                 f"{name}_{end}",
@@ -255,8 +256,8 @@ KEYS = Table(
         _column(
             "pattern_max",
             "float",
-            "the largest weight it really received from any query that sees it; verdict and attainable are of queries at "
-            "the last position, which sees more keys",
+            "the largest weight it really received from any query that sees it and another key; verdict and attainable "
+            "are of queries at the last position, which sees more keys",
             "share",
         ),
         _column(

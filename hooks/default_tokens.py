@@ -159,7 +159,10 @@ def sample(
 def _drawn(
     model: HookedModel, count: int, length: int, stops: set[int], generator: torch.Generator
 ) -> list[Int[Tensor, " _"]]:
-    """Some sequences, drawn side by side; those that have ended are not run further."""
+    """Some sequences, drawn side by side; those that have ended are not run further.
+
+    They come in the order in which they were begun: the first few of them are as long as any.
+    """
     size = vocabulary_size(model)
     first = special_tokens(model, "bos")
     if first and first[0] not in stops:
@@ -167,7 +170,8 @@ def _drawn(
     else:
         allowed = [i for i in range(size) if i not in {*stops, *special_tokens(model, "pad")}] or list(range(size))
         rows = torch.tensor(allowed)[torch.randint(len(allowed), (count, 1), generator=generator)]
-    done: list[Tensor] = []
+    drawn: dict[int, Tensor] = {}
+    alive = torch.arange(count)
     next_logits = _Generating(model)
     while len(rows) and rows.shape[1] < length:
         logits = next_logits(rows)[:, :size].float().cpu()
@@ -175,10 +179,11 @@ def _drawn(
             raise ValueError("the model's logits are NaN or infinite: its weights or its precision are damaged")
         rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
         ended = torch.tensor([int(row[-1]) in stops for row in rows])
-        done += list(rows[ended])
-        rows = rows[~ended]
+        drawn |= zip(alive[ended].tolist(), rows[ended], strict=True)
+        alive, rows = alive[~ended], rows[~ended]
         next_logits.keep(~ended)
-    return [*done, *rows]
+    drawn |= zip(alive.tolist(), rows, strict=True)
+    return [drawn[number] for number in range(count)]
 
 
 class _Generating:

@@ -244,7 +244,8 @@ def _of_heads(
             raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
         if not 0 <= layer < layers:
             raise InterventionError(f"heads: there is no layer {layer}; this model has layers 0 to {layers - 1}")
-        if not 0 <= head < (count := head_count(model, layer)):
+        count = head_count(model, layer)
+        if not 0 <= head < count:
             raise InterventionError(f"heads: layer {layer} has no head {head}; it has heads 0 to {count - 1}")
         site = next((s for s in found if layer in s.attention_layers), None)
         if site is None:

@@ -45,11 +45,13 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
             ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens)
         except (TypeError, ValueError, RuntimeError) as error:
             raise AttributionError(f"tokens must be text or token ids of one prompt, got {tokens!r}") from error
+    if not ids.numel():
+        raise AttributionError("the prompt is empty: give at least one token")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise AttributionError(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
-    if ids.ndim != 1 or not len(ids):
+    if ids.ndim != 1:
         raise AttributionError(f"attribution is of one prompt, [pos] or [1 pos] token ids: got {list(ids.shape)}")
     if len(ids) > context_length(model):
         raise AttributionError(
@@ -63,15 +65,17 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
     return found
 
 
-def place(position: SupportsIndex, length: int, what: str = "position") -> int:
-    """A position from 0, negative ones counted from the end.
+def place(
+    position: SupportsIndex, length: int, what: str = "position", whole: str = "the prompt", parts: str = "tokens"
+) -> int:
+    """A position from 0, negative ones counted from the end; or the like: a layer of the model, a head of a layer.
 
     Raises:
         AttributionError: there is none.
     """
     found = _whole(position, what)
     if not -length <= found < length:
-        raise AttributionError(f"{what} {found} is out of range: the prompt has {length} tokens (0 … {length - 1})")
+        raise AttributionError(f"{what} {found} is out of range: {whole} has {length} {parts} (0 … {length - 1})")
     return found % length
 
 

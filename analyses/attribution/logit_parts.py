@@ -190,7 +190,7 @@ def logit_asked(
 def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
     if isinstance(neurons, bool):
         return list(range(n_layers(model))) if neurons else []
-    return [place(layer, n_layers(model), "layer") for layer in neurons]
+    return [place(layer, n_layers(model), "layer", "the model", "layers") for layer in neurons]
 
 
 def _names(model: HookedModel) -> Callable[[int], str] | None:

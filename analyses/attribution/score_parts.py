@@ -162,7 +162,7 @@ def _side(
     gain = torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
     lift = torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
     sigma = split.sigma(site.name)  # [row 1]
-    f = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d).double()])
+    f = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
     found = split.read(site.name, f.expand(len(sigma), -1, -1))
     read = torch.stack(list(found.values()), 1)  # [row part d_head+1]
     parts = [*found, Part("norm bias", "norm bias", site.layer), Part(f"b_{name}", "bias", site.layer)]
@@ -223,7 +223,7 @@ def attribute_scores(
     """
     hooked = check_model(model)
     ids = prompt(hooked, tokens)
-    layer = place(layer, n_layers(hooked), "layer")
+    layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
     q_at, k_at = place(query, len(ids), "query"), place(key, len(ids), "key")
     with evaluating(hooked):
         sites = find_sites(hooked)
@@ -235,7 +235,7 @@ def attribute_scores(
         wiring = find_wiring(hooked, sites)
         wiring.at(site.name)  # raises before the prompt runs
         seen, heads = _heads(hooked, ids, sites, layer)
-        head = place(head, heads.n_heads, "head")
+        head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
         mask = visible_keys(len(ids), len(ids), causal=heads.causal, window=heads.window)
         visible = [int(i) for i in torch.nonzero(mask[q_at])[:, 0]]  # (attention of 0 may be a very small one)
         if k_at not in visible:

@@ -30,6 +30,7 @@ from ln_probe.analyses.probes.protocol import (
     Shape,
     View,
 )
+from ln_probe.analyses.probes.sentences import in_layers
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.hooks.interventions import GROUPS, SCALES
 
@@ -79,7 +80,8 @@ class Causal(Probe):
         return Found(frames, (*notes, *notes_on(measured)))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return said(tables[CAUSAL.name], str(provenance.get("prompts", {}).get("source", "")))
+        source = str(provenance.get("prompts", {}).get("source", ""))
+        return said(tables[CAUSAL.name], source, in_layers(provenance))
 
     def cost(self, shape: Shape) -> Cost:
         single = min(1.0, self.single_norm_prompts / max(1, len(shape.lengths)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,8 @@ LEAST_CHANGE = 0.01
 # A constant at position 0 that is not its own is spoken of where it adds so many times what taking scaling away costs.
 SINK_FACTOR = 2.0
 
+_CONFIDENCE, _POWER = 1.960, 1.645  # standard errors: of a 95 % interval, of a power of 95 %
+
 _TERMS = {"no_scaling": "scaling", "no_projection": "projection", "neither": "projection and scaling"}
 _PLACES = {
     "attention": "at every norm that attention reads",
@@ -27,17 +30,22 @@ _PLACES = {
 }
 
 
-def said(effects: pd.DataFrame, source: str = "") -> list[Finding]:
-    """Findings of a `causal` table; `source`: of the prompts."""
+def said(effects: pd.DataFrame, source: str = "", layers: str = "") -> list[Finding]:
+    """Findings of a `causal` table.
+
+    Args:
+        source: of the prompts. layers: where norms were edited, as `sentences.in_layers` puts it.
+    """
     if not len(effects) or effects["delta_loss"].isna().all():
         return []
+    places = {sites: place + ("" if sites == "final" else layers) for sites, place in _PLACES.items()}
     changed = effects[(effects["variant"] != "intact") & (effects["no_op"] == "") & effects["delta_loss"].notna()]
     groups = changed[changed["sites"].isin(GROUPS)]
-    found = _largest(groups, source)
+    found = _largest(groups, source, places)
     if not found and len(groups):
-        found = _not_seen(groups)
-    found += _projection(groups)
-    found += _attention(effects, groups)
+        found = _not_seen(groups, places)
+    found += _projection(groups, places)
+    found += _attention(groups, places)
     return [*found, *_single(changed), *_by_construction(effects)]
 
 
@@ -47,7 +55,18 @@ def is_effect(row: Any) -> bool:
     return (low > 0 or high < 0) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
 
 
-def _largest(groups: pd.DataFrame, source: str) -> list[Finding]:
+def detectable(row: Any) -> float:
+    """The least true effect, nats per token, that 95 of 100 such sets of prompts would have shown.
+
+    Of estimates that lie about the truth as this interval says (its longer half being 1.96 standard errors), 95 %
+    are above it less 1.645 of them; one is shown if its interval excludes 0 and it is LEAST_CHANGE or more.
+    """
+    low, high, change = (float(row[c]) for c in ("delta_loss_low", "delta_loss_high", "delta_loss"))
+    half = max(change - low, high - change)
+    return max(half, LEAST_CHANGE) + _POWER / _CONFIDENCE * half
+
+
+def _largest(groups: pd.DataFrame, source: str, places: Mapping[str, str]) -> list[Finding]:
     """The largest effect of a single term anywhere; both terms at once only if they are more than each."""
     known = groups[[is_effect(r) for r in groups.to_dict("records")]]
     if not len(known):
@@ -58,7 +77,7 @@ def _largest(groups: pd.DataFrame, source: str) -> list[Finding]:
         best = largest(alone, alone["delta_loss"].abs())
         if abs(best["delta_loss"]) > 0.9 * abs(row["delta_loss"]):  # the other term adds next to nothing
             row = best
-    text = f"Without {_TERMS[row['variant']]} {_PLACES[row['sites']]} the loss {_changes(row)}"
+    text = f"Without {_TERMS[row['variant']]} {places[row['sites']]} the loss {_changes(row)}"
     text += f", from {number(base_loss(row))} nats ({percent(abs(row['delta_loss']) / base_loss(row))} of it)"
     text += _sink(row) + "."
     if source == "sampled":
@@ -69,13 +88,13 @@ def _largest(groups: pd.DataFrame, source: str) -> list[Finding]:
     return [Finding(text, "causal", EFFECT, size=abs(float(row["delta_loss"])) / base_loss(row))]
 
 
-def _attention(effects: pd.DataFrame, groups: pd.DataFrame) -> list[Finding]:
+def _attention(groups: pd.DataFrame, places: Mapping[str, str]) -> list[Finding]:
     """Scaling at the norms that attention reads, if the sentence about the largest effect is not about it."""
     row = _row(groups, "attention", "no_scaling")
     if row is None:
         return []
-    top = _largest(groups, "")
-    text = f"Without scaling {_PLACES['attention']}"
+    top = _largest(groups, "", places)
+    text = f"Without scaling {places['attention']}"
     if is_effect(row):
         whole = f"{text} the loss {_changes(row)}{_sink(row)}."
         size = abs(float(row["delta_loss"])) / base_loss(row)
@@ -83,23 +102,23 @@ def _attention(effects: pd.DataFrame, groups: pd.DataFrame) -> list[Finding]:
     return [Finding(f"{text} {_nothing(row)}{_sink(row)}.", "causal", NO_EFFECT)] if top else []
 
 
-def _projection(groups: pd.DataFrame) -> list[Finding]:
+def _projection(groups: pd.DataFrame, places: Mapping[str, str]) -> list[Finding]:
     """What projection is worth everywhere, whatever comes of it: the question of this project."""
     row = _row(groups, "all", "no_projection")
     if row is None:
         return []
-    text = f"Without projection {_PLACES['all']}"
+    text = f"Without projection {places['all']}"
     if not is_effect(row):
         return [Finding(f"{text} {_nothing(row)}.", "causal", NO_EFFECT)]
     size = abs(float(row["delta_loss"])) / base_loss(row)
     return [Finding(f"{text} the loss {_changes(row)}.", "causal", EFFECT, size=size)]
 
 
-def _not_seen(groups: pd.DataFrame) -> list[Finding]:
+def _not_seen(groups: pd.DataFrame, places: Mapping[str, str]) -> list[Finding]:
     row = _row(groups, "all", "no_scaling")
     if row is None:
         return []
-    return [Finding(f"Without {_TERMS[row['variant']]} {_PLACES[row['sites']]} {_nothing(row)}.", "causal", NO_EFFECT)]
+    return [Finding(f"Without {_TERMS[row['variant']]} {places['all']} {_nothing(row)}.", "causal", NO_EFFECT)]
 
 
 def _single(changed: pd.DataFrame) -> list[Finding]:
@@ -169,7 +188,7 @@ def _nothing(row: Any) -> str:
         )
     if low > 0 or high < 0:
         return f"the loss changes by {change:+.2g} nats per token (95 % interval {low:+.2g} to {high:+.2g}): hardly"
-    return f"no effect on the loss was seen; one of {number(max(-low, high))} nats per token would have been"
+    return f"no effect on the loss was seen; one of {number(detectable(row))} nats per token would have been"
 
 
 def _sink(row: Any) -> str:

@@ -29,9 +29,10 @@ from ln_probe.analyses.probes.protocol import (
     View,
 )
 from ln_probe.analyses.prompt_intervals import SIGNIFICANCE, holm, interval, resamples, sign_test
+from ln_probe.analyses.wording import counted
 
 # Of the default ones, for a head costs a pass for each of three terms: a sign test (p = 2^-11 if all twelve agree)
-# survives Holm's correction over a hundred heads.
+# survives Holm's correction over the 72 heads that are run at most, under one term.
 PROMPTS = 12
 MATTERS = 0.001  # nats per token: a smaller effect of one head is not spoken of
 _EXACT_HEADS = 72  # about: `EXACT_WORK` asks for weights, which are not known before loading
@@ -120,8 +121,8 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
         }
         rows.append(row)
     made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
-    made["p_adjusted"] = holm(list(made["p_adjusted"]))
-    return made
+    # (For the heads under one term: nobody looks for the one smallest of all terms.)
+    return made.assign(p_adjusted=made.groupby("variant")["p_adjusted"].transform(lambda p: holm(p.to_list())))
 
 
 def agreement(effects: pd.DataFrame) -> list[str]:
@@ -150,6 +151,13 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     seen = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
     top = rows.iloc[int(rows["delta_loss"].argmax())]
     place = f"L{int(top['layer'])}H{int(top['head'])}"
+    if not len(seen) and len(rows) * sign_test(np.ones(int(rows["prompts"].max()))) >= SIGNIFICANCE:
+        few = f"{counted(int(top['prompts']), 'prompt')} {'is' if top['prompts'] == 1 else 'are'} too few"
+        text = (
+            f"Which single head needs its norm's scaling cannot be told: {few} for {counted(len(rows), 'head')}, "
+            f"whatever they show (largest: {place}, {top['delta_loss']:+.2g} from a loss of {top['loss']:.3g})."
+        )
+        return [Finding(text, "by-head", NO_EFFECT)]
     if not len(seen):
         text = (
             f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none costs "

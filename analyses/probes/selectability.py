@@ -45,7 +45,7 @@ from ln_probe.analyses.probes.protocol import (
     View,
 )
 from ln_probe.analyses.probes.sampled_keys import over_nothing, sampled_heads, stacked
-from ln_probe.analyses.probes.sentences import NOT_SIZE_MATCHED, NOTEWORTHY, medians, of_variant
+from ln_probe.analyses.probes.sentences import NOT_SIZE_MATCHED, NOTEWORTHY, even_share, medians, of_variant
 from ln_probe.analyses.schema import Part
 from ln_probe.analyses.tables import HEADS, KEYS
 from ln_probe.analyses.variant_outputs import no_op
@@ -88,10 +88,8 @@ class Selectability(Probe):
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
-        count, tokens = (provenance.get("prompts", {}).get(name) for name in ("count", "tokens"))
-        even = count / tokens if isinstance(count, int) and isinstance(tokens, int) and tokens else math.nan
         return [
-            *_attainable(heads, even),
+            *_attainable(heads, even_share(heads)),
             *_selectable(heads, "head", "As attention sees them, per head", "unselectable"),
             *_margins(heads),
             *_selectable(heads, "normalized", "At the norm's output", "geometry"),
@@ -333,6 +331,7 @@ def _selectable(heads: pd.DataFrame, space: str, where: str, picture: str) -> li
     parts, shares = [], []
     for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
         rows = of_variant(heads, variant, space)
+        rows = rows[rows["no_op"] == ""] if variant != "intact" else rows  # where there is something to take away
         if len(rows) and rows["keys"].sum():
             shares.append(float(rows["unselectable"].sum() / rows["keys"].sum()))
             parts.append(f"{100 * shares[-1]:.1f} % {name}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,6 +12,36 @@ import pandas as pd
 NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or of entropy, is not pointed out
 
 NOT_SIZE_MATCHED = "no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)"
+
+
+def asked_layers(provenance: Mapping[str, Any]) -> list[int] | None:
+    """The layers that an analysis was asked for, in order; None: all of them."""
+    asked = provenance.get("arguments", {}).get("layers")
+    return None if asked is None else sorted(set(asked))
+
+
+def in_layers(provenance: Mapping[str, Any]) -> str:
+    """Where, to stand behind "every norm" and the like: " in layer 2", " in layers 0, 1"; nothing if all were asked."""
+    asked = asked_layers(provenance)
+    if asked is None:
+        return ""
+    return f" in layer{'' if len(asked) == 1 else 's'} {', '.join(map(str, asked))}"
+
+
+def among_heads(provenance: Mapping[str, Any]) -> str:
+    """Of which heads a figure speaks: " (heads 0, 1 alone)"; nothing if all were asked."""
+    asked = provenance.get("arguments", {}).get("heads")
+    if asked is None:
+        return ""
+    return f" (head{'' if len(asked) == 1 else 's'} {', '.join(map(str, sorted(set(asked))))} alone)"
+
+
+def even_share(heads: pd.DataFrame) -> float:
+    """Attention that each key of a prompt of average length would get if all got the same, by a `heads` table: of the
+    prompts that its keys come from. NaN if it does not say how many."""
+    if not {"prompts", "keys_all"} <= set(heads) or not (keys := heads["keys_all"].sum()) > 0:
+        return math.nan
+    return float(heads["prompts"].sum(min_count=1) / keys)
 
 
 def largest(rows: pd.DataFrame, values: pd.Series) -> pd.Series:

@@ -36,6 +36,7 @@ from ln_probe.analyses.probes.protocol import (
     Shape,
     View,
 )
+from ln_probe.analyses.probes.sentences import among_heads, in_layers
 from ln_probe.analyses.wording import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.masks import visible_keys
@@ -328,7 +329,8 @@ class Sinks(Probe):
         longest = int(provenance.get("prompts", {}).get("longest", LEAST_TOKENS))
         heads = tables.get("sink_heads", SINK_HEADS.empty())
         seen = len(heads) == 0 or not bool((heads["seen_by"] < LEAST_QUERIES).all())
-        said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest, seen)
+        where = (in_layers(provenance), among_heads(provenance))
+        said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest, seen, where)
         return [Finding(text, "by-head", DESCRIBED) for text in said]
 
     def cost(self, shape: Shape) -> Cost:
@@ -418,9 +420,12 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
 # --------------------------------------------------------------------------------------------------------- findings
 
 
-def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen: bool) -> list[str]:
+def _sentences(
+    sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen: bool, where: tuple[str, str] = ("", "")
+) -> list[str]:
+    """`where`: the layers and heads asked for, as `probes.sentences` puts them."""
     if not len(sinks):
-        no_sink = "Attention has no sink here"
+        no_sink = f"Attention has no sink here{''.join(where)}"
         if not seen:
             no_sink = f"Whether attention has a sink cannot be told where no token is seen by {LEAST_QUERIES} others"
         said = [f"{no_sink}, and no token is an outlier at any norm."]
@@ -430,12 +435,14 @@ def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen
         said = []
         at_first = sinks[sinks["position"] == 0]
         if len(at_first) and bool(at_first["sink"].any() | at_first["outlier"].any()):
-            said.append(_about("Position 0", at_first))
+            said.append(_about("Position 0", at_first, *where))
         rest = sinks[sinks["position"] != 0]
         if len(rest):
             common = rest["token"].value_counts()
             names = ", ".join(repr(visible(t)) for t in common.index[:_NAMED])
-            said.append(_about(f"Tokens behind position 0 ({names}{', …' if len(common) > _NAMED else ''})", rest))
+            said.append(
+                _about(f"Tokens behind position 0 ({names}{', …' if len(common) > _NAMED else ''})", rest, *where)
+            )
     if len(dimensions):
         worst = dimensions.iloc[int(dimensions["ratio"].argmax())]
         said.append(
@@ -446,7 +453,7 @@ def _sentences(sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen
     return said
 
 
-def _about(who: str, rows: pd.DataFrame) -> str:
+def _about(who: str, rows: pd.DataFrame, layers: str, heads: str) -> str:
     sink, outlier = rows[rows["sink"]], rows[rows["outlier"]]
     parts = []
     if len(sink):
@@ -455,7 +462,8 @@ def _about(who: str, rows: pd.DataFrame) -> str:
         got, even = (percent(float(sink[column].mean())) for column in ("received", "uniform"))
         parts.append(
             f"in {counted(sink['prompt'].nunique(), 'prompt')} an attention sink (in layer {layer} {rate} of heads and "
-            f"queries give it over {MUCH:g}; over all layers it gets {got}, uniform attention would give {even})"
+            f"queries{heads} give it over {MUCH:g}; over {layers.removeprefix(' in ') or 'all layers'} it gets {got}, "
+            f"uniform attention would give {even})"
         )
     if len(outlier):
         where, wrote = outlier["emerges_at"].mode().iloc[0], outlier["writer"].mode().iloc[0]

@@ -34,6 +34,7 @@ MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_
 
 # Seconds of one core per score (query × key, layer, head and variant): 3.3e-8 and 3.8e-8 measured on lm-layernorm with
 # prompts of 128 and 256 tokens.
+_QUERIES = "queries"  # kept with them: how many had a choice
 _SECONDS_PER_SCORE = 3.5e-8
 
 
@@ -85,6 +86,7 @@ class _Watching(Observer):
             if same not in found:
                 uniform, _ = attended.spread(same)
                 found[same] = {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES}
+                found[same][_QUERIES] = np.full((len(attended.chosen), 1), float(_choosing(attended)))
             self.collected.add(
                 (attended.layer, HEAD, variant),
                 prompt,
@@ -99,9 +101,14 @@ class _Watching(Observer):
         return self.collected.piece()
 
 
+def _choosing(attended: Attended) -> int:
+    """How many queries see more than one key."""
+    return attended.length - 1 if attended.seen.causal or attended.length == 1 else attended.length
+
+
 def _summary(rows: KeyRows, row: int) -> dict[str, float]:
     """Means over prompts; a prompt counts with the queries that had a choice."""
-    weights = np.maximum(rows.lengths - 1, 0).astype(float)
+    weights = rows.measures[_QUERIES][row]
     if not weights.sum():
         return dict.fromkeys(MEASURES, math.nan)
     counts = weights > 0

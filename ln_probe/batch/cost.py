@@ -89,10 +89,10 @@ def worth_a_look(run: Run, target: Target) -> bool:
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
     """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
-    from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, SAMPLED_TOKENS
+    from ln_probe.hooks.default_tokens import SAMPLED_TOKENS
 
     if corpus.given == SAMPLED:
-        return [float(SAMPLED_TOKENS)] * SAMPLED_SEQUENCES[MEASURED]
+        return [float(SAMPLED_TOKENS)] * corpus.count
     found: list[float] = []
     for shard in range(corpus.shards):
         path = shard_file(folder, shard)

@@ -125,6 +125,7 @@ class Run:
             "device": self.device,
             "prompts": self.corpus.given,
             "prompts_sha256": self.corpus.sha256,
+            **({} if self.corpus.most is None else {"prompts_most": self.corpus.most}),
         }
 
     def units(self) -> Iterator[Unit]:

@@ -21,7 +21,7 @@ from ln_probe.loading.provenance import source_of
 from ln_probe.measuring.assembly import assemble, provenance
 from ln_probe.measuring.live import Live
 from ln_probe.measuring.passes import Passes
-from ln_probe.measuring.settings import Settings, from_the_end
+from ln_probe.measuring.settings import Settings, from_the_end, whole_numbers
 from ln_probe.prompting.prompts import make_prompts
 from ln_probe.prompting.vocabulary import name_tokens
 from ln_probe.reporting.report import Report
@@ -101,7 +101,7 @@ def analyze(
     settings = Settings(
         probes=tuple(p if isinstance(p, str) else p.name for p in probes),
         layers=None if layers is None else from_the_end(layers, n_layers(hooked)),
-        heads=None if heads is None else tuple(heads),
+        heads=None if heads is None else whole_numbers(heads, "heads"),
         keys=keys,
         max_tokens=max_tokens,
         seed=seed,

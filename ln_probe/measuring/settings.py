@@ -13,9 +13,23 @@ from ln_probe.hooks.model import HookedModel, n_layers
 KEYS = ("hardest", "all")
 
 
+def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
+    """A list of layers or heads.
+
+    Raises:
+        TypeError: it is none.
+    """
+    try:
+        if not isinstance(values, str | bytes):
+            return tuple(map(operator.index, values))
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be a list of whole numbers, such as [0, 1], got {values!r}")
+
+
 def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
     """Indices of layers, negative ones counted from the end; what is out of range stays as it was given."""
-    return tuple(i + count if -count <= i < 0 else i for i in map(operator.index, layers))
+    return tuple(i + count if -count <= i < 0 else i for i in whole_numbers(layers, "layers"))
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def make_prompts(
     max_tokens: int = MAX_TOKENS,
     seed: int = 0,
     prepend_bos: bool | None = None,
+    most: int | None = None,
 ) -> Prompts:
     """Prompts for `model` from whatever the user gave.
 
@@ -131,6 +132,7 @@ def make_prompts(
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
+        most: of sampled sequences, the first so many; None: all.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -160,10 +162,15 @@ def make_prompts(
         )
     if prompts is None:
         return _sampled(
-            model, limit, seed, "the model has no tokenizer, so prompts were sampled from the model itself", Sampled()
+            model,
+            limit,
+            seed,
+            "the model has no tokenizer, so prompts were sampled from the model itself",
+            Sampled(),
+            most,
         )
     if isinstance(prompts, Sampled):
-        return _sampled(model, limit, seed, "prompts were sampled from the model itself", prompts)
+        return _sampled(model, limit, seed, "prompts were sampled from the model itself", prompts, most)
     if type(prompts).__name__ == "ActivationCache":
         raise TypeError(
             "an ActivationCache holds what one pass computed, and ln_probe runs the model itself: pass the tokens it "
@@ -282,8 +289,8 @@ def namer(model: HookedModel) -> Callable[[int], str]:
     return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
 
 
-def _sampled(model: HookedModel, limit: int, seed: int, why: str, wanted: Sampled) -> Prompts:
-    rows = sample(model, limit=limit, seed=seed, count=wanted.count)
+def _sampled(model: HookedModel, limit: int, seed: int, why: str, wanted: Sampled, most: int | None = None) -> Prompts:
+    rows = sample(model, limit=limit, seed=seed, count=wanted.count)[:most]
     lengths = sorted(map(len, rows))
     ends = set(special_tokens(model, "eos"))
     ended = sum(int(row[-1]) in ends for row in rows)

@@ -40,6 +40,7 @@ class ShardedCorpus:
         file_sha256: of the file they were read from, to notice that it has changed; empty for a data set.
         folder: of the shards, among those of the run.
         index_sha256: of the shards' index (a line with hash and number of prompts for each); empty without shards.
+        most: of sampled prompts, no more than so many; None: all that are drawn.
     """
 
     given: str
@@ -50,6 +51,7 @@ class ShardedCorpus:
     file_sha256: str = ""
     folder: str = ""
     index_sha256: str = ""
+    most: int | None = None
 
     @property
     def shards(self) -> int:
@@ -74,13 +76,14 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
     name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
     folder = home / name
     sampled, usual = SAMPLED_SEQUENCES[MEASURED], per_shard or PER_SHARD
+    sampled = sampled if limit is None else min(sampled, limit)
     if given == SAMPLED:
-        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", usual)
+        return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", usual, most=limit)
     if given is None:
         texts = bundled_texts()[:limit]
         _, digest, index = _write(texts, folder, usual)
         count = max(len(texts), sampled)
-        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, folder=name, index_sha256=index)
+        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, folder=name, index_sha256=index, most=limit)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
     held = _held(folder, file_sha256)

@@ -91,7 +91,8 @@ class TokenShards:
         if self._samples:
             if self._sampled is None:
                 how = None if self.run.corpus.given == DEFAULT else Sampled()
-                self._sampled = make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed)
+                most, tokens = self.run.corpus.most, settings.max_tokens
+                self._sampled = make_prompts(model, how, max_tokens=tokens, seed=settings.seed, most=most)
             made = self._sampled
             source, notes = made.source, made.notes
             # More were drawn where sequences are short: the last shard takes the rest.

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from ln_probe.analyses.probes.sentences import even_share
 from ln_probe.analyses.wording import disarmed, percent
 from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.drawing import Figure
@@ -99,19 +100,12 @@ def margins_over_depth(report: Contents) -> Figure:
 def attainable_over_depth(report: Contents) -> Figure:
     """Attention that queries of the size that occur can give a key: median head's median key, hardest twentieth."""
     figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
-    axes, even = figure.axes[0], even_share(report)
+    axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
         axes.axhline(even, color="black", ls=":", lw=1.2, label=f"an even share, 1/n = {percent(even)}")
         legend(axes)
     axes.set_ylim(bottom=0)
     return figure
-
-
-def even_share(report: Contents) -> float:
-    """1 over the tokens of a prompt of average length; NaN if the report does not say how many there are."""
-    prompts = report.provenance.get("prompts", {})
-    count, tokens = prompts.get("count"), prompts.get("tokens")
-    return count / tokens if isinstance(count, int) and isinstance(tokens, int) and tokens > 0 else math.nan
 
 
 def unselectable_by_head(report: Contents) -> Figure:

@@ -43,13 +43,16 @@ def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)
 
 
-def forest(names: Sequence[str], rows: pd.DataFrame, label: str = "change of the loss, nats per token") -> Figure:
+def forest(
+    names: Sequence[str], rows: pd.DataFrame, label: str = "change of the loss, nats per token", where: str = ""
+) -> Figure:
     """A line per model, a panel per term; filled marks every norm, hollow ones those that attention reads.
 
     Args:
         names: models, from the top; the first ROWS are drawn.
         rows: what `losses` or `differences` gave.
         label: of the axis.
+        where: behind "at every norm", in the legend.
     """
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
@@ -76,16 +79,17 @@ def forest(names: Sequence[str], rows: pd.DataFrame, label: str = "change of the
     panels[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=9)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
     figure.supxlabel(label, fontsize=9)
-    _legend(figure)
+    _legend(figure, where)
     return figure
 
 
-def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence[str]) -> Figure:
+def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence[str], where: str = "") -> Figure:
     """The same changes over training, a panel per term, with intervals.
 
     Args:
         rows: what `losses` gave.
         steps, models: training step and name of each report, in the order that `rows["place"]` counts.
+        where: as for `forest`.
     """
     steps_of = np.array([np.nan if s is None else s for s in steps], float)
     rows = rows.assign(step=steps_of[rows["place"].to_numpy(int)], run=[models[p] for p in rows["place"]])
@@ -110,14 +114,23 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
         axes.grid(axis="y", color=GRID, alpha=0.35)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("change of the loss, nats per token", fontsize=9)
-    _legend(figure)
+    _legend(figure, where)
     return figure
 
 
-def _legend(figure: Figure) -> None:
+def _legend(figure: Figure, where: str) -> None:
     line = mpl.lines.Line2D
     handles = [
-        line([], [], ls="", marker=mark, ms=5, color="black", markerfacecolor="none" if n else "black", label=said)
+        line(
+            [],
+            [],
+            ls="",
+            marker=mark,
+            ms=5,
+            color="black",
+            markerfacecolor="none" if n else "black",
+            label=said + where,
+        )
         for n, (said, mark) in enumerate(_PLACES.values())
     ]
     figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)

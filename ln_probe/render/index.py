@@ -13,6 +13,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ln_probe.analyses.probes.sentences import in_layers
 from ln_probe.analyses.tables import PAIRED, SUMMARY
 from ln_probe.analyses.wording import disarmed, shortened
 from ln_probe.hooks.interventions import GROUPS
@@ -112,13 +113,15 @@ def _losses(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     note = f" The first {ROWS} of {len(names)} models are drawn." if len(names) > ROWS else ""
     about = "Lines: 95 % intervals over prompts. Grey: changes that are not called effects. "
     caption = f"{about}A term that is not there to take away has no mark.{note}"
-    found = [_drawing_of("losses", "Change of the loss", forest(names, rows), caption)]
+    places = {in_layers(r.provenance) for r in reports}
+    where = places.pop() if len(places) == 1 else " of the layers that each was asked for"
+    found = [_drawing_of("losses", "Change of the loss", forest(names, rows, where=where), caption)]
     against: list[Drawing] = []
     for baseline in drawn[:BASELINES] if len(drawn) > 1 else []:
         some = differences(names, paired(names, reports, baseline))
         if len(some):
             told = f"Change of the loss minus its change in {names[baseline]}, prompt by prompt. {about.strip()}{note}"
-            figure = forest(names, some, f"difference to {axis_text(names[baseline])}, nats per token")
+            figure = forest(names, some, f"difference to {axis_text(names[baseline])}, nats per token", where)
             title = shortened(disarmed(names[baseline]))
             against.append(_svg(f"paired-{baseline}", title, figure, told, first=not against))
     if against:
@@ -127,7 +130,7 @@ def _losses(reports: Sequence[Contents], names: Sequence[str]) -> list[Shown]:
     several = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
     trained = rows[[steps[p] is not None and several[models[p]] > 1 for p in rows["place"]]]
     if len(trained):
-        figure = over_steps(trained, steps, models)
+        figure = over_steps(trained, steps, models, where)
         found.append(_drawing_of("losses-training", "Over training", figure, "Bands: 95 % intervals over prompts."))
     return found
 

@@ -14,13 +14,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, is_effect
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, detectable, is_effect
+from ln_probe.analyses.probes.sentences import in_layers
 from ln_probe.analyses.wording import number
 from ln_probe.reporting.contents import Contents
 
 # The terms, each with what is done to it and how the sentence begins; the places, the widest first.
 _TERMS = {"no_scaling": ("scaling", "frozen", "Freezing"), "no_projection": ("projection", "dropped", "Dropping")}
-_PLACES = {"all": ("at every norm", "every norm’s"), "attention": ("at attention alone", "")}
+_PLACES = {"all": "at every norm", "attention": "at attention alone"}
 # An interval longer than so many times the largest bar is cut off at the edge: it would make all bars invisible.
 _REACH = 2.5
 _TICKS = 5
@@ -77,11 +78,11 @@ def verdict(report: Contents) -> Verdict | None:
     def place(value: float) -> float:
         return round(100 * (min(max(value, low), high) - low) / (high - low), 3)
 
-    first = next(iter(rows.values()))
+    first, layers = next(iter(rows.values())), in_layers(report.provenance)
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
-        tuple(_sentence(variant, rows) for variant in _TERMS if any(v == variant for v, _ in rows)),
-        tuple(_bar(variant, sites, row, place) for (variant, sites), row in rows.items()),
+        tuple(_sentence(variant, rows, layers) for variant in _TERMS if any(v == variant for v, _ in rows)),
+        tuple(_bar(variant, sites, row, layers, place) for (variant, sites), row in rows.items()),
         number(base_loss(first)),
         f"{LEAST_CHANGE:g}",
         int(first["prompts"]),
@@ -118,9 +119,9 @@ def _scale(rows: list[dict[str, Any]]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _bar(variant: str, sites: str, row: dict[str, Any], place: Any) -> Bar:
+def _bar(variant: str, sites: str, row: dict[str, Any], layers: str, place: Any) -> Bar:
     term, done, _ = _TERMS[variant]
-    what = f"{term.capitalize()} {done} {_PLACES[sites][0]}"
+    what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
         return Bar(term, what, f"nothing to take away ({why})")
     change, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
@@ -139,16 +140,17 @@ def _bar(variant: str, sites: str, row: dict[str, Any], place: Any) -> Bar:
     )
 
 
-def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str) -> str:
     """One plain sentence about one term: everywhere, and at attention alone."""
     term, _, verb = _TERMS[variant]
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
         assert attention is not None
-        return f"{verb} the {term} of the norms that attention reads{_outcome(attention)}."
+        return f"{verb} the {term} of the norms that attention reads{layers}{_outcome(attention)}."
     if why := _idle(everywhere):
         return f"There is no {term} to take away ({why})."
-    text = f"{verb} every norm’s {term}{_outcome(everywhere)}"
+    whose = f"the {term} of every norm{layers}" if layers else f"every norm’s {term}"
+    text = f"{verb} {whose}{_outcome(everywhere)}"
     if attention is None:
         return f"{text}."
     if _idle(attention):
@@ -167,7 +169,7 @@ def _outcome(row: dict[str, Any]) -> str:
         return f": {size} on these {int(row['prompts'])} prompts, too few to say more"
     if low > 0 or high < 0:
         return f": hardly anything, {size}"
-    return f": no effect was seen (one of {max(-low, high):.2g} nats would have been)"
+    return f": no effect was seen (one of {detectable(row):.2g} nats would have been)"
 
 
 def _of_loss(row: dict[str, Any]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from ln_probe.analyses.probes.sentences import asked_layers
 from ln_probe.reporting.contents import Contents
 
 
@@ -16,12 +16,7 @@ def same_tokens(one: Contents, other: Contents) -> bool:
 
 def same_layers(one: Contents, other: Contents) -> bool:
     """Whether groups of norms ("all", "attention") are of the same layers in both."""
-    return bool(_layers(one) == _layers(other))
-
-
-def _layers(report: Contents) -> Any:
-    asked = report.provenance.get("arguments", {}).get("layers")
-    return None if asked is None else sorted(set(asked))
+    return asked_layers(one.provenance) == asked_layers(other.provenance)
 
 
 def apart(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0) -> tuple[str, ...]:

@@ -177,7 +177,8 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
         ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
         ({"tokens": "a text"}, "this model has no tokenizer"),
-        ({"tokens": TOKENS, "neurons": [2]}, "layer 2 is out of range"),
+        ({"tokens": TOKENS, "neurons": [2]}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
+        ({"tokens": []}, "the prompt is empty: give at least one token"),
     ):
         with pytest.raises(AttributionError) as error:
             attribute_logits(model, **options)

@@ -122,12 +122,22 @@ def test_terms_are_what_goes_with_them(arch: str, make_bridge: Callable[..., Any
     assert edited(lambda y: (y - bias) * sigma / typical + bias) == pytest.approx(terms["key", "sigma"], abs=1e-5)
 
 
+@pytest.mark.parametrize("width", [24, 32, 96])
+def test_parts_are_exact_whatever_the_width(make_hooked: Callable[..., Any], width: int) -> None:
+    """1/d in float64: in float32 it is exact for powers of two alone."""
+    model = make_hooked(d_model=width, n_heads=width // 8, dtype=torch.float64)
+    found = attribute_scores(model, torch.arange(1, 21), 1, 0, query=12, key=5)
+    found.check()
+    _, cache = model.run_with_cache(torch.arange(1, 21)[None])
+    assert found.total == pytest.approx(float(cache["blocks.1.attn.hook_attn_scores"][0, 0, 12, 5]), rel=1e-12)
+
+
 def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     asked = {"tokens": TOKENS, **HEAD, "key": 3}
     for change, said in (
-        ({"layer": 2}, "layer 2 is out of range"),
-        ({"head": 4}, "head 4 is out of range"),
+        ({"layer": 2}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
+        ({"head": 4}, "head 4 is out of range: layer 1 has 4 heads (0 … 3)"),
         ({"query": 10}, "query 10 is out of range: the prompt has 10 tokens (0 … 9)"),
         ({"key": 8}, "query 7 does not see key 8: it sees 0 … 7"),
         ({"against": 9}, "query 7 does not see key 9: it sees 0 … 7"),

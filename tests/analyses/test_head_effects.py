@@ -150,6 +150,28 @@ def test_the_table_and_what_is_said_of_it() -> None:
     assert "No single head is seen to need its norm's scaling" in probe.findings({"head_effects": made}, {})[0].text
 
 
+@pytest.mark.parametrize(("prompts", "told"), [(12, True), (10, False)])
+def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) -> None:
+    """64 heads under three terms, as of a bundled model: what all twelve default prompts say is told from chance."""
+    rng, rows = np.random.default_rng(0), []
+    for prompt in range(prompts):
+        for head in range(64):
+            for variant in ("no_scaling", "no_projection", "neither"):
+                change = 0.5 if (head, variant) == (11, "no_scaling") else 0.001 * rng.normal()
+                rows.append((prompt, head // 16, head % 16, variant, 2.0 + change, change, 2.0, 1, ""))
+    made = table([pd.DataFrame(rows, columns=list(head_runs.COLUMNS))])
+    top = made[(made["layer"] == 0) & (made["head"] == 11) & (made["variant"] == "no_scaling")].iloc[0]
+    assert top["p_adjusted"] == pytest.approx(64 * 2 * 0.5**prompts)
+    (finding,) = HeadEffects().findings({"head_effects": made}, {})
+    if told:
+        assert finding.text.startswith("The head that needs its norm's scaling most is L0H11: +0.5 nats per token")
+    else:
+        assert finding.text == (
+            "Which single head needs its norm's scaling cannot be told: 10 prompts are too few for 64 heads, whatever "
+            "they show (largest: L0H11, +0.5 from a loss of 2)."
+        )
+
+
 def test_agreement_needs_heads_that_were_run() -> None:
     made = pd.DataFrame(
         {

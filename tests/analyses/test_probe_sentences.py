@@ -125,8 +125,9 @@ def test_an_even_share_is_one_of_the_tokens_of_an_average_prompt(monkeypatch: py
     monkeypatch.setattr(selectability, "_attainable", lambda _heads, share: even.append(share) or [])
     monkeypatch.setattr(selectability, "_margins", lambda _heads: [])
     monkeypatch.setattr(selectability, "_selectable", lambda *_: [])
-    for prompts in ({"count": 4, "tokens": 64}, {"count": 4, "tokens": 0}, {}):
-        Selectability().findings({"heads": heads()}, {"prompts": prompts})
+    for about in ({"prompts": 4, "keys_all": 64}, {"prompts": 4, "keys_all": 0}, {"prompts": math.nan}):
+        table = pd.DataFrame([about, about])
+        Selectability().findings({"heads": table}, {"prompts": {"count": 96, "tokens": 192}})
     assert even[0] == 0.0625
     assert all(map(math.isnan, even[1:]))
 
@@ -249,6 +250,21 @@ def test_how_well_estimates_order_heads() -> None:
     assert not head_effects.agreement(table.assign(no_op="nothing"))
 
 
+@pytest.mark.parametrize("error", [0.0005, 0.004, 0.02, 0.3])
+def test_an_effect_of_the_size_that_would_have_been_seen_is_seen(error: float) -> None:
+    """In 95 of 100 draws; of one the size of the interval's end in half of them, or never where it is under 0.01."""
+    rng = np.random.default_rng(0)
+    half = 1.96 * error
+
+    def rows(truth: float) -> list[dict[str, float]]:
+        drawn = truth + error * rng.normal(size=4000)
+        return [{"delta_loss": d, "delta_loss_low": d - half, "delta_loss_high": d + half} for d in drawn]
+
+    size = causal_findings.detectable(rows(0.0)[0])
+    assert np.mean([causal_findings.is_effect(r) for r in rows(size)]) == pytest.approx(0.95, abs=0.012)
+    assert np.mean([causal_findings.is_effect(r) for r in rows(half)]) < 0.6
+
+
 def test_what_is_said_where_no_effect_is_spoken_of() -> None:
     def said(change: float, low: float, high: float) -> str:
         return causal_findings._nothing(
@@ -259,8 +275,8 @@ def test_what_is_said_where_no_effect_is_spoken_of() -> None:
         "the loss changes by +0.001 nats per token (95 % interval +0.0005 to +0.002): hardly"
     )
     assert said(-0.001, -0.002, -0.0005).endswith("(95 % interval -0.002 to -0.0005): hardly")
-    assert said(0.001, -0.02, 0.01) == "no effect on the loss was seen; one of 0.02 nats per token would have been"
-    assert said(0.001, -0.01, 0.03) == "no effect on the loss was seen; one of 0.03 nats per token would have been"
+    assert said(0.001, -0.02, 0.01) == "no effect on the loss was seen; one of 0.0386 nats per token would have been"
+    assert said(0.001, -0.01, 0.03) == "no effect on the loss was seen; one of 0.0533 nats per token would have been"
     assert said(0.001, 0.0, 0.0).startswith("no effect")
     assert said(0.001, math.nan, math.nan).endswith("on these 4 prompts, too few to say how far that holds beyond them")
     row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0}
@@ -268,7 +284,7 @@ def test_what_is_said_where_no_effect_is_spoken_of() -> None:
     assert causal_findings.base_loss(row) == 3.5
     groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
     groups = groups.assign(prompts=32, prompts_worse=1, delta_loss_uniform=math.nan)
-    (finding,) = causal_findings._largest(groups, "")
+    (finding,) = causal_findings._largest(groups, "", causal_findings._PLACES)
     assert finding.size == pytest.approx(0.5 / 3.5)
 
 

@@ -55,8 +55,9 @@ def test_a_vocabulary_names_the_tokens_of_a_model_without_a_tokenizer(capp: Path
     asked = ("--max-tokens", 8, "--max-prompts", 4, "--probes", "sinks,decomposition", "--layers", "0")
     code, _, said = report(capp, "--out", tmp_path / "r", *asked, "--vocab", tmp_path / "names.json")
     assert code == 0, said
-    begin = ln_probe.load_report(tmp_path / "r" / "capp_gpt").provenance["prompts"]["begin"]
-    assert all(text.startswith("part-") for text in begin)
+    about = ln_probe.load_report(tmp_path / "r" / "capp_gpt").provenance["prompts"]
+    assert all(text.startswith("part-") for text in about["begin"])
+    assert about["count"] == 4  # of the sequences that it is sampled, too
     code, _, said = report(capp, "--out", tmp_path / "s", *asked, "--vocab", tmp_path / "missing.json")
     assert code == 2
     assert "missing.json" in said

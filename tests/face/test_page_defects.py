@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ln_probe.analyses.probes.sentences import even_share
 from ln_probe.analyses.tables import CAUSAL_PROMPTS
 from ln_probe.render import figures, forest
 from ln_probe.render.explorer import HeadMap, address, linked
@@ -37,12 +37,12 @@ def shown(report: Report, name: str) -> Any:
 
 def test_d3_shares_stand_beside_an_even_one(report: Report) -> None:
     axes = figures.attainable_over_depth(report).axes[0]
-    even = figures.even_share(report)
+    even = even_share(report.heads)
     assert even == 1 / 24
     (line,) = [found for found in axes.lines if found.get_linestyle() == ":"]
     assert list(line.get_ydata()) == [even, even]
     assert line.get_label() == "an even share, 1/n = 4.2 %"
-    without = replace(report, provenance={})
+    without = report.with_tables(heads=report.heads.drop(columns="prompts"))
     assert not [found for found in figures.attainable_over_depth(without).axes[0].lines if found.get_linestyle() == ":"]
 
 

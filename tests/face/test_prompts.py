@@ -116,6 +116,18 @@ def test_d1_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: 
     assert all(int(row[0]) == 7 for row in sample(model, limit=9, seed=0))
 
 
+def test_the_first_sampled_sequences_are_as_long_as_any(model: Any) -> None:
+    """They come as they were begun, not as they ended: the probes that take a few of them take no short ones."""
+    ends = list(range(10))
+    rows = sample(model, limit=30, seed=0, ends=ends, count=400)
+    lengths = np.array([len(row) for row in rows], float)
+    assert lengths.std() > 2
+    assert abs(np.corrcoef(np.arange(400), lengths)[0, 1]) < 0.2  # in order of length it is 0.9
+    model.original_model.config.bos_token_id = 7
+    alone = sample(model, limit=30, seed=0, ends=[], count=6)  # none ends: draws are those of the rows
+    assert [r[:1].tolist() for r in alone] == [[7]] * 6
+
+
 @pytest.mark.parametrize("world", ["bridge", "hooked"])
 def test_sampling_with_a_cache_is_sampling(
     world: str, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

@@ -67,6 +67,7 @@ OLD = Path(__file__).parent / "report_0_1_0"  # made by ln_probe 0.1.0: one laye
 HEADS_LATER = [
     "queries",
     "keys_all",
+    "prompts",
     "unselectable_fraction_low",
     "unselectable_fraction_high",
     "margin_median_low",

@@ -155,3 +155,33 @@ def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
 def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
     report = ln_probe.analyze(model, [[5]], probes=["decomposition"], progress=False)
     assert not any("nan" in text for text in said(report))
+
+
+def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..., Any]) -> None:
+    """Without norms "without scaling" is the same model, and no figure of its own stands beside it."""
+    tokens = torch.arange(1, 25)[None]
+    for kind, beside in ((None, False), ("LN", True)):
+        report = ln_probe.analyze(
+            make_hooked(normalization_type=kind), tokens, probes=("selectability",), progress=False
+        )
+        said = [f for f in report.findings() if "can select" in f]
+        assert said
+        assert all(("without scaling" in f) == beside for f in said)
+
+
+def test_entropy_is_a_mean_over_queries_in_both_directions(make_bridge: Callable[..., Any]) -> None:
+    """Prompts of other lengths count with the queries that have a choice: all of them, if they see both ways."""
+    for arch in ("bert", "gpt2"):
+        model, prompts = make_bridge(arch), [list(range(1, n)) for n in (6, 20, 13)]
+        report = ln_probe.analyze(model, prompts, probes=("uniformity",), progress=False)
+        sums, count = 0.0, 0
+        for row in prompts:
+            _, cache = model.run_with_cache(torch.tensor([row]))
+            pattern = cache["blocks.0.attn.hook_pattern"][0, 1].double()
+            for query, weights in enumerate(pattern):
+                keys = len(row) if arch == "bert" else query + 1
+                if keys > 1:
+                    sums -= float(torch.special.xlogy(weights, weights).sum()) / np.log(keys)
+                    count += 1
+        heads = report.heads.set_index(["layer", "head", "space", "variant"])
+        assert heads.loc[(0, 1, "head", "intact"), "entropy_ratio"] == pytest.approx(sums / count, rel=1e-6)

@@ -50,8 +50,8 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
     card = made_of(report, effects)
     assert card.sentences == (
         "Freezing every norm’s scaling costs +0.33 nats per token (+7.6 %); at attention alone no effect was seen "
-        "(one of 0.04 nats would have been).",
-        "Dropping every norm’s projection: no effect was seen (one of 0.002 nats would have been); at attention alone "
+        "(one of 0.066 nats would have been).",
+        "Dropping every norm’s projection: no effect was seen (one of 0.012 nats would have been); at attention alone "
         "hardly anything, +0.003 nats per token (+0.07 %).",
     )
     html = report_page(report.with_tables(causal=effects))

@@ -185,6 +185,7 @@ def test_gradients_pass(worlds: list[tuple[str, Any]]) -> None:
     ([(2, 0)], "there is no layer 2; this model has layers 0 to 1"),
     ([(-1, 0)], "there is no layer -1"),
     ([(0, 4)], "layer 0 has no head 4; it has heads 0 to 3"),
+    ([(1, -1)], "layer 1 has no head -1; it has heads 0 to 3"),
     ([(0, 1), (0, 1)], r"\(0, 1\) is given twice"),
     ([3], r"must be \(layer, head\) pairs of whole numbers, got 3"),
     ([(0, 1.5)], r"must be \(layer, head\) pairs of whole numbers, got \(0, 1\.5\)"),
