@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
+from ln_probe.analyses.lab.intervals import binomial_interval, interval
 from ln_probe.analyses.lab.laboratory.reading import kept_table, markdown, prose, sentences, short_power, with_interval
 
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -258,7 +259,13 @@ def traces() -> Iterator[str]:
     for (task, model, norm, site, phase), part in networks.groupby(
         ["task", "model", "norm", "norm_site", "phase"], sort=False
     ):
-        counts = ", ".join("yes" if found else "no" for found in part["dimensions_counting"])
+        found = part["dimensions_counting"] > 0
+        low, high = binomial_interval(int(found.sum()), len(found))
+        counts = f"{', '.join(found.map({True: 'yes', False: 'no'}))} [{low:.0%}, {high:.0%}]"
+        mean, least, most = interval(part["exact_to"].to_numpy(float))
+        exact = f"{', '.join(f'{n:.0f}' for n in part['exact_to'])}: {mean:.0f}"
+        if len(part) > 1:
+            exact += f" [{max(least, 0):.0f}, {min(most, part['tested_n'].iloc[0]):.0f}]"
         slopes = zip(part["slope_before"], part["slope_in"], strict=True)
         straight = part[["r2_before", "r2_in"]].min(axis=1)
         rows.append(
@@ -269,7 +276,7 @@ def traces() -> Iterator[str]:
                 ", ".join(f"{up:+.3f} / {down:+.3f}" for up, down in slopes),
                 ", ".join(f"{r2:.4f}" for r2 in straight),
                 *(
-                    ", ".join(f"{value:.{digits}f}" for value in part[column])
+                    exact if column == "exact_to" else ", ".join(f"{value:.{digits}f}" for value in part[column])
                     for column, digits in (
                         ("holds_to", 0), ("reads_to", 0), ("exact_to", 0), ("reads_last_as", 0), ("carried", 2)
                     )
