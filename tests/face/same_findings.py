@@ -17,7 +17,7 @@ TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 SAME = {
     "layernorms": ["site", "layer", "kind", "reads", "state", "tokens"],
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
-              "no_op", "unselectable_fraction", "queries", "keys_all"],
+              "no_op", "unselectable_fraction", "queries", "keys_all", "prompts"],
     "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at"],
     # (Not `prompts_worse`: where nothing changes but rounding, a loss may rise in one world and fall in the other.)
     "causal": ["sites", "variant", "prompts", "matched", "no_op", "top1_agreement"],
