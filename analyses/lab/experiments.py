@@ -227,9 +227,9 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.counting.counting_traces",
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
-        seeds=1,
+        seeds=3,
         quick_seeds=1,
-        duration="about 45 minutes (15 runs of 1-10 minutes)",
+        duration="about 90 minutes (45 runs of 1-5 minutes)",
         quick_duration="1 minute",
     ),
     "remove_norm": Experiment(

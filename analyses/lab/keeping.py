@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -294,6 +295,12 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
     return replace(results, diverged=tuple(dict.fromkeys((*results.diverged, *lost))))
 
 
+def with_seeds(command: str, results: Results) -> str:
+    """The command with as many seeds as the results have: what was added counts."""
+    seeds = [int(table["seed"].max()) + 1 for table in results.tables.values() if "seed" in table]
+    return re.sub(r"--seeds \d+", f"--seeds {max(seeds)}", command) if seeds else command
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="make the kept results of an experiment again from their values")
     parser.add_argument("experiment", choices=sorted(KEPT), nargs="+")
@@ -307,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command, seconds = f"python -m ln_probe.analyses.lab.keeping {experiment}", 0.0
         if (out / RESULTS_FILE).exists():
             before = json.loads((out / RESULTS_FILE).read_text())
-            command, seconds = before["command"], before["seconds"]
+            command, seconds = with_seeds(before["command"], results), before["seconds"]
         out.mkdir(exist_ok=True)
         write_results(
             results, out, experiment=experiment, command=command, ln_probe_version=version("ln-probe"), seconds=seconds

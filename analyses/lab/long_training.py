@@ -106,7 +106,7 @@ STAGES = (
     Stage("approximation", THREE, lambda k: k["kernel"] == "t5", 18, "T5's encoding", kept=True),
     Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds"),
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
-    Stage("counting", (1, 2), _counter, 132, "weights of two more seeds"),
+    Stage("counting", (1, 2), _counter, 132, "weights of two more seeds", kept=True),
     Stage("depth", TEN[3:], lambda k: k["norm_order"] == "pre", 328, "pre-norm order, ten seeds"),
     Stage(
         "depth_deep", THREE, lambda k: True, 13, "depths 4 to 6 on short words, rotary and ALiBi positions", kept=True

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at
+from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at, with_seeds
 from ln_probe.analyses.lab.laboratory.laboratory_page import page
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, png
@@ -60,6 +60,12 @@ def test_pictures_are_drawn_of_the_values_of_every_seed(experiment: str) -> None
 
 def table_file(where: Path, name: str) -> str:
     return ".parquet" if (where / f"{name}.parquet").exists() else ".csv"
+
+
+def test_the_command_has_the_seeds_that_were_added() -> None:
+    made = Results(pd.DataFrame(), {"values": pd.DataFrame({"seed": [0, 4]}), "rest": pd.DataFrame({"a": [1]})})
+    assert with_seeds("ln-probe lab run x --seeds 2 --out x", made) == "ln-probe lab run x --seeds 5 --out x"
+    assert with_seeds("ln-probe lab run x --out x", made) == "ln-probe lab run x --out x"
 
 
 def test_new_runs_join_the_kept_ones() -> None:
