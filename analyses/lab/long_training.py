@@ -102,7 +102,7 @@ STAGES = (
     Stage("language_model_bundled", (1,), lambda k: True, 127, "a second seed of the bundled models", kept=True),
     Stage("counting", (0,), _counter, 39, "a^n b^n c^n, and norms on readout and gates: weights", kept=True),
     Stage("language_model_bundled", (2,), lambda k: True, 127, "a third seed of the bundled models", kept=True),
-    Stage("depth", TEN[3:], _depth("post", 2, (1, 2, 3)), 164, "at the boundary, post-norm, ten seeds"),
+    Stage("depth", TEN[3:], _depth("post", 2, (1, 2, 3)), 164, "at the boundary, post-norm, ten seeds", kept=True),
     Stage("approximation", THREE, lambda k: k["kernel"] == "t5", 18, "T5's encoding", kept=True),
     Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds"),
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
