@@ -126,12 +126,11 @@ def _kept(experiment: str) -> set[tuple[Any, ...]]:
     """Keys and seed of the depth runs whose final values are committed: only there do stages meet kept results."""
     if experiment != "depth":
         return set()
-    import pandas as pd
-
     from ln_probe.analyses.lab.depth.depth_task import KEYS
+    from ln_probe.analyses.lab.keeping import table_at
     from ln_probe.analyses.lab.published import folder
 
-    table = pd.read_csv(folder("depth") / "exact_match.csv")
+    table = table_at(folder("depth"), "exact_match")
     return set(table[[*KEYS, "seed"]].drop_duplicates().itertuples(index=False, name=None))
 
 
