@@ -10,8 +10,8 @@ import pytest
 
 from ln_probe.analyses.lab.depth import depth_deep
 from ln_probe.analyses.lab.depth.block_languages import IGNORED, predicted_depth
-from ln_probe.analyses.lab.depth.depth_deep import BINS, findings, grid, published_table, reach_contrasts, spec
-from ln_probe.analyses.lab.depth.depth_task import BlockTask, Cell, measure
+from ln_probe.analyses.lab.depth.depth_deep import findings, grid, published_table, reach_contrasts
+from ln_probe.analyses.lab.depth.depth_task import BINS, BlockTask, Cell, measure
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.training import TrainConfig
 
@@ -24,9 +24,9 @@ def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:
     assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
     assert {predicted_depth(c.k) - c.depth for c in cells} == {0, 1}
     for cell in cells:
-        lengths = BlockTask(cell.k, 50, BINS).batch(0, 50, 0).labels.ne(IGNORED).sum(1)
-        assert 26 <= int(lengths.min()) <= int(lengths.max()) <= 50
-        assert spec(cell).n_ctx == BINS[-1][1] + 1
+        lengths = BlockTask(cell.k, 50).batch(0, 50, 0).labels.ne(IGNORED).sum(1)
+        assert 51 <= int(lengths.min()) <= int(lengths.max()) <= 100
+        assert cell.spec().n_ctx > BINS[-1][1], "room for the longest tested word and its BOS"
 
 
 def table(values: dict[tuple[str, int, int], float]) -> pd.DataFrame:
@@ -50,15 +50,13 @@ def test_findings_by_hand() -> None:
     assert alibi[["ci_low", "ci_high"]].tolist() == pytest.approx([-0.15 - half, -0.15 + half])
     results = findings(shown)
     first, _, _, last = results.conclusions
-    assert first.startswith(
-        "without positions, depth 4: at least 99% right in every bin after these steps in 1 of 2 runs"
-    )
+    assert first.startswith("without positions, depth 4: at least 99% right in every bin to 250 letters in 1 of 2 runs")
     assert first.endswith("0 of 2 runs with k = depth + 3 [0%, 84%], their worst bins 30% to 50%.")
     assert last.startswith("depth 4, L6: alibi positions minus none: -15.0 [-78.5, +48.5] points of reach (2 seeds; no")
     summary = results.summary.set_index(["k", "positions", "measure"])
-    assert summary.loc[(7, "none", "exact_match_76_100"), "published"] == 0.49
-    assert np.isnan(summary.loc[(7, "none", "exact_match_101_125"), "published"])
-    assert np.isnan(summary.loc[(6, "alibi", "exact_match_76_100"), "published"]), "published without positions"
+    assert summary.loc[(7, "none", "exact_match_151_200"), "published"] == 0.49
+    assert np.isnan(summary.loc[(7, "none", "exact_match_201_250"), "published"])
+    assert np.isnan(summary.loc[(6, "alibi", "exact_match_151_200"), "published"]), "published without positions"
     assert published_table().set_index(["depth", "k"]).loc[(6, 8), "published"] == 0.95
 
 

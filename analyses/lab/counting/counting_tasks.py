@@ -22,6 +22,7 @@ from ln_probe.analyses.lab.training import step_generator
 
 TRAIN_LENGTH = 64
 TEST_LENGTHS = (64, 128, 256, 512, 1024)
+PUBLISHED_LENGTHS = (*TEST_LENGTHS, 2048)  # of the source's table: the networks without a norm are tested to its end
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_LABELS = 100_000  # labels per length, so that short and long words are measured alike well
 ACCEPTED = 0.005  # a token is accepted if its probability exceeds this: Weiss et al.

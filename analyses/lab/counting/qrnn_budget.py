@@ -17,7 +17,12 @@ import pandas as pd
 
 from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT
-from ln_probe.analyses.lab.counting.counting_tasks import TEST_LENGTHS, TRAIN_LENGTH, PrefixTask, constant_answers
+from ln_probe.analyses.lab.counting.counting_tasks import (
+    PUBLISHED_LENGTHS,
+    TRAIN_LENGTH,
+    PrefixTask,
+    constant_answers,
+)
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
@@ -79,7 +84,7 @@ def make_runs(request: Request) -> list[Run]:
         request,
         keys=lambda cell: vars(cell),
         name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
-        task=lambda cell, _: PrefixTask(cell.task, TEST_LENGTHS[:3] if request.quick else TEST_LENGTHS),
+        task=lambda cell, _: PrefixTask(cell.task, PUBLISHED_LENGTHS[:3] if request.quick else PUBLISHED_LENGTHS),
         spec=Cell.spec,
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
@@ -106,7 +111,8 @@ def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = 
     """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
     done = values.groupby([*KEYS, "seed"])["step"].transform("max") >= training(quick, 0, RATES[0]).steps
     read = readings(values[done])
-    constant = pd.concat([constant_answers(task) for task in sorted(set(values["task"]))] or [pd.DataFrame()])
+    tasks = sorted(set(values["task"]))
+    constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tasks] or [pd.DataFrame()])
     at_end = read[read["read"] == AT_END]
     summary = summarize(at_end, [*KEYS, "measure"], published_table(), kind="share")
     if len(summary):
@@ -131,7 +137,7 @@ def published_table() -> pd.DataFrame:
         (task, model, f"accuracy_{n}", percent / 100)
         for (task, model), percents in PUBLISHED.items()
         if model in MODELS
-        for n, percent in zip(TEST_LENGTHS, percents, strict=True)
+        for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
     ]
     return pd.DataFrame(rows, columns=["task", "model", "measure", "published"])
 

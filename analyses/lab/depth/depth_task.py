@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +28,7 @@ class BlockTask:
 
     Args:
         k: blocks.
-        words: per bin that are measured.
-        bins: of lengths in letters; the first is trained on.
+        words: per bin (BINS; the first is trained on) that are measured.
 
     Raises:
         ValueError: k below 1, or too large for the shortest training words.
@@ -38,23 +36,23 @@ class BlockTask:
 
     name = "depth"
 
-    def __init__(self, k: int, words: int = EVALUATION_WORDS, bins: Sequence[tuple[int, int]] = BINS) -> None:
-        self.k, self.words, self.bins = k, words, tuple(bins)
-        sample_block_words(k, self.bins[0], 1, torch.Generator())  # raises what is wrong with k now, not in a run
+    def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
+        self.k, self.words = k, words
+        sample_block_words(k, TRAIN_LENGTHS, 1, torch.Generator())  # raises what is wrong with k now, not in a run
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"k": self.k, "lengths": self.bins[0], "bins": self.bins, "words": self.words}
+        return {"k": self.k, "lengths": TRAIN_LENGTHS, "bins": BINS, "words": self.words}
 
     def batch(self, step: int, size: int, seed: int) -> BlockWords:
-        return sample_block_words(self.k, self.bins[0], size, step_generator(seed, step))
+        return sample_block_words(self.k, TRAIN_LENGTHS, size, step_generator(seed, step))
 
     def loss(self, model: nn.Module, batch: BlockWords) -> Float[Tensor, ""]:
         return F.cross_entropy(_label_logits(model, batch).flatten(0, 1), batch.labels.flatten())
 
     @cached_property
     def _evaluation(self) -> dict[tuple[int, int], BlockWords]:
-        return {b: sample_block_words(self.k, b, self.words, step_generator(EVALUATION_SEED, b[0])) for b in self.bins}
+        return {b: sample_block_words(self.k, b, self.words, step_generator(EVALUATION_SEED, b[0])) for b in BINS}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {
