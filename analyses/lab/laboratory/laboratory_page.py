@@ -14,6 +14,7 @@ from ln_probe.analyses.lab.depth.depth_findings import HIT, term_effects
 from ln_probe.analyses.lab.experiments import EXPERIMENTS
 from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.laboratory import on_attention, on_expressivity
+from ln_probe.analyses.lab.laboratory.in_short import in_short
 from ln_probe.analyses.lab.laboratory.reading import (
     kept_about,
     kept_table,
@@ -32,6 +33,7 @@ def page() -> str:
     """The whole page."""
     parts = (
         _head,
+        in_short,
         _rules,
         _overview,
         _verdicts,

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from ln_probe.analyses.lab.encoder.encoder_findings import LEFT_OUT
+from ln_probe.analyses.lab.encoder.encoder_findings import LOSS as MASKED_LOSS
 from ln_probe.analyses.lab.laboratory.reading import (
+    change,
     fewer_seeds,
     kept_about,
     kept_table,
@@ -18,7 +21,16 @@ from ln_probe.analyses.lab.laboratory.reading import (
     with_interval,
 )
 from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, COSTS, FRACTION, FROZEN, LOSS, over_layers
+from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, HEAD
 from ln_probe.analyses.lab.majority.majority_findings import WITH, WITHOUT
+
+DIFFERENCES = {  # of the bundled models: in words, the factor to the unit that is printed, digits
+    LOSS: ("held-out loss, nats", 1, 3),
+    COSTS["scaling"]: ("cost of leaving out all scaling, nats", 1, 3),
+    COSTS["projection"]: ("cost of leaving out all projection, nats", 1, 4),
+    FRACTION: ("unselectable keys, points", 100, 1),
+    FROZEN: ("… without scaling, points", 100, 1),
+}
 
 
 def majority() -> Iterator[str]:
@@ -59,17 +71,12 @@ def majority() -> Iterator[str]:
     for name in dict.fromkeys(shown["contrast"]):
         part = shown[shown["contrast"] == name].set_index("step")
         cells = [
-            with_interval(part.loc[s], digits=2, sign=True)
-            + f" (Holm {part.loc[s, 'p_holm']:.2g})"
-            + fewer_seeds(part.loc[s], usual)
-            if s in part.index
-            else "–"
-            for s in steps
+            change(part.loc[s], digits=2) + fewer_seeds(part.loc[s], usual) if s in part.index else "–" for s in steps
         ]
         rows.append((name, *cells))
     yield from markdown(("contrast", *(f"step {s}" for s in steps)), rows)
     yield from _accuracy_and_angle(summary, contrasts, steps)
-    yield from sentences("majority", "To a training loss", "1/sqrt(d) of ")
+    yield from sentences("majority", "To a training loss")
     yield from prose("majority 3")
 
 
@@ -103,9 +110,7 @@ def majority_in_space() -> Iterator[str]:
         one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step")
         compared = contrasts[(contrasts["norm"] == norm) & (contrasts["radius"] == radius)].set_index("measure")
         cells = [
-            f"{with_interval(compared.loc[m], scale, digits, sign=True)} (Holm {compared.loc[m, 'p_holm']:.2g})"
-            if m in compared.index
-            else "–"
+            change(compared.loc[m], scale, digits) if m in compared.index else "–"
             for m, scale, digits in (("angle_deg", 1, 0), ("test_accuracy", 100, 1))
         ]
         rows.append(
@@ -210,7 +215,15 @@ def bundled_models() -> Iterator[str]:
     yield from prose("bundled_models 2")
     yield _of_every_seed(kept_table("language_model_bundled", "seeds"))
     yield ""
-    yield from sentences("language_model_bundled")
+    contrasts = kept_table("language_model_bundled", "contrasts")
+    names = list(dict.fromkeys(contrasts["contrast"]))
+    rows = []
+    for measure, (said, scale, digits) in DIFFERENCES.items():
+        of = {r["contrast"]: r for r in rows_where(contrasts, measure=measure).to_dict("records")}
+        rows.append((said, *(change(pd.Series(of[n]), scale, digits) if n in of else "–" for n in names)))
+    yield from markdown(
+        ("what changes it", *(f"{n.split(',')[0]} before attention,{n.split(',')[1]}" for n in names)), rows
+    )
 
 
 def _of_every_seed(seeds: pd.DataFrame) -> str:
@@ -250,12 +263,29 @@ def encoder() -> Iterator[str]:
     wide = last[(last["measure"] == "unselectable_fraction") & (last["shape"] == "wide")]
     yield (
         f"Wide (d 64, four heads of 16): at most {100 * wide['mean'].max():.2g} % in any layer and space, under any "
-        "norm tried. What leaving out a term changes:"
+        "norm tried."
     )
     yield ""
-    yield from sentences("encoder", "masked loss", "narrow: leaving out")
+    yield from sentences("encoder", "with LayerNorm")
+    yield "What leaving out a term changes (shares: mean over layers; passages: below):"
+    yield ""
+    found, passages = kept_table("encoder", "effects"), kept_table("encoder_passages", "effects")
+    rows = []
+    for shape, norm in dict.fromkeys(zip(found["shape"], found["norm"], strict=True)):
+        of = rows_where(found, shape=shape, norm=norm)
+        right = rows_where(passages, shape=shape, norm=norm)
+        rows.append(
+            (
+                f"{shape}, {LEFT_OUT[norm]}",
+                *(change(only_row(of, measure="unselectable_fraction", space=s), 100, 1) for s in (BEFORE, HEAD)),
+                change(only_row(of, measure=MASKED_LOSS), digits=3),
+                change(right.iloc[0], 100, 1) if len(right) else "–",
+            )
+        )
+    header = ("left out", "unselectable before the norm, points", "… as heads see them", "masked loss, nats")
+    yield from markdown((*header, "passages told right, points"), rows)
     yield from prose("encoder_passages 1")
-    yield from sentences("encoder_passages")
+    yield from sentences("encoder_passages", ", LayerNorm")
 
 
 def remove_norm() -> Iterator[str]:

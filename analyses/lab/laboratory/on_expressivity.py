@@ -8,10 +8,20 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
+from ln_probe.analyses.lab.counting.counting_tasks import TERMS, farthest
 from ln_probe.analyses.lab.intervals import binomial_interval, interval
-from ln_probe.analyses.lab.laboratory.reading import kept_table, markdown, prose, sentences, short_power, with_interval
+from ln_probe.analyses.lab.laboratory.reading import (
+    change,
+    kept_table,
+    markdown,
+    only_row,
+    prose,
+    rows_where,
+    sentences,
+    short_power,
+    with_interval,
+)
 
-LENGTHS = (64, 128, 256, 512, 1024)
 BINS = ("51_100", "101_150", "151_200", "201_250")
 
 
@@ -44,7 +54,16 @@ def depth() -> Iterator[str]:
     yield from prose("depth 3")
     yield from sentences("depth", "at least 99%")
     yield from prose("depth 4")
-    yield from sentences("depth", "all depths at once")
+    terms = rows_where(kept_table("depth", "terms"), depth="all", outcome="reach")
+    rows = []
+    for order, side in dict.fromkeys(zip(terms["norm_order"], terms["side"], strict=True)):
+        of = rows_where(terms, norm_order=order, side=side)
+        both = [only_row(of, term=term) for term in ("scaling", "projection")]
+        where = f"{order} orders" if order == "both" else f"{order}-norm"
+        rows.append(
+            (f"{where}, {side}", str(both[0]["seeds"]), str(both[0]["units"]), *(change(r, 100, 1) for r in both))
+        )
+    yield from markdown(("order, side of the theory's reach", "seeds", "pairs", "scaling, points", "projection"), rows)
     yield from prose("depth 5")
 
 
@@ -202,38 +221,41 @@ def counting() -> Iterator[str]:
     summary = kept_table("counting")
     yield from prose("counting 1")
     accuracy = summary[summary["measure"].str.startswith("accuracy_") & (summary["norm"] == "none")]
+    lengths = [int(m.removeprefix("accuracy_")) for m in dict.fromkeys(accuracy["measure"])]
     for task in dict.fromkeys(accuracy["task"]):
         part = accuracy[accuracy["task"] == task]
         rows = []
         constants = part.drop_duplicates("measure").set_index("measure")
-        best = {n: max(constants.loc[f"accuracy_{n}", ["constant_yes", "constant_no"]]) for n in LENGTHS}
-        rows.append(("constant", *(f"{100 * best[n]:.1f}" for n in LENGTHS), ""))
+        best = {n: max(constants.loc[f"accuracy_{n}", ["constant_yes", "constant_no"]]) for n in lengths}
+        rows.append(("constant", *(f"{100 * best[n]:.1f}" for n in lengths), ""))
         for model in dict.fromkeys(part["model"]):
             cell = part[part["model"] == model].set_index("measure")
             cells = []
-            for n in LENGTHS:
+            for n in lengths:
+                if f"accuracy_{n}" not in cell.index:
+                    cells.append("–")
+                    continue
                 row = cell.loc[f"accuracy_{n}"]
                 told = with_interval(row, 100, 1) + (f" ({100 * row['published']:.1f})" if row["published"] > 0 else "")
                 cells.append(f"*{told}*" if row["mean"] <= best[n] else told)
             rows.append((str(model), *cells, str(int(cell["seeds"].iloc[0]))))
         yield f"{task}:"
         yield ""
-        yield from markdown(("", *map(str, LENGTHS), "seeds"), rows)
+        yield from markdown(("", *map(str, lengths), "seeds"), rows)
     yield from prose("counting 2")
     yield from sentences("counting", "published orderings", "this budget does not reach it")
     yield from prose("counting 3")
-    yield from sentences("counting", "against none")
+    yield from _term_changes(summary, farthest(kept_table("counting", "effects")))
     yield from prose("counting 4")
     fresh = kept_table("counting", "effects_fresh")
     rows = [
         (
             f"{r['model']}, `{r['norm']}` on its {r['norm_site']}",
-            with_interval(pd.Series(r), 100, 1, sign=True),
-            f"{r['p_holm']:.2g}",
+            change(pd.Series(r), 100, 1),
         )
         for r in fresh[fresh["measure"] == "accuracy_1024"].to_dict("records")
     ]
-    yield from markdown(("L5 at 1024", "points", "Holm"), rows)
+    yield from markdown(("L5 at 1024", "points"), rows)
     yield from prose("counting 5")
     values = kept_table("counting", "values")
     ends = values[values["measure"].isin(["exact_from", "exact_to"])]
@@ -250,6 +272,28 @@ def counting() -> Iterator[str]:
     yield from sentences("saturated_states")
     yield from prose("counting rational")
     yield from sentences("rational_recurrence")
+
+
+def _term_changes(summary: pd.DataFrame, found: pd.DataFrame) -> Iterator[str]:
+    """A row per network and place of the norm, a column per norm: the change against none, paired by seed."""
+    rows = []
+    by = ["task", "model", "norm_site", "measure"]
+    for task, model, site, measure in found[by].drop_duplicates().itertuples(index=False, name=None):
+        of = rows_where(found, task=task, model=model, norm_site=site, measure=measure)
+        share, cells = measure.startswith("accuracy_"), []
+        for norm in TERMS:
+            one = rows_where(of, norm=norm)
+            if one.empty:
+                cells.append("–")
+                continue
+            told = change(one.iloc[0], 100 if share else 1, 1)
+            cell = only_row(summary, task=task, model=model, norm=norm, norm_site=site, measure=measure)
+            constant = max(cell["constant_yes"], cell["constant_no"])
+            idle = share and cell["mean"] < constant
+            cells.append(told + (f", to {100 * cell['mean']:.1f} %: below a constant answer" if idle else ""))
+        what = f"points at {measure.removeprefix('accuracy_')}" if share else "largest exact n"
+        rows.append((f"{task}, {model}, its {site}", what, str(int(of["seeds"].max())), *cells))
+    yield from markdown(("network, place of the norm", "of", "seeds", *(f"`{n}`" for n in TERMS)), rows)
 
 
 def traces() -> Iterator[str]:

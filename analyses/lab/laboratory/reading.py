@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.published import folder
 
@@ -71,6 +72,13 @@ def with_interval(row: pd.Series, scale: float = 1.0, digits: int = 0, sign: boo
     plus = "+" if sign else ""
     numbers = [f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high")]
     return numbers[0] if np.isnan(row["ci_low"]) else f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
+
+
+def change(row: pd.Series, scale: float = 1.0, digits: int = 0) -> str:
+    """A difference with its interval, bold where Holm's p lets it be told, and that p."""
+    said = with_interval(row, scale, digits, sign=True)
+    told = float(row["p_holm"]) < SIGNIFICANT
+    return f"{f'**{said}**' if told else said} (Holm {float(row['p_holm']):.2g})"
 
 
 def fewer_seeds(row: pd.Series, usual: int) -> str:
