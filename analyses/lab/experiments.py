@@ -205,6 +205,15 @@ EXPERIMENTS = {
         duration="2 minutes (36 runs of 3 seconds)",
         quick_duration="20 seconds",
     ),
+    "adaptive_memory": Experiment(
+        "ln_probe.analyses.lab.approximation.adaptive_memory",
+        "a memory whose place the last input chooses: heads, FFN and dot product, beside the least possible error",
+        "Wang & E 2024, adaptive memory",
+        seeds=3,
+        quick_seeds=1,
+        duration="10 minutes (36 runs of 15 seconds)",
+        quick_duration="20 seconds",
+    ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.compiler.compiler",
         "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",

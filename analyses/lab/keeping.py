@@ -62,6 +62,12 @@ def _longer_inputs(tables: Tables, settings: Settings) -> Results:
     return findings(tables["errors"], tables["solved"])
 
 
+def _adaptive_memory(tables: Tables, settings: Settings) -> Results:
+    from ln_probe.analyses.lab.approximation.adaptive_memory import findings
+
+    return findings(tables["errors"])
+
+
 def _dot_product_text(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.approximation.approximation_text import findings
 
@@ -171,6 +177,7 @@ KEPT = {
     "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
     "depth_deep": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth_deep),
     "longer_inputs": Kept(("errors", "solved"), (), _longer_inputs),
+    "adaptive_memory": Kept(("errors",), ("heads", "width", "dot_product"), _adaptive_memory),
     "dot_product_text": Kept(("losses",), ("layers", "heads", "dot_product", "norm"), _dot_product_text),
     "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
     "counting_budget": Kept(("values",), ("task", "model", "lr"), _counting_budget),

@@ -1,0 +1,228 @@
+"""A memory whose place depends on the input: what needs the dot product, and what an FFN does in its stead.
+
+Wang & E (2024) call a memory adaptive if the places that an output looks at depend on the inputs: y_t = f(x_t, x_(t-g))
+with g = g(x_t). No experiment of theirs is of it alone, so nothing published stands beside it. The smallest one on
+inputs of +1 and -1, stated exactly:
+
+    y = x_99 if x_1000 = +1, x_48 if x_1000 = -1        (of 1000 inputs, wanted at position 1000)
+
+With e = x_1000, a = x_99, b = x_48 that is (a + b) / 2 + e (a - b) / 2, and a head's places are a table of one bias per
+lag, as in 1b and 2b. What can be said without training:
+
+* neither the dot product nor an FFN: whatever the heads, the output is affine in the inputs, and e (a - b) / 2 is
+  uncorrelated with every affine function, so the squared error is at least its variance, 1/2; two heads have that.
+* the dot product, no FFN, two heads: the score of a token is its lag's bias plus a number that depends on e and on the
+  token. A head that looks at a, with a grain of weight everywhere else, reads a if that number is 0; if it is large
+  for +1s it reads "+1" whatever a is. So each head is switched off by the input that the other one is for: error 0 in
+  the limit (`by_hand` comes as near as float64 lets it).
+* an FFN, no dot product: heads read a and b (or one head a + 2 b), and ReLUs of a, b and e do the rest: 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.approximation.approximation import (
+    EVALUATION_INPUTS,
+    EVALUATION_SEED,
+    FFN_FREE,
+    RATES,
+    WIDTH,
+    ApproximationTask,
+)
+from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, SPARSE, SPARSE_ONE
+from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors
+from ln_probe.analyses.lab.approximation.relative_transformer import D_HEAD, RelativeConfig, RelativeTransformer
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.intervals import doubt
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "adaptive"
+IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions, from 1, that are read by what the last input is
+HEADS, HEADS_QUICK = (1, 2, 4), (2,)
+AFFINE = 0.5  # the least squared error without FFN and dot product
+KEYS = ("heads", "width", "dot_product")
+
+
+def adaptive(x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
+    """The target's value for each input of +1s and -1s.
+
+    Raises:
+        ValueError: inputs that are not 1000 long.
+    """
+    if x.shape[-1] != LENGTH:
+        raise ValueError(f"inputs must have {LENGTH} positions, got {x.shape[-1]}")
+    return torch.where(x[..., -1] > 0, x[..., IF_PLUS - 1], x[..., IF_MINUS - 1])
+
+
+class AdaptiveTask(ApproximationTask):
+    """Squared error against the adaptive target, whose variance is 1."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"target": NAME, "places": (IF_PLUS, IF_MINUS), "length": LENGTH, "evaluated_on": EVALUATION_INPUTS}
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
+        output: Tensor = model(batch)
+        return (output - adaptive(batch)).pow(2).mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"mse": float(self.loss(model, self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)))}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model: heads, hidden units of its FFN (0: none), the dot product or not."""
+
+    heads: int
+    width: int
+    dot_product: bool
+
+    def spec(self) -> RelativeConfig:
+        return RelativeConfig(LENGTH, self.heads, self.width, "table", self.dot_product)
+
+    @property
+    def attainable(self) -> float:
+        """The least squared error (see above); NaN for one head with the dot product alone: nobody worked it out."""
+        if self.width:
+            return 0.0
+        if not self.dot_product:
+            return AFFINE
+        return 0.0 if self.heads > 1 else np.nan
+
+
+def by_hand(grain: float = 1e-7) -> RelativeTransformer:
+    """Two heads with the dot product and no FFN whose error is near 0, in float64.
+
+    Args:
+        grain: of a head's weight on all lags but its own together.
+    """
+    model = RelativeConfig(LENGTH, 2, FFN_FREE, "table", True).build().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0  # the input itself, in one dimension of the stream
+        model.embed[:, 1] = 1.0
+        for head, (place, used_for) in enumerate(((IF_PLUS, 1.0), (IF_MINUS, -1.0))):
+            model.bias[head] = np.log(grain / LENGTH)
+            model.bias[head, LENGTH - place] = 0.0
+            # The score of a token: 0 where the head is used, else large for +1s and as small for -1s.
+            model.W_Q[head, 0, 0], model.W_Q[head, 1, 0] = -used_for, 1.0
+            model.W_K[head, 0, 0] = -np.log(grain) * np.sqrt(D_HEAD)
+            model.W_V[head, 0, 0] = model.W_O[head, 0, 2] = 1.0
+        model.out.weight[0, 2] = 1.0  # the sum of both: one of them is 1
+        model.out.bias[0] = -1.0
+    return model
+
+
+def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
+    heads = HEADS_QUICK if quick else HEADS
+    return tuple(Cell(h, width, product) for width in (FFN_FREE, WIDTH) for product in (False, True) for h in heads)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The approximation experiment's schedule."""
+    return approximation_training(quick, seed, RATES[0])
+
+
+def make_runs(request: Request) -> list[Run]:
+    """Every run."""
+    return planned(
+        grid(request.quick),
+        request,
+        keys=asdict,
+        name=lambda cell: f"heads{cell.heads}-ffn{cell.width}-{'dot' if cell.dot_product else 'free'}",
+        task=lambda _, __: AdaptiveTask(),
+        spec=Cell.spec,
+        training=lambda _, seed: training(request.quick, seed),
+    )
+
+
+def run(request: Request) -> Results:
+    """Train the grid (or what is left of it) and put every error beside the least possible one."""
+    runs = make_runs(request)
+    carry_out(runs, request)
+    table = curves(runs)
+    return findings(table[table["measure"] == "mse"], request.quick, tuple(diverged(runs).values()))
+
+
+def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+    """Tables, figures and sentences from the error of every run: KEYS, `seed`, `step`, `measure`, `value`."""
+    values = values.assign(dot_product=values["dot_product"].astype(bool))
+    summary = summarize(values, [*KEYS, "measure"], kind="log").drop(columns="published")
+    cells = [Cell(int(r["heads"]), int(r["width"]), bool(r["dot_product"])) for r in summary.to_dict("records")]
+    summary["attainable"] = [cell.attainable for cell in cells]
+    told = values.assign(target=NAME, kernel="table", norm="none", norm_order="pre", lr=RATES[0])
+    factors = dot_product_factors(told)
+    return Results(
+        summary,
+        tables={"errors": values, "dot_product": factors},
+        figures={} if values.empty else {"adaptive": _draw(values)},
+        conclusions=tuple(_sentences(summary, factors)),
+        settings={
+            "places": {"if x_1000 is +1": IF_PLUS, "if it is -1": IF_MINUS},
+            "training": vars(training(quick, 0)),
+            "seeds": sorted({int(seed) for seed in values["seed"]}),
+            "published": "none: no experiment of the source is of adaptive memory alone",
+        },
+        diverged=lost,
+    )
+
+
+def _sentences(summary: pd.DataFrame, factors: pd.DataFrame) -> Iterator[str]:
+    plain = summary[(summary["width"] == FFN_FREE) & ~summary["dot_product"]]
+    if len(plain):
+        low, high = plain["mean"].min(), plain["mean"].max()
+        yield (
+            f"Neither FFN nor dot product: errors of {low:.3g} to {high:.3g} over {plain['heads'].min()} to "
+            f"{plain['heads'].max()} heads, of which {AFFINE} is the least that any number of heads can have."
+        )
+    for row in factors.to_dict("records"):
+        spread = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
+        ffn = f"an FFN of {row['width']}" if row["width"] else "no FFN"
+        yield (
+            f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {row['factor']:.2g}{spread} times the error "
+            f"without it ({counted(row['seeds'], 'seed')}){doubt(row['p_holm'], row['seeds'])}."
+        )
+
+
+def _draw(values: pd.DataFrame) -> Figure:
+    """The error of every run over heads, a panel without an FFN and with one; the bound of what is affine."""
+    from matplotlib.figure import Figure as NewFigure
+
+    widths = sorted(set(values["width"]))
+    figure = NewFigure(figsize=(4 * len(widths), 3), layout="constrained")
+    for width, ax in zip(widths, figure.subplots(1, len(widths), squeeze=False, sharey=True).flat, strict=True):
+        for number, (product, words) in enumerate(((False, "without the dot product"), (True, "with it"))):
+            part = values[(values["width"] == width) & (values["dot_product"] == product)]
+            ax.plot(
+                part["heads"] * (0.97 if product else 1.03), part["value"], f"C{number}o", markersize=4, label=words
+            )
+        if not width:
+            ax.axhline(AFFINE, color="k", linewidth=0.6, linestyle=":")
+        heads = sorted(set(values["heads"]))
+        ax.set(title=f"FFN of {width}" if width else "no FFN", xscale="log", yscale="log", xlabel="heads")
+        ax.set_xticks(heads, labels=[str(h) for h in heads])
+        ax.minorticks_off()
+    figure.axes[0].set_ylabel("squared error")
+    figure.axes[0].legend(fontsize=7)
+    return figure
