@@ -26,7 +26,6 @@ _BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PROMPTS = {
     "own": "its own sequences",
-    "parts": "parts to be made, its own plans",
     "books": "held-out ends of its books",
     "wikitext": "wikitext-2",
 }
@@ -60,9 +59,7 @@ def _of_prompts(case: str, sites: str, column: str) -> str:
     """A group's change without scaling by another constant, with the interval over its prompts."""
     rows = pd.read_csv(HERE / "tables" / case / "causal_prompts.csv")
     rows = rows[(rows["sites"] == sites) & (rows["variant"] == "no_scaling")]
-    weight = rows["predicted"].to_numpy(float)
-    total = rows[column].to_numpy(float) * weight
-    return change(total.sum() / weight.sum(), *interval(total, weight))
+    return change(*_over_prompts(rows, column))
 
 
 def _cell(row: pd.Series) -> str:
@@ -167,13 +164,14 @@ def bundled_table() -> str:
 
 def prompts_table() -> str:
     """What each case was measured on."""
-    lines = ["| case | command | prompts | tokens | commonest tokens |", "|---|---|---|---|---|"]
+    lines = ["| case | command | prompts | repeats | tokens | commonest tokens |", "|---|---|---|---|---|---|"]
     for case in cases():
         _, about = read(case)
         found = about["prompts"]
         assert isinstance(found, dict)
         common = ", ".join(f"`{_shown(t)}` {100 * s:.1f} %" for t, s in list(found["commonest"].items())[:4])
-        lines.append(f"| {case} | `{about['command']}` | {found['count']} | {found['tokens']} | {common} |")
+        counts = (found[c] for c in ("count", "repeated", "tokens"))
+        lines.append(f"| {case} | `{about['command']}` | {' | '.join(map(str, counts))} | {common} |")
     return "\n".join(lines)
 
 
@@ -184,24 +182,65 @@ def _shown(token: str) -> str:
 def earlier_table() -> str:
     """What was said before, on four prompts with one constant, beside what is measured now."""
     lines = [
-        "| checkpoint | norms, without | said before (4 prompts, one constant) | two constants | one constant |",
-        "|---|---|---|---|---|",
+        "| checkpoint | norms, without | said before (4 prompts, one constant) | … position 0 kept | two constants | "
+        "one constant |",
+        "|---|---|---|---|---|---|",
     ]
     for old in pd.read_csv(HERE / "tables" / "earlier.csv").to_dict("records"):
-        if old["case"] not in cases():
-            continue
         rows, _ = read(str(old["case"]))
-        if (old["sites"], old["variant"]) not in rows.index:
-            continue
-        row = rows.loc[(old["sites"], old["variant"])]
         what = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}[str(old["variant"])]
         before = change(float(old["delta_loss"]), float(old["low"]), float(old["high"]))
-        fewer = "" if row["prompts"] == 64 else f" ({int(row['prompts'])} prompts)"
-        lines.append(
-            f"| {old['case']} | {old['sites']}, {what} | {before} | {_cell(row)}{fewer} | "
-            f"{change(row['delta_loss_uniform'])} |"
-        )
+        kept = "–" if math.isnan(old["first_kept"]) else f"{old['first_kept']:+g}"
+        now = "not taken one by one", "–"
+        if (old["sites"], old["variant"]) in rows.index:
+            row = rows.loc[(old["sites"], old["variant"])]
+            fewer = "" if row["prompts"] == 64 else f" ({int(row['prompts'])} prompts)"
+            now = _cell(row) + fewer, change(row["delta_loss_uniform"])
+        lines.append(f"| {old['case']} | {old['sites']}, {what} | {before} | {kept} | " + " | ".join(now) + " |")
     return "\n".join(lines)
+
+
+def earlier_prompts_table() -> str:
+    """What the prompts of before gave (no line breaks, unknown words cut out), with two constants, beside these."""
+    lines = ["| case | without scaling | loss, before | now | change, before | now |", "|---" * 6 + "|"]
+    for old in pd.read_csv(HERE / "tables" / "earlier-prompts.csv").to_dict("records"):
+        rows, _ = read(str(old["case"]))
+        row = rows.loc[(old["sites"], old["variant"])]
+        if row["no_op"] or math.isnan(old["delta_loss"]):
+            continue
+        intact = float(rows.loc[("all", "intact"), "loss"])
+        before = change(float(old["delta_loss"]), float(old["low"]), float(old["high"]))
+        losses = f"{old['loss'] - old['delta_loss']:.2f} | {intact:.2f}"
+        lines.append(f"| {old['case']} | {old['sites']} | {losses} | {before} | {_cell(row)} |")
+    return "\n".join(lines)
+
+
+def plans_table() -> str:
+    """What CAPP-GPT's plans lose, for parts drawn evenly: the plan's tokens alone are scored."""
+    kept = pd.read_csv(HERE / "tables" / "plans-capp-gpt.csv", keep_default_na=False)
+    ways = {"without scaling": ("scaling", "two"), "… one constant": ("scaling", "one"),
+            "without projection": ("projection", ""), "both": ("both", "two")}  # fmt: skip
+    lines = ["| norms | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
+    for sites, rows in kept.groupby("sites", sort=False):
+        cells = []
+        for what, constants in ways.values():
+            mine = rows[(rows["without"] == what) & (rows["constants"] == constants)]
+            cells.append(change(*_over_prompts(mine, "delta_loss")))
+        lines.append(f"| {sites} | " + " | ".join(cells) + " |")
+    one = kept[(kept["sites"] == "all") & (kept["without"] == "both")]
+    loss = (one["loss"] * one["predicted"]).sum() / one["predicted"].sum()
+    lines += [
+        "",
+        f"{len(one)} parts, {one['predicted'].sum()} tokens of plans; their loss in the intact model: {loss:.3f}.",
+    ]
+    return "\n".join(lines)
+
+
+def _over_prompts(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
+    """The mean of a column over the predicted tokens of all prompts, and its interval over prompts."""
+    weight = rows["predicted"].to_numpy(float)
+    total = rows[column].to_numpy(float) * weight
+    return (float(total.sum() / weight.sum()), *interval(total, weight))
 
 
 def singles_table() -> str:
@@ -229,10 +268,7 @@ def parts_table() -> str:
         for (sites, constants), rows in kept.groupby(["sites", "constants"], sort=False):
             cells = []
             for only in ways:
-                mine = rows[rows["only"] == only]
-                weight = mine["predicted"].to_numpy(float)
-                total = mine["delta_loss"].to_numpy(float) * weight
-                cells.append(change(total.sum() / weight.sum(), *interval(total, weight)))
+                cells.append(change(*_over_prompts(rows[rows["only"] == only], "delta_loss")))
             name = path.stem.removeprefix("parts-")
             lines.append(f"| {name} | `{sites}` | {constants} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -277,9 +313,11 @@ BLOCKS = {
     "checkpoints": groups_table,
     "checkpoint-prompts": prompts_table,
     "earlier": earlier_table,
+    "earlier-prompts": earlier_prompts_table,
     "estimates": estimates_table,
     "overflows": overflow_list,
     "parts": parts_table,
+    "plans": plans_table,
     "findings": findings_list,
     "singles": singles_table,
     "coverage": coverage_table,

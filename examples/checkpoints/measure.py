@@ -25,8 +25,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.hooks.default_tokens import encode, sample, special_tokens
-from ln_probe.hooks.model import run
+from ln_probe.hooks.default_tokens import encode, sample
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
@@ -73,58 +72,64 @@ def corpus(name: str) -> str:
 
 
 def books(model: Any, limit: int) -> list[list[int]]:
-    """In-domain for the bundled models: from the ends of their three books, which they were not trained on."""
+    """In-domain for the bundled models: from the ends of their three books, which they were not trained on.
+
+    As they were trained: the text as it stands, line breaks and numbers of verses included, from a word's beginning.
+    """
     found = []
     for number, name in enumerate(BOOKS):
         text = corpus(name)
         held = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
-        found += [encode(model, " ".join(held[s : s + 8 * limit].split()[1:]))[:limit].tolist() for s in starts]
+        windows = (re.sub(r"^\S*\s+", "", held[s : s + 8 * limit]) for s in starts)
+        found += [encode(model, window)[:limit].tolist() for window in windows]
     return found
 
 
 def wikitext(model: Any, limit: int) -> list[list[int]]:
-    """Paragraphs of wikitext-2's test part with at least 60 words, without its marks; evenly spread."""
-    text = corpus("wikitext2/test.txt")
-    clean = [re.sub(r" @(.)@ ", r"\1", line).replace("<unk>", "").split() for line in text.splitlines()]
-    long = [" ".join(words) for words in clean if len(words) >= 60]
+    """Passages of wikitext-2's test part: whole sentences in a row without an unknown word, 80 words or more.
+
+    Of each paragraph the longest run of such sentences; without the corpus's own marks and spaces; evenly spread.
+    """
+    runs = [_known_sentences(line) for line in corpus("wikitext2/test.txt").splitlines()]
+    long = [run for run in runs if len(run.split()) >= 80]
     chosen = np.linspace(0, len(long) - 1, PROMPTS).astype(int)
-    return [encode(model, re.sub(r" ([,.;:)'])", r"\1", long[i]))[:limit].tolist() for i in chosen]
+    return [encode(model, _written(long[i]))[:limit].tolist() for i in chosen]
+
+
+def _known_sentences(paragraph: str) -> str:
+    runs: list[list[str]] = [[]]
+    for sentence in re.split(r"(?<= [.!?]) ", paragraph.strip()):
+        if "<unk>" in sentence:
+            runs.append([])
+        else:
+            runs[-1].append(sentence)
+    return max((" ".join(run) for run in runs), key=len)
+
+
+def _written(tokens: str) -> str:
+    """Text as people write it, of wikitext's tokens."""
+    text = re.sub(r" @(.)@ ", r"\1", tokens)
+    text = re.sub(r'" ([^"]*?) "', r'"\1"', text)
+    text = re.sub(r" ([,.;:!?)\]'%])", r"\1", text)
+    text = re.sub(r"(\d): (\d)", r"\1:\2", text)
+    return re.sub(r"([(\[$£]) ", r"\1", text)
 
 
 def own(model: Any, limit: int) -> list[list[int]]:
-    """Sequences of the model's own, from its first token to its end token."""
+    """Sequences of the model's own, from its first token to its end token; those of one or two tokens are left out."""
     rows = [r for seed in range(2, 6) for r in sample(model, limit=limit, seed=seed)]
     return [r.tolist() for r in rows if len(r) > 2][:PROMPTS]
-
-
-def parts(model: Any, limit: int) -> list[list[int]]:
-    """CAPP-GPT's grammar: a part is described by one token of each of six kinds; the model plans how to make it."""
-    tokens = json.loads((SHARED / "checkpoints" / "capp_gpt" / "token_mappings.json").read_text())["token2id"]
-    kinds = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
-    choices = [[i for name, i in tokens.items() if name.startswith(kind)] for kind in kinds]
-    ends = set(special_tokens(model, "eos"))
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(PROMPTS):
-        row = [c[int(torch.randint(len(c), (1,), generator=generator))] for c in choices]
-        while len(row) < limit and row[-1] not in ends:
-            logits = run(model, torch.tensor([row]), return_type="logits")[0, -1]
-            row.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        found.append(row)
-    return found
 
 
 SOURCES: dict[str, Callable[[Any, int], list[list[int]]]] = {
     "books": books,
     "wikitext": wikitext,
     "own": own,
-    "parts": parts,
 }
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
 CASES = {
-    "capp-gpt-parts": Case("capp-gpt", "parts", 64),
     "capp-gpt-own": Case("capp-gpt", "own", 64),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},

@@ -1,0 +1,80 @@
+"""What CAPP-GPT's plans lose with a term switched off: parts drawn evenly, its own plans, and they alone scored.
+
+    python examples/checkpoints/plans.py    # writes examples/checkpoints/tables/plans-capp-gpt.csv
+
+A part is described by one token of each of six kinds, which the model never learned to predict: what is counted is the
+loss of the plan that follows. Constants come from other parts and their plans. On plans that the model drew itself a
+change of the loss estimates a KL divergence.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import torch
+from measure import CASES, HERE, PROMPTS, SHARED, load
+
+from ln_probe.hooks import find_sites, without
+from ln_probe.hooks.default_tokens import special_tokens
+from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.model import run
+
+KINDS = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
+LIMIT = 64  # tokens of a part and its plan
+GROUPS = ("attention", "mlp", "final", "all")
+CALIBRATION = 64  # other parts
+
+
+def draw(model: Any, count: int, seed: int) -> list[list[int]]:
+    """Parts and the model's plans for them, up to its end token."""
+    tokens = json.loads((SHARED / "checkpoints" / "capp_gpt" / "token_mappings.json").read_text())["token2id"]
+    choices = [[i for name, i in tokens.items() if name.startswith(kind)] for kind in KINDS]
+    ends = set(special_tokens(model, "eos"))
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        row = [c[int(torch.randint(len(c), (1,), generator=generator))] for c in choices]
+        while len(row) < LIMIT and row[-1] not in ends:
+            logits = run(model, torch.tensor([row]), return_type="logits")[0, -1]
+            row.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        found.append(row)
+    return found
+
+
+def losses(model: Any, rows: list[list[int]]) -> list[float]:
+    """Mean loss of each plan, nats per token; the description is read and not counted."""
+    found = []
+    for row in rows:
+        logits = run(model, torch.tensor([row]), return_type="logits")[0, len(KINDS) - 1 : -1].double()
+        found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(row[len(KINDS) :]))))
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = load(CASES["capp-gpt-own"])
+    with torch.no_grad():
+        rows = draw(model, PROMPTS, 0)
+        calibration = (torch.tensor(row) for row in draw(model, CALIBRATION, 1))
+        sigmas = mean_sigmas(model, find_sites(model), calibration)
+        base = losses(model, rows)
+        two = {name: {"first": c.first, "rest": c.rest} for name, c in sigmas.items()}
+        one = {name: {"first": c.rest, "rest": c.rest} for name, c in sigmas.items()}
+        ways = (("scaling", "two", two), ("scaling", "one", one), ("projection", "", "frozen"), ("both", "two", two))
+        found = []
+        for sites in GROUPS:
+            for what, constants, scale in ways:
+                with without(model, what, sites=sites, scale=scale):
+                    changed = losses(model, rows)
+                for prompt, (row, before, after) in enumerate(zip(rows, base, changed, strict=True)):
+                    found.append((sites, what, constants, prompt, len(row) - len(KINDS), before, after - before))
+    columns = ["sites", "without", "constants", "prompt", "predicted", "loss", "delta_loss"]
+    table = pd.DataFrame(found, columns=columns)
+    table.to_csv(HERE / "tables" / "plans-capp-gpt.csv", index=False, float_format="%.6g")
+    print(table.groupby(["sites", "without", "constants"])["delta_loss"].mean())
+
+
+if __name__ == "__main__":
+    main()
