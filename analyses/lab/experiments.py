@@ -208,7 +208,7 @@ EXPERIMENTS = {
     "adaptive_memory": Experiment(
         "ln_probe.analyses.lab.approximation.adaptive_memory",
         "a memory whose place the last input chooses: heads, FFN and dot product, beside the least possible error",
-        "Wang & E 2024, adaptive memory",
+        "Wang & E 2024, adaptive memory (no experiment of it alone)",
         seeds=3,
         quick_seeds=1,
         duration="10 minutes (36 runs of 15 seconds)",

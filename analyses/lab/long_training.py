@@ -56,6 +56,10 @@ def _counter(keys: Keys) -> bool:
     return keys["task"] in COUNTED and keys["model"] in ("lstm", "gru", "rnn_relu")
 
 
+def _plain_tagger(keys: Keys) -> bool:
+    return keys["task"] not in COUNTED and keys["norm"] == "none" and keys["model"] != "transformer"
+
+
 def _depth(order: str, beyond: int, depths: Sequence[int]) -> Callable[[Keys], bool]:
     def wanted(keys: Keys) -> bool:
         square = keys["k"] - keys["depth"] == beyond and keys["depth"] in depths
@@ -104,13 +108,14 @@ STAGES = (
     Stage("language_model_bundled", (2,), lambda k: True, 127, "a third seed of the bundled models", kept=True),
     Stage("depth", TEN[3:], _depth("post", 2, (1, 2, 3)), 164, "at the boundary, post-norm, ten seeds", kept=True),
     Stage("approximation", THREE, lambda k: k["kernel"] == "t5", 18, "T5's encoding", kept=True),
-    Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds"),
+    Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds", kept=True),
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
     Stage("counting", (1, 2), _counter, 132, "weights of two more seeds", kept=True),
-    Stage("depth", TEN[3:], lambda k: k["norm_order"] == "pre", 328, "pre-norm order, ten seeds"),
-    Stage(
-        "depth_deep", THREE, lambda k: True, 13, "depths 4 to 6 on short words, rotary and ALiBi positions", kept=True
-    ),
+    Stage("depth", TEN[3:], _depth("pre", 3, (1, 2, 3)), 164, "beyond the boundary, pre-norm, ten seeds", kept=True),
+    Stage("depth", TEN[3:], _depth("pre", 2, (1, 2, 3)), 164, "at the boundary, pre-norm, ten seeds"),
+    Stage("depth_deep", THREE, lambda k: True, 98, "depths 4 to 6, rotary and ALiBi positions", kept=True),
+    Stage("counting", TEN, _plain_tagger, 20, "networks without a norm to 2048 letters", kept=True),
+    Stage("adaptive_memory", THREE, lambda k: True, 18, "a memory whose place depends on the input", kept=True),
     Stage("longer_inputs", THREE, lambda k: True, 3, "trained encodings on longer inputs", kept=True),
 )
 

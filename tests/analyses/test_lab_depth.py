@@ -25,8 +25,16 @@ from ln_probe.analyses.lab.depth.block_languages import (
 )
 from ln_probe.analyses.lab.depth.crasp import parse
 from ln_probe.analyses.lab.depth.crasp_programs import block_symbol, last_block
-from ln_probe.analyses.lab.depth.depth_findings import findings, hit_rates, sweep, term_effects
+from ln_probe.analyses.lab.depth.depth_findings import (
+    findings,
+    fresh_terms,
+    hit_rates,
+    share_over_seeds,
+    sweep,
+    term_effects,
+)
 from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.intervals import holm, interval
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.training import TrainConfig
 
@@ -112,7 +120,7 @@ def test_hit_rates() -> None:
     failed = pd.DataFrame([(1, 3, "layernorm", "post", "none", 2)], columns=[*depth.KEYS, "seed"])
     assert hit_rates(table, failed).set_index("k").loc[3, ["hits", "seeds"]].tolist() == [1, 3]
     sentence = next(iter(findings(table).conclusions))
-    assert "1 of 2 runs with k = depth + 2 [1%, 99%], 0 of 1 runs with k = depth + 3 [0%, 98%]" in sentence
+    assert "1 of 2 runs with k = depth + 2 [0%, 100%], 0 of 1 runs with k = depth + 3." in sentence
 
 
 def planted(shift: float, seeds: int = 3) -> pd.DataFrame:
@@ -162,7 +170,7 @@ def test_thresholds() -> None:
     swept = sweep(planted(0.3)).set_index(["norm", "side", "threshold"])
     assert swept.loc["layernorm", "within", 0.99]["hits"] == swept.loc["none", "beyond", 0.5]["hits"] == 9
     assert swept.loc["layernorm", "beyond", 0.5]["hits"] == 0
-    assert swept.loc["layernorm", "beyond", 0.5]["high"] == pytest.approx(1 - 0.025 ** (1 / 9))  # 34 %, not 0
+    assert swept.loc["layernorm", "beyond", 0.5]["high"] == pytest.approx(1 - 0.025 ** (1 / 3))  # three seeds: 71 %
     said = [c for c in findings(planted(0.3)).conclusions if "tells them apart" in c]
     assert len(said) == 1
     assert "the worst of 36 runs within the theory's reach has 100.0% in its worst bin, the best of 36" in said[0]
@@ -222,3 +230,31 @@ def test_a_steep_line_clipped_by_two_relus_compares_to_300_letters() -> None:
     assert all(right(602, n) for n in range(1, 301))
     assert not right(598, 299)
     assert not right(602, 303)
+
+
+def test_shares_of_runs_have_intervals_over_seeds() -> None:
+    """Three depths of two seeds: the seeds' shares are 1 and 1/3, not six trials."""
+    right = pd.Series([True, True, True, True, False, False])
+    seeds = pd.Series([0, 0, 0, 1, 1, 1])
+    assert share_over_seeds(right, seeds) == interval(np.array([1.0, 1 / 3]), "share")[1:]
+    all_right = share_over_seeds(pd.Series([True] * 9), pd.Series([0, 1, 2] * 3))
+    assert all_right == pytest.approx((0.025 ** (1 / 3), 1.0)), "three trials, not nine"
+
+
+def test_fresh_seeds_are_tested_by_themselves() -> None:
+    """Scaling costs 0.2 in seeds 0 to 2 and nothing in 3 to 6: only the first are told."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for seed in range(7):
+        for norm in ("layernorm", "projection_only", "scaling_only", "none"):
+            scaled = norm in ("layernorm", "scaling_only")
+            for d in (1, 2, 3):
+                value = 0.5 - 0.2 * scaled * (seed < 3) + 0.01 * rng.standard_normal()
+                rows += [(d, d + 3, norm, "post", "none", seed, depth.measure(b), value) for b in depth.BINS]
+    table = pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
+    fresh = fresh_terms(table)
+    assert list(fresh["term"]) == ["scaling", "projection"]
+    assert set(fresh["seeds"]) == {4}
+    assert abs(fresh["mean"].iloc[0]) < 0.02
+    np.testing.assert_allclose(fresh["p_holm"], holm(fresh["p"].to_numpy()))
+    assert fresh_terms(table[table["seed"] < 3]).empty

@@ -14,7 +14,7 @@ The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -294,11 +294,16 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
+def better_than(constant: float, row: Mapping[Any, Any]) -> bool:
+    """Whether an accuracy is above a constant answer's as far as its seeds tell (one seed: whether it is above)."""
+    return bool(row["mean" if math.isnan(row["ci_low"]) else "ci_low"] > constant)
+
+
 def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     """Where the order of the published models holds at each length and where it is inverted.
 
     Models that are not trained to their published accuracy at the training length are named and left out: an order
-    beyond it would compare budgets. So are pairs of which one is no better than a constant answer.
+    beyond it would compare budgets. So are pairs of which one cannot be told from a constant answer.
     """
     shown = summary.dropna(subset="published")
     at_training = shown[shown["measure"] == f"accuracy_{TRAIN_LENGTH}"]
@@ -312,15 +317,17 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
         rows = [r for r in part.to_dict("records") if (task, r["model"]) not in left_out]
         constant = max(part["constant_yes"].iloc[0], part["constant_no"].iloc[0])
-        idle = [r["model"] for r in rows if r["mean"] <= constant]
+        idle = [r["model"] for r in rows if not better_than(constant, r)]
         pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :] if a["published"] != b["published"]]
         pairs = [(a, b) for a, b in pairs if not {a["model"], b["model"]} & set(idle)]
         ways = [(a["mean"] - b["mean"]) * (a["published"] - b["published"]) for a, b in pairs]
-        said = f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold"
+        said = (
+            f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold" if pairs else "none to compare"
+        )
         for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
             names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
             said += f"; {word}: {', '.join(names)}" if names else ""
-        said += f"; no better than a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
+        said += f"; not told from a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
         if pairs or idle:
             yield f"{task}, {measure}: {said}."
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.lab.depth.block_languages import predicted_depth
 from ln_probe.analyses.lab.depth.depth import training as schedule
-from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates
+from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
 from ln_probe.analyses.lab.depth.depth_task import BINS, EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import binomial_interval, doubt
+from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
@@ -99,7 +99,7 @@ def findings(
         summary,
         tables={"exact_match": table, "hits": hits, "contrasts": contrasts},
         figures={} if table.empty else {"deep": _length_curves(summary)},
-        conclusions=(*_boundary(table, hits), *_contrast_sentences(contrasts)),
+        conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
         settings={
             "bins": BINS,
             "hit": HIT,
@@ -154,23 +154,23 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     return contrasted(pd.concat(made, ignore_index=True), ["contrast"], (-1.0, 1.0))
 
 
-def _boundary(table: pd.DataFrame, hits: pd.DataFrame) -> Iterator[str]:
-    """On either side, how many runs are right in every bin, and what their worst bins have."""
+def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
+    """On either side, how many runs are right in every bin, and what their worst bins have; intervals over seeds."""
     by = ["positions", "depth", "k", "seed"]
-    worst = table.groupby(by, sort=False, as_index=False)["value"].min()
+    worst = cast("pd.DataFrame", table.groupby(by, sort=False, as_index=False)["value"].min())
+    if failed is not None and len(failed):
+        worst = pd.concat([worst, failed[by].assign(value=0.0)], ignore_index=True)
     worst["within"] = worst["k"].map(predicted_depth) <= worst["depth"]
-    for positions, part in hits.groupby("positions", sort=False):
+    for positions, part in worst.groupby("positions", sort=False):
         counts = []
         for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
-            side = part[part["predicted"] == within]
-            if runs := int(side["seeds"].sum()):
-                right = int(side["hits"].sum())
-                low, high = binomial_interval(right, runs)
-                bins = worst[(worst["positions"] == positions) & (worst["within"] == within)]["value"]
-                counts.append(
-                    f"{right} of {runs} runs with {words} [{low:.0%}, {high:.0%}], their worst bins {bins.min():.0%} "
-                    f"to {bins.max():.0%}"
-                )
+            side = part[part["within"] == within]
+            if len(side):
+                right = side["value"] >= HIT
+                low, high = share_over_seeds(right, side["seed"])
+                spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
+                ends = f"{side['value'].min():.0%} to {side['value'].max():.0%}"
+                counts.append(f"{right.sum()} of {len(side)} runs with {words}{spread}, their worst bins {ends}")
         where = "without positions" if positions == "none" else f"{positions} positions"
         depths = sorted(set(part["depth"]))
         depth = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"

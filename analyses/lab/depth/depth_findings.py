@@ -3,6 +3,10 @@
 The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
 (`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
 over all depths of a side at once, from pairs of runs of one seed that differ in it alone: as many as there are seeds.
+Runs of one seed at several depths are no independent trials either: shares of runs have intervals over seeds.
+
+That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they tell
+by themselves is tested apart (`fresh_terms`).
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
 ALL_DEPTHS, BOTH = "all", "both"
+CHOSEN_SEEDS = 3  # that had been seen when more were trained, to look at scaling beyond the boundary
 # Norms with a term and without it, the other term held: with it, without it.
 TERMS = {
     "scaling": (("layernorm", "projection_only"), ("scaling_only", "none")),
@@ -62,7 +67,8 @@ def findings(
         lost: what became of runs that diverged.
     """
     values = table.drop(columns="step", errors="ignore")
-    hits, swept, terms, hand_built = hit_rates(table, failed), sweep(table), term_effects(values), compare_table()
+    hits, swept, hand_built = hit_rates(table, failed), sweep(table), compare_table()
+    terms, fresh = term_effects(values), fresh_terms(values)
     summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return Results(
@@ -72,14 +78,16 @@ def findings(
             "hits": hits,
             "sweep": swept,
             "terms": terms,
+            "terms_fresh": fresh,
             "effects": effects(values, [*KEYS, "measure"], ["norm"]),
             "hand_built": hand_built,
         },
         figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
         conclusions=(
-            *_conclusions(hits),
+            *_conclusions(table, failed),
             *_separations(swept),
             *_term_sentences(terms),
+            *(f"Seeds {CHOSEN_SEEDS} and up alone: {said}" for said in _term_sentences(fresh)),
             *_compare_conclusions(hand_built),
         ),
         settings={
@@ -117,16 +125,26 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
         KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
     """
     rows = []
-    told = table.assign(hit=table["value"] >= HIT)
-    if failed is not None and len(failed):
-        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
-    per_seed = told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
-    for key, hit in per_seed.groupby(list(KEYS), sort=False):
+    for key, hit in _runs_right(table, failed).groupby(list(KEYS), sort=False):
         low, high = binomial_interval(int(hit.sum()), len(hit))
         cell = cast("tuple[Any, ...]", key)
         predicted = predicted_depth(int(cell[1])) <= cell[0]
         rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
+
+
+def _runs_right(table: pd.DataFrame, failed: pd.DataFrame | None) -> pd.Series:
+    """Whether a run has HIT in every bin, by KEYS and seed."""
+    told = table.assign(hit=table["value"] >= HIT)
+    if failed is not None and len(failed):
+        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
+    return told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
+
+
+def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
+    """95 % interval of the share of runs that are right, each seed's runs one observation."""
+    _, low, high = interval(right.groupby(seeds.to_numpy()).mean().to_numpy(float), "share")
+    return low, high
 
 
 def _side(frame: pd.DataFrame) -> pd.Series:
@@ -137,7 +155,7 @@ def sweep(table: pd.DataFrame) -> pd.DataFrame:
     """How many runs clear a threshold in every bin, for every threshold, on either side of the theory's boundary.
 
     Returns:
-        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (exact 95 %), and `worst`, `best`: the
+        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (95 % over seeds), `worst`, `best`: the
         least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
         and the worst run within tells the sides apart.
     """
@@ -146,8 +164,8 @@ def sweep(table: pd.DataFrame) -> pd.DataFrame:
     for key, part in worst.assign(side=_side(worst)).groupby(["norm", "norm_order", "positions", "side"], sort=False):
         x = part["value"].to_numpy(float)
         for threshold in THRESHOLDS:
-            hits = int((x >= threshold).sum())
-            found = (threshold, hits, len(x), *binomial_interval(hits, len(x)), x.min(), x.max())
+            right = part["value"] >= threshold
+            found = (threshold, int(right.sum()), len(x), *share_over_seeds(right, part["seed"]), x.min(), x.max())
             rows.append((*cast("tuple[Any, ...]", key), *found))
     columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
     return pd.DataFrame(rows, columns=columns)
@@ -205,15 +223,30 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     return found.assign(p_holm=holm(found["p"].to_numpy(float)))
 
 
-def _conclusions(hits: pd.DataFrame) -> Iterator[str]:
-    for (order, positions, norm), part in hits.groupby(["norm_order", "positions", "norm"], sort=False):
+def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
+    """`term_effects` beyond the boundary over the seeds that were trained after the first had been seen.
+
+    Holm's p is over these alone: two terms in each order. Empty if there are no such seeds.
+    """
+    later = values[values["seed"] >= CHOSEN_SEEDS]
+    found = term_effects(later if len(later) else values)
+    tested = (found["depth"] == ALL_DEPTHS) & (found["outcome"] == REACH)
+    tested &= (found["side"] == BEYOND) & (found["norm_order"] != BOTH) & bool(len(later))
+    fresh = found[tested].reset_index(drop=True)
+    return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
+
+
+def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
+    runs = _runs_right(table, failed).reset_index()
+    runs["within"] = _side(runs) == WITHIN
+    for (order, positions, norm), part in runs.groupby(["norm_order", "positions", "norm"], sort=False):
         counts = []
-        for predicted, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
-            side = part[part["predicted"] == predicted]
-            if runs := int(side["seeds"].sum()):
-                right = int(side["hits"].sum())
-                low, high = binomial_interval(right, runs)
-                counts.append(f"{right} of {runs} runs with {words} [{low:.0%}, {high:.0%}]")
+        for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
+            side = part[part["within"] == within]
+            if len(side):
+                low, high = share_over_seeds(side["hit"], side["seed"])
+                spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
+                counts.append(f"{int(side['hit'].sum())} of {len(side)} runs with {words}{spread}")
         where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
         yield (
             f"{where}: at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters in "

@@ -59,9 +59,9 @@ def majority() -> Iterator[str]:
     header = (
         "norm, radius",
         *(f"step {s}" for s in steps),
-        "published",
+        "published, steps 1000 / 2000 / 5000",
         "angle of queries to the ones-vector",
-        "published",
+        "published, before / step 17,000",
     )
     yield from markdown(header, rows)
     yield from prose("majority 2")

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
+from ln_probe.analyses.lab.counting.counting import better_than
 from ln_probe.analyses.lab.counting.counting_tasks import TERMS, farthest
 from ln_probe.analyses.lab.intervals import binomial_interval, interval
 from ln_probe.analyses.lab.laboratory.reading import (
@@ -64,7 +65,28 @@ def depth() -> Iterator[str]:
             (f"{where}, {side}", str(both[0]["seeds"]), str(both[0]["units"]), *(change(r, 100, 1) for r in both))
         )
     yield from markdown(("order, side of the theory's reach", "seeds", "pairs", "scaling, points", "projection"), rows)
+    yield from _beyond_by_seeds_and_depth()
     yield from prose("depth 5")
+
+
+def _beyond_by_seeds_and_depth() -> Iterator[str]:
+    """Beyond the boundary: what fresh seeds tell by themselves, and depth by depth (not tested)."""
+    fresh, terms = kept_table("depth", "terms_fresh"), rows_where(kept_table("depth", "terms"), outcome="reach")
+    yield from prose("depth fresh")
+    rows = []
+    for order in dict.fromkeys(fresh["norm_order"]):
+        both = [only_row(fresh, norm_order=order, term=term) for term in ("scaling", "projection")]
+        rows.append((f"{order}-norm, beyond", str(both[0]["seeds"]), *(change(r, 100, 1) for r in both)))
+    yield from markdown(("seeds 3 to 9 alone", "seeds", "scaling, points", "projection"), rows)
+    yield from prose("depth by depth")
+    beyond = rows_where(terms, side="beyond")
+    rows = []
+    for order in ("post", "pre"):
+        for term in ("scaling", "projection"):
+            part = rows_where(beyond, norm_order=order, term=term).set_index("depth")
+            cells = (with_interval(part.loc[depth], 100, 1, sign=True) for depth in ("1", "2", "3"))
+            rows.append((f"{order}-norm, {term}", *cells))
+    yield from markdown(("by depth, points", "1, L4", "2, L5", "3, L6"), rows)
 
 
 def depth_deep() -> Iterator[str]:
@@ -199,6 +221,25 @@ def approximation() -> Iterator[str]:
     yield from prose("approximation dot product on text")
 
 
+def adaptive_memory() -> Iterator[str]:
+    summary = kept_table("adaptive_memory")
+    yield from prose("adaptive_memory 1")
+    rows = []
+    for width, product in dict.fromkeys(zip(summary["width"], summary["dot_product"], strict=True)):
+        part = rows_where(summary, width=width, dot_product=product).set_index("heads")
+        cells = []
+        for _, r in part.sort_index().iterrows():
+            told = f"{short_power(r['mean'])} [{short_power(r['ci_low'])}, {short_power(r['ci_high'])}]"
+            least = "not known" if np.isnan(r["attainable"]) else f"{r['attainable']:g}"
+            cells.append(f"{told}; least {least}")
+        rows.append((f"FFN of {width}" if width else "none", "yes" if product else "no", *cells))
+    heads = sorted(set(summary["heads"]))
+    yield from markdown(("FFN", "dot product", *(f"{h} head{'s' if h > 1 else ''}" for h in heads)), rows)
+    yield from sentences("adaptive_memory", "The dot product")
+    yield "![Error of every run over heads](../analyses/lab/published/adaptive_memory/adaptive.png)"
+    yield ""
+
+
 def longer_inputs() -> Iterator[str]:
     summary = kept_table("longer_inputs")
     told = summary[summary["measure"] == "relative_mse"]
@@ -237,13 +278,13 @@ def counting() -> Iterator[str]:
                     continue
                 row = cell.loc[f"accuracy_{n}"]
                 told = with_interval(row, 100, 1) + (f" ({100 * row['published']:.1f})" if row["published"] > 0 else "")
-                cells.append(f"*{told}*" if row["mean"] <= best[n] else told)
+                cells.append(told if better_than(best[n], row) else f"*{told}*")
             rows.append((str(model), *cells, str(int(cell["seeds"].iloc[0]))))
         yield f"{task}:"
         yield ""
         yield from markdown(("", *map(str, lengths), "seeds"), rows)
     yield from prose("counting 2")
-    yield from sentences("counting", "published orderings", "this budget does not reach it")
+    yield from sentences("counting", "published orderings", "none to compare", "this budget does not reach it")
     yield from prose("counting 3")
     yield from _term_changes(summary, farthest(kept_table("counting", "effects")))
     yield from prose("counting 4")
