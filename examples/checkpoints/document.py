@@ -308,7 +308,61 @@ def estimates_table() -> str:
     return "\n".join(lines)
 
 
+def second_way_table() -> str:
+    """Losses of a hand-edited Hugging Face model beside ours, one constant, measured once."""
+    found = pd.read_csv(HERE / "tables" / "second-way.csv", dtype=str)
+    lines = ["| model | edited | ours | Hugging Face's |", "|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in found.to_numpy())])
+
+
+def conclusions() -> str:
+    """What became of the three conclusions of 0.1.0's README, and of SmolLM2's prompts: `conclusions.md`, filled in."""
+    cost = {m: read(f"lm-{m}-books")[0].loc[("all", "no_projection")] for m in ("none", "scaling_only")}
+    seeds = pd.read_csv(LABORATORY / "language_model_bundled" / "seeds.csv")
+    seeds = seeds[(seeds["norm"] == "none") & (seeds["measure"] == "delta_loss_no_projection") & (seeds["seed"] > 0)]
+    kept = {name: pd.read_csv(HERE / "tables" / f"parts-{name}.csv") for name in ("mgm", "smollm2-135m")}
+
+    def rows(name: str, sites: str, constants: str, only: str) -> pd.DataFrame:
+        some = kept[name]
+        return some[(some["sites"] == sites) & (some["constants"] == constants) & (some["only"] == only)]
+
+    def part(name: str, sites: str, constants: str, only: str) -> float:
+        return _over_prompts(rows(name, sites, constants, only), "delta_loss")[0]
+
+    ways, one_norm = ("queries", "keys", "values"), {"mgm": "blocks.2.ln1", "smollm2-135m": "blocks.16.ln1"}
+    for name, sites in one_norm.items():
+        for where, constants in ((sites, "one"), ("attention", "two")):
+            if part(name, where, constants, "all three") <= sum(part(name, where, constants, only) for only in ways):
+                raise ValueError(f"{name}, {where}: parts cost no more together than alone: write what they do")
+    mine = [part("mgm", "attention", "two", only) for only in ways]
+    smol = {only: f"{part('smollm2-135m', 'attention', 'two', only):+.2f}" for only in ways}
+    two, at_16 = (rows("smollm2-135m", where, "two", "all three") for where in ("attention", "blocks.16.ln1"))
+    massive = pd.read_csv(HERE / "tables" / "massive-smollm2-135m.csv").set_index("prompt")["elsewhere"] > 0
+    has = two["prompt"].map(massive)
+    text = (HERE / "conclusions.md").read_text(encoding="utf-8").rstrip()
+    return text.format(
+        none=_cell(cost["none"]),
+        none_final=_cell(read("lm-none-books")[0].loc[("final", "no_projection")]),
+        scaling_only=_cell(cost["scaling_only"]),
+        other_seeds=" and ".join(f"{x:+.3f}" for x in seeds["value"]),
+        least=f"{min(mine):+.3f}",
+        most=f"{max(mine):+.3f}",
+        **smol,
+        attention=change(*_over_prompts(two, "delta_loss")),
+        median=f"{two['delta_loss'].median():.1f}",
+        largest=f"{two['delta_loss'].max():.1f}",
+        massive=int(has.sum()),
+        prompts=len(two),
+        with_massive=f"{_over_prompts(two[has], 'delta_loss')[0]:.1f}",
+        without_massive=f"{_over_prompts(two[~has], 'delta_loss')[0]:.1f}",
+        most_at_16=", ".join(f"{x:+.1f}" for x in at_16["delta_loss"].nlargest(3)),
+        median_at_16=f"{at_16['delta_loss'].median():+.3f}",
+    )
+
+
 BLOCKS = {
+    "conclusions": conclusions,
+    "second-way": second_way_table,
     "bundled": bundled_table,
     "checkpoints": groups_table,
     "checkpoint-prompts": prompts_table,
