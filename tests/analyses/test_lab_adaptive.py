@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.approximation import adaptive_memory
-from ln_probe.analyses.lab.approximation.adaptive_memory import AFFINE, AdaptiveTask, Cell, adaptive, by_hand, findings
+from ln_probe.analyses.lab.approximation.adaptive_memory import (
+    AFFINE,
+    AdaptiveTask,
+    Cell,
+    adaptive,
+    balanced,
+    by_hand,
+    findings,
+)
 from ln_probe.analyses.lab.experiments import Request, run
 
 
@@ -50,6 +58,14 @@ def test_models_without_ffn_and_dot_product_are_affine() -> None:
     torch.testing.assert_close(both - none, (one - none) + (other - none), rtol=0, atol=1e-12)
 
 
+def test_the_bound_holds_on_what_is_measured_on() -> None:
+    """The best affine function has exactly the bound's error on these inputs."""
+    x = balanced()
+    a, b = x[:, 98], x[:, 47]
+    assert float(((a + b) / 2 - adaptive(x)).pow(2).mean()) == AFFINE
+    assert float(x[:, [999, 98, 47]].sum()) == 0
+
+
 def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     model, x = by_hand(), inputs()
     with torch.no_grad():
@@ -60,7 +76,7 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
 
 def test_findings_by_hand() -> None:
     rows = [
-        {"heads": 2, "width": 0, "dot_product": product, "seed": seed, "step": 9, "measure": "mse", "value": value}
+        {"heads": 2, "width": 0, "dot_product": product, "seed": seed, "measure": "mse", "value": value}
         for product, values in ((False, (0.5, 0.5, 0.5)), (True, (5e-3, 5e-4, 5e-5)))
         for seed, value in enumerate(values)
     ]
@@ -68,9 +84,10 @@ def test_findings_by_hand() -> None:
     factor = found.tables["dot_product"].iloc[0]
     assert factor["factor"] == pytest.approx(1e-3)
     assert found.summary.set_index("dot_product").loc[False, "attainable"] == 0.5
-    first, second = found.conclusions
-    assert first.startswith("Neither FFN nor dot product: errors of 0.5 to 0.5 over 2 to 2 heads, of which 0.5 is the")
-    assert second.startswith("The dot product, 2 heads, no FFN: 0.001 [")
+    first, second, third = found.conclusions
+    assert first.startswith("Neither FFN nor dot product: trained errors of 0.5 to 0.5 over 2 to 2 heads; 0.5 is the")
+    assert second == "The dot product and no FFN: trained errors of 0.0005 to 0.0005 over 2 to 2 heads."
+    assert third.startswith("The dot product, 2 heads, no FFN: 0.001 [")
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

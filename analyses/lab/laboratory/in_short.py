@@ -13,6 +13,7 @@ from ln_probe.analyses.lab.laboratory.reading import (
     only_row,
     prose,
     rows_where,
+    short_power,
     with_interval,
 )
 from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, COSTS
@@ -192,19 +193,18 @@ def _dot_product() -> tuple[str, ...]:
 
 
 def _adaptive() -> tuple[str, ...]:
-    factors = kept_table("adaptive_memory", "dot_product")
+    summary = kept_table("adaptive_memory")
 
-    def times(heads: int, width: int) -> str:
-        row = only_row(factors, heads=heads, width=width)
-        said = f"{row['factor']:.2g} [{row['low']:.2g}, {row['high']:.2g}] times the error"
-        return said if float(row["p_holm"]) < SIGNIFICANT else f"nothing that can be told ({said})"
+    def error(width: int, product: bool) -> str:
+        row = only_row(summary, heads=2, width=width, dot_product=product)
+        return f"{short_power(row['mean'])} [{short_power(row['ci_low'])}, {short_power(row['ci_high'])}]"
 
     return (
         _link("Adaptive memory", "approximation"),
-        _most(factors),
-        "Without an FFN and without the dot product no number of heads can have less than half the target's variance, "
-        f"by arithmetic; with the dot product two trained heads have {times(2, 0)}, with an FFN of 32 beside it "
-        f"{times(2, 32)}.",
+        _most(summary),
+        "With neither an FFN nor the dot product no number of heads can have less than half the target's variance; with "
+        f"the dot product two heads can have none of it, by hand. Trained, they have {error(0, False)} without it and "
+        f"{error(0, True)} with it: training does not find it. With an FFN {error(32, False)} and {error(32, True)}.",
     )
 
 
