@@ -97,7 +97,7 @@ def _verdicts() -> Iterator[str]:
             said += f"; seeds 3 to 9 alone {with_interval(row, 100, 1, sign=True)}, Holm {row['p_holm']:.2g}"
         return said + ")"
 
-    told = [r["norm_order"] for r in fresh.to_dict("records") if r["p_holm"] < SIGNIFICANT and r["term"] == "scaling"]
+    orders = [r["norm_order"] for r in fresh.to_dict("records") if r["p_holm"] < SIGNIFICANT and r["term"] == "scaling"]
     if set(fresh[fresh["p_holm"] < SIGNIFICANT]["term"]) - {"scaling"}:
         raise ValueError("beyond the boundary fresh seeds tell something of projection: write what")
     values = kept_table("depth", "exact_match")
@@ -162,7 +162,7 @@ def _verdicts() -> Iterator[str]:
          "can do). The theory is of all lengths and of what there is, not of what is learned; no threshold tells all "
          "of these runs apart. Scaling lowers what is reached beyond (points of reach over all depths): "
          f"{reach('post')}, {reach('pre')}: "
-         + (f"fresh seeds tell it in {' and '.join(f'{o}-norm' for o in told)} order. " if told else
+         + (f"fresh seeds tell it in {' and '.join(f'{o}-norm' for o in orders)} order. " if orders else
             "the fresh seeds by themselves do not tell it. ")
          + f"Projection: {reach('post', 'projection')}, {reach('pre', 'projection')}: not told"),
         ("COMPARE needs scaling, by hand", "changed",

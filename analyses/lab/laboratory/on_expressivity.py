@@ -235,7 +235,7 @@ def adaptive_memory() -> Iterator[str]:
         rows.append((f"FFN of {width}" if width else "none", "yes" if product else "no", *cells))
     heads = sorted(set(summary["heads"]))
     yield from markdown(("FFN", "dot product", *(f"{h} head{'s' if h > 1 else ''}" for h in heads)), rows)
-    yield from sentences("adaptive_memory", "The dot product")
+    yield from sentences("adaptive_memory", "The dot product and no FFN", "an FFN of")
     yield "![Error of every run over heads](../analyses/lab/published/adaptive_memory/adaptive.png)"
     yield ""
 
