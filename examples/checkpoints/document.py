@@ -336,7 +336,7 @@ def conclusions() -> str:
                 raise ValueError(f"{name}, {where}: parts cost no more together than alone: write what they do")
     mine = [part("mgm", "attention", "two", only) for only in ways]
     smol = {only: f"{part('smollm2-135m', 'attention', 'two', only):+.2f}" for only in ways}
-    two, at_16 = (rows("smollm2-135m", where, "two", "all three") for where in ("attention", "blocks.16.ln1"))
+    two = rows("smollm2-135m", "attention", "two", "all three")
     massive = pd.read_csv(HERE / "tables" / "massive-smollm2-135m.csv").set_index("prompt")["elsewhere"] > 0
     has = two["prompt"].map(massive)
     text = (HERE / "conclusions.md").read_text(encoding="utf-8").rstrip()
@@ -355,8 +355,8 @@ def conclusions() -> str:
         prompts=len(two),
         with_massive=f"{_over_prompts(two[has], 'delta_loss')[0]:.1f}",
         without_massive=f"{_over_prompts(two[~has], 'delta_loss')[0]:.1f}",
-        most_at_16=", ".join(f"{x:+.1f}" for x in at_16["delta_loss"].nlargest(3)),
-        median_at_16=f"{at_16['delta_loss'].median():+.3f}",
+        one_at_16=change(*_over_prompts(rows("smollm2-135m", "blocks.16.ln1", "one", "all three"), "delta_loss")),
+        two_at_16=change(*_over_prompts(rows("smollm2-135m", "blocks.16.ln1", "two", "all three"), "delta_loss")),
     )
 
 

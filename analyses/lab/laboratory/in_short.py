@@ -204,7 +204,8 @@ def _adaptive() -> tuple[str, ...]:
         _most(summary),
         "With neither an FFN nor the dot product no number of heads can have less than half the target's variance; "
         f"with the dot product two heads can have none of it, by hand. Trained, they have {error(0, False)} without "
-        f"it and {error(0, True)} with it: training does not find it. With an FFN {error(32, False)} and {error(32, True)}.",
+        f"it and {error(0, True)} with it: training does not find it. With an FFN {error(32, False)} and "
+        f"{error(32, True)}.",
     )
 
 
