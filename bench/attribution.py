@@ -10,6 +10,7 @@ their own beside that of the forward pass. Bounds: one logit ≤ 2 passes; `writ
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--out", type=Path, help="a CSV file: part, passes (of processor time), memory over forward's")
     arguments = parser.parse_args()
     if arguments.part:
         print(json.dumps(measure(arguments.part, arguments.vocabulary, arguments.repeats)))
@@ -97,7 +100,7 @@ def main() -> None:
     print(f"\nattribution: GPT-2 small's shape, {TOKENS} tokens, {THREADS} threads")
     print("| part | seconds | passes (wall) | passes (processor) | peak, MB | … of forward | bound |")
     print("|---|---|---|---|---|---|---|")
-    base = 0.0
+    base, rows = 0.0, [("part", "passes", "memory")]
     for part in PARTS:
         command = [sys.executable, __file__, "--part", part, "--vocabulary", str(arguments.vocabulary)]
         command += ["--repeats", str(arguments.repeats)]
@@ -112,6 +115,12 @@ def main() -> None:
             f"{found['peak_mb'] / base:.2f} | {bound} |",
             flush=True,
         )
+        if part != "forward":
+            passes_taken, memory_held = found["processor"] / found["bare_processor"], found["peak_mb"] / base
+            rows.append((part, f"{passes_taken:.1f}", f"{memory_held:.1f}"))
+    if arguments.out:
+        with arguments.out.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":

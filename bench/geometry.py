@@ -3,24 +3,28 @@
 Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds
 of thousands of keys against construction, certificates and linear programs), hard (families that are slow to
 decide, one thread), worst (the slowest single key of every family), checks (what proofs cost), heads (the
-shape of GPT-2 small), pool (10⁴ to 10⁵ keys). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and
-the like are set to 1 and the script starts itself again.
+shape of GPT-2 small), pool (10⁴ to 10⁵ keys), exact (rational arithmetic with its libraries and without). Ratios are
+per core: unless they are set, OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again.
+`--out bench/results` writes each section's table, which pages are made of (`python docs/made.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import baselines
 import families
 import numpy as np
 
 import ln_probe
+from ln_probe.analyses.geometry import rational
 from ln_probe.analyses.geometry.certificates import Checker
 from ln_probe.analyses.geometry.judged import judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
@@ -50,7 +54,10 @@ WORST = [(128, 2), (400, 6), (512, 64), (512, 128)]  # keys, dimensions
 WORST_SAMPLE = 40  # keys per set, of those that are left when white queries have been tried
 CHECKS = ("__init__", "selects", "leads", "reproduces", "gap_at_least", "gap_at_most", "attention")  # of the checker
 MGM_LAYER = 4
+EXACT = [(100, 12), (120, 32), (140, 48)]  # keys, dimensions
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+printed: list[list[str]] = []  # of one section: the head, a line, rows
 
 
 def seconds(work: Callable[..., object], *arguments: object, **named: object) -> float:
@@ -60,6 +67,7 @@ def seconds(work: Callable[..., object], *arguments: object, **named: object) ->
 
 
 def row(*cells: object) -> None:
+    printed.append([str(cell) for cell in cells])
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
@@ -312,6 +320,22 @@ def mgm_keys(number: int) -> np.ndarray:
     return np.concatenate(found)[:number]
 
 
+def exact() -> None:
+    """Verdicts in rational arithmetic: with python-flint and gmpy2, and without them."""
+    print("\nexact: processor seconds of strict=True for all keys, half of them planted in the others' hull; one run")
+    row("n", "d", "with libraries", "without")
+    row(*["---"] * 4)
+    libraries = {"flint": rational.flint, "gmpy2": rational.gmpy2}
+    for n, d in EXACT:
+        keys, taken = families.planted(np.random.default_rng(0), n, d), []
+        _decide(keys, None, False)  # compiles
+        for found in (libraries, dict.fromkeys(libraries)):
+            vars(rational).update(found)
+            taken.append(processor_seconds(ln_probe.key_geometry, keys, strict=True, margins=False, threads=1))
+        vars(rational).update(libraries)
+        row(n, d, *(f"{t:.2f}" for t in taken))
+
+
 SECTIONS = {
     "speed": speed,
     "verdicts": verdicts,
@@ -320,13 +344,16 @@ SECTIONS = {
     "checks": checks,
     "heads": heads,
     "pool": pool,
+    "exact": exact,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
-    chosen = parser.parse_args().sections or list(SECTIONS)
+    parser.add_argument("--out", type=Path, help="a folder for geometry-SECTION.csv")
+    arguments = parser.parse_args()
+    chosen = arguments.sections or list(SECTIONS)
     for name in chosen:
         if name not in SECTIONS:
             parser.error(f"no section {name!r}: choose from {', '.join(SECTIONS)}")
@@ -334,7 +361,11 @@ def main() -> None:
         os.environ.update({name: os.environ.get(name, "1") for name in THREADS})
         os.execv(sys.executable, [sys.executable, *sys.argv])
     for name in chosen:
+        printed.clear()
         SECTIONS[name]()
+        if arguments.out and printed:
+            with (arguments.out / f"geometry-{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([printed[0], *printed[2:]])
 
 
 if __name__ == "__main__":

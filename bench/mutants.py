@@ -37,7 +37,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,21 +368,6 @@ def write(rows: dict[tuple[str, str, str], Row]) -> None:
         table.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[0], int(rows[key]["line"]), *key)))
 
 
-def show(rows: dict[tuple[str, str, str], Row]) -> None:
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows.values():
-        group = row["file"].removesuffix(".py") if row["file"].startswith("hooks") else str(Path(row["file"]).parent)
-        group += ", compiled loops" if row["loop"] == "True" else ""
-        for name in (group, "all"):
-            counts[name][row["outcome"] if row["why"] not in WHY else "none"] += 1
-    print("| | mutants | change no result | killed | of these by time | survived | killed of the others |")
-    print("|---|---|---|---|---|---|---|")
-    for group, c in sorted(counts.items(), key=lambda pair: pair[0] == "all"):
-        killed = c["killed"] + c["timeout"]
-        share = f"{killed / (c.total() - c['none']):.0%}".replace("%", " %")
-        print(f"| {group} | {c.total()} | {c['none']} | {killed} | {c['timeout']} | {c['survived']} | {share} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--map", nargs="*", metavar="TESTS")
@@ -393,7 +378,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = read()
     if options.table:
-        return show(rows)
+        from document import mutants_table  # (what CONTRIBUTING.md shows)
+
+        return print(mutants_table(rows.values()))
     os.chdir(ROOT)
     load_libraries()
     assert "ln_probe" not in sys.modules, "a child has to read it anew"

@@ -1,11 +1,13 @@
 """How large a report's page is and how soon it opens, in headless Chromium: 12 × 12 heads, one prompt of 512 tokens.
 
 Attention is made up without structure, so it compresses worse than a model's; the rest is a bundled model's
-on short prompts. Prints the medians of several visits.
+on short prompts. Prints the medians of several visits; `--out FILE.csv` writes them, too.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import shutil
 import statistics
 import sys
@@ -60,6 +62,9 @@ def made_up() -> Exhibits:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a CSV file for what is printed")
+    out = parser.parse_args().out
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("bench/page.py needs Chromium on the PATH")
@@ -71,7 +76,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         started = time.process_time()
         path = report.to_html(Path(folder, "page.html"))
-        print(f"made in {time.process_time() - started:.1f} s of processor time, {path.stat().st_size / 1e6:.2f} MB")
+        took, size = time.process_time() - started, path.stat().st_size / 1e6
+        print(f"made in {took:.1f} s of processor time, {size:.2f} MB")
+        rows = [("what", "value", "unit"), ("size", f"{size:.1f}", "MB"), ("made", f"{took:.1f}", "s")]
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         found: dict[str, list[float]] = {"first paint": [], "loaded": [], "attention drawn": []}
         for _ in range(VISITS):
@@ -89,7 +96,11 @@ def main() -> None:
             page.close()
         for what, seconds in found.items():
             print(f"{what}: {statistics.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})")
+            rows.append((what, f"{statistics.median(seconds):.2f}", "s"))
         browser.close()
+    if out:
+        with out.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":

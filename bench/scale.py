@@ -8,11 +8,13 @@ themselves take; compiling is done before the clock starts.
 
     python bench/scale.py --quick          # up to 1024 tokens
     python bench/scale.py --seven-b
+    python bench/scale.py --out FILE.csv   # the rows, and the exponents as rows with a `power`
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +37,7 @@ BASE = {"tokens": 512, "heads": 4, "d_head": 64}
 STEPS = {"tokens": (256, 512, 1024, 2048, 4096), "heads": (2, 4, 8, 16), "d_head": (16, 32, 64, 128)}
 SEVEN_B = {"tokens": 2048, "heads": 32, "d_head": 128}
 NATS = 2.0  # by which the scores of typical keys deviate under a query of the reachable set
+COLUMNS = ("what", "tokens", "heads", "d_head", "sample", "wall_s", "cpu_s", "peak_mb", "undecided", "power")
 RHO = 0.4  # of the observed set: between what SmolLM2's heads have
 
 
@@ -94,7 +98,18 @@ def row(title: str, shape: dict[str, int], sample: int) -> dict[str, float]:
         f"| {found['undecided']:.0f} |",
         flush=True,
     )
+    figures = (f"{found['wall']:.1f}", f"{found['cpu']:.1f}", f"{found['peak_mb']:.0f}", f"{found['undecided']:.0f}")
+    rows.append((title, *shape.values(), sample or "all", *figures, ""))
     return found
+
+
+rows: list[tuple[object, ...]] = []  # of COLUMNS
+
+
+def write(path: Path | None) -> None:
+    if path is not None:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
 
 
 def main() -> None:
@@ -102,6 +117,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="up to 1024 tokens, 8 heads")
     parser.add_argument("--seven-b", action="store_true", help="one layer of a 7B model's shape, sampled")
+    parser.add_argument("--out", type=Path, help="a CSV file for the table")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(**json.loads(arguments.one))))
@@ -113,6 +129,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     if arguments.seven_b:
         row("7B layer", SEVEN_B, SAMPLE)
+        write(arguments.out)
         return
     for sample in (0, SAMPLE):
         for what, steps in STEPS.items():
@@ -120,6 +137,8 @@ def main() -> None:
             found = [row(what, BASE | {what: size}, sample)["cpu"] for size in sizes]
             power = np.polyfit(np.log(sizes), np.log(found), 1)[0]
             print(f"| CPU ∝ {what}^{power:.2f} | | | | {sample or 'all'} | | | | | |", flush=True)
+            rows.append((what, "", "", "", sample or "all", "", "", "", "", f"{power:.2f}"))
+    write(arguments.out)
 
 
 _LONG = {("tokens", 2048), ("tokens", 4096), ("heads", 16)}

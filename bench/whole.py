@@ -10,11 +10,13 @@ the first time (`page`: the first look). `planned`: what `ln-probe plan` says of
     python bench/whole.py --against ../before     and another one, taking turns, for comparison
     python bench/whole.py --stages causal whole --repeats 3
     python bench/whole.py --prompts 4             on the first four of the bundled prompts alone
+    python bench/whole.py --out FILE.csv          the table as a file, memory in GB
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -29,6 +31,7 @@ from pathlib import Path
 
 PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
 STAGES = ("loading", *PROBES, "whole")
+COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s", "planned_s")
 _TICK = 0.5  # seconds between two looks at the memory of all processes
 
 _LOADING = "import ln_probe, sys; ln_probe.load_model(sys.argv[1])"
@@ -137,7 +140,9 @@ def main() -> None:
     given.add_argument("--repeats", type=int, default=1)
     given.add_argument("--layers", type=int, default=12)
     given.add_argument("--prompts", type=int, help="the first so many of the bundled ones (default: all)")
+    given.add_argument("--out", type=Path, help="a CSV file for the table")
     asked = given.parse_args()
+    rows: list[tuple[object, ...]] = [COLUMNS]
     checkouts = {"here": Path(__file__).resolve().parent.parent}
     if asked.against:
         checkouts = {"before": asked.against.resolve()} | checkouts
@@ -161,6 +166,13 @@ def main() -> None:
                     f"{middle['sum']:8.0f} {middle['page']:7.1f} {middle.get('planned', math.nan):8.0f}",
                     flush=True,
                 )
+                seen, planned = middle["page"], middle.get("planned", math.nan)
+                last = ("" if math.isnan(s) else f"{s:.0f}" for s in (seen, planned))
+                figures = (f"{middle['wall']:.1f}", f"{middle['cpu']:.1f}", f"{middle['largest'] / 1024:.1f}", *last)
+                rows.append((stage, name, asked.prompts or "default", asked.repeats, *figures))
+    if asked.out:
+        with asked.out.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Write the tables of README.md and of pages in docs/ from what is committed.
+"""What README.md and pages in docs/ say of real checkpoints, made of what is committed.
 
-    python examples/checkpoints/document.py
-
-What stands between `<!-- made: NAME -->` and `<!-- end -->` in those files is made here; a test makes it again.
+`python docs/made.py` writes it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -20,9 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CHECKPOINTS = ROOT / "ln_probe" / "data" / "checkpoints"
 LABORATORY = ROOT / "analyses" / "lab" / "published"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("checkpoints", "heads", "statistics")))
 GROUPS = ("attention", "mlp", "final", "all")
-_BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PROMPTS = {
     "own": "its own sequences",
@@ -376,13 +371,3 @@ BLOCKS = {
     "singles": singles_table,
     "coverage": coverage_table,
 }
-
-
-def made(text: str) -> str:
-    """A page with its blocks made again."""
-    return _BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[3]}", text)
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,16 +30,6 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_pages_hold_what_the_tables_say() -> None:
-    document = script("document")
-    marked = []
-    for page in document.PAGES:
-        text = page.read_text(encoding="utf-8")
-        marked += [m[2] for m in document._BLOCK.finditer(text)]
-        assert document.made(text) == text, f"{page.name}: run python examples/checkpoints/document.py"
-    assert sorted(marked) == sorted(document.BLOCKS)
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
     table, kept = (pd.read_csv(folder / f"{name}.csv") for name in ("causal", "causal_prompts"))
