@@ -9,7 +9,7 @@ import pandas as pd
 
 from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
 from ln_probe.analyses.lab.counting.counting_tasks import TERMS, farthest
-from ln_probe.analyses.lab.intervals import binomial_interval, interval
+from ln_probe.analyses.lab.laboratory.on_traces import threshold_table, trace_table, what_networks_show
 from ln_probe.analyses.lab.laboratory.reading import (
     change,
     kept_table,
@@ -299,37 +299,8 @@ def _term_changes(summary: pd.DataFrame, found: pd.DataFrame) -> Iterator[str]:
 def traces() -> Iterator[str]:
     networks = kept_table("counting_traces", "networks")
     yield from prose("traces 1")
-    rows = []
-    for (task, model, norm, site, phase), part in networks.groupby(
-        ["task", "model", "norm", "norm_site", "phase"], sort=False
-    ):
-        found = part["dimensions_counting"] > 0
-        low, high = binomial_interval(int(found.sum()), len(found))
-        counts = f"{', '.join(found.map({True: 'yes', False: 'no'}))} [{low:.0%}, {high:.0%}]"
-        mean, least, most = interval(part["exact_to"].to_numpy(float))
-        exact = f"{', '.join(f'{n:.0f}' for n in part['exact_to'])}: {mean:.0f}"
-        if len(part) > 1:
-            exact += f" [{max(least, 0):.0f}, {min(most, part['tested_n'].iloc[0]):.0f}]"
-        slopes = zip(part["slope_before"], part["slope_in"], strict=True)
-        straight = part[["r2_before", "r2_in"]].min(axis=1)
-        rows.append(
-            (
-                f"{task}, {phase}'s: {model}" + ("" if norm == "none" else f", `{norm}` on its {site}"),
-                ", ".join(str(seed) for seed in part["seed"]),
-                counts,
-                ", ".join(f"{up:+.3f} / {down:+.3f}" for up, down in slopes),
-                ", ".join(f"{r2:.4f}" for r2 in straight),
-                *(
-                    exact if column == "exact_to" else ", ".join(f"{value:.{digits}f}" for value in part[column])
-                    for column, digits in (
-                        ("holds_to", 0), ("reads_to", 0), ("exact_to", 0), ("reads_last_as", 0), ("carried", 2)
-                    )
-                ),
-            )
-        )  # fmt: skip
-    header = (
-        "network", "seeds", "counts", "slopes up / down", "least R²", "straight to", "reads right to", "exact to",
-        "takes the longest for", "moved by 1",
-    )  # fmt: skip
-    yield from markdown(header, rows)
+    yield from trace_table(networks)
+    yield from prose("traces thresholds")
+    yield from threshold_table()
     yield from prose("traces 2")
+    yield from what_networks_show(networks)
