@@ -244,6 +244,6 @@ def _each(networks: pd.DataFrame) -> Iterator[str]:
             f"{row['before']}, {row['slope_in']:+.3f} per {row['phase']} (R² {row['r2_before']:.5f} and "
             f"{row['r2_in']:.5f}; off its lines by {row['off_before']:.2f} and {row['off_in']:.2f} letters; mean steps "
             f"{row['step_before']:+.3f} and {row['step_in']:+.3f}). At n = {row['trained_n'] // 2}, moved by k "
-            f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; all "
-            f"dimensions that turn, {row['carried_by_turning']:.2f} k."
+            f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; "
+            f"all dimensions that turn, {row['carried_by_turning']:.2f} k."
         )

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
 from ln_probe.analyses.lab.counting.counting_tasks import TERMS, farthest
+from ln_probe.analyses.lab.laboratory.on_approximation import (
+    evaluation_error,
+    longer_sentences,
+    memory_table,
+    product_on_text,
+    trained_rates,
+)
 from ln_probe.analyses.lab.laboratory.on_traces import threshold_table, trace_table, what_networks_show
 from ln_probe.analyses.lab.laboratory.reading import (
     change,
@@ -131,39 +137,10 @@ def compiler() -> Iterator[str]:
 
 
 def approximation() -> Iterator[str]:
-    summary, optima = kept_table("approximation"), kept_table("approximation", "optima")
-    errors = summary[(summary["measure"] == "mse") & (summary["norm"] == "none")]
+    errors = rows_where(kept_table("approximation"), measure="mse", norm="none")
     yield from prose("approximation 1")
-    rows = []
-    for (target, kernel, width), part in errors[errors["target"].isin(["4a", "4b"])].groupby(
-        ["target", "kernel", "width"], sort=False
-    ):
-        for heads in dict.fromkeys(part["heads"]):
-            cell = part[part["heads"] == heads].set_index("lr")
-            cells = []
-            for lr in (1e-2, 1e-3):
-                if lr not in cell.index:
-                    cells.append("–")
-                    continue
-                row = cell.loc[lr]
-                cells.append(
-                    f"{short_power(row['mean'])} [{short_power(row['ci_low'])}, {short_power(row['ci_high'])}]"
-                )
-            best = optima[(optima["target"] == target) & (optima["kernel"] == kernel) & (optima["heads"] == heads)]
-            published = cell["published"].dropna()
-            bound = "< " if (target, kernel, heads) in PUBLISHED_BOUNDS else ""
-            rows.append(
-                (
-                    f"{target} {kernel}",
-                    str(heads),
-                    str(width) if width else "none",
-                    *cells,
-                    short_power(float(best["mse"].iloc[0])) if len(best) else "–",
-                    "–" if published.empty else bound + short_power(float(published.iloc[0])),
-                )
-            )
-    header = ("target, positions", "heads", "FFN", "trained, lr 1e-2", "trained, lr 1e-3", "attainable", "published")
-    yield from markdown(header, rows)
+    yield from evaluation_error()
+    yield from memory_table()
     yield from prose("approximation 2")
     table = errors[(errors["kernel"] == "table") & ~errors["dot_product"].astype(bool)]
     table = table[table["target"].isin(["1b", "2a", "2b"])]
@@ -193,10 +170,12 @@ def approximation() -> Iterator[str]:
     yield from markdown(("norm, order", "model", "factor", "Holm"), rows)
     yield from prose("approximation rates")
     yield from sentences("approximation", "Attainable rate", "Trained rates")
+    yield from prose("approximation rates trained")
+    yield from trained_rates()
     yield from prose("approximation dot product")
     yield from sentences("approximation", "3a, dot product")
     yield from sentences("dot_product_text")
-    yield from prose("approximation dot product on text")
+    yield from product_on_text()
 
 
 def longer_inputs() -> Iterator[str]:
@@ -214,6 +193,7 @@ def longer_inputs() -> Iterator[str]:
             )
             rows.append((f"{target} {kernel}, H {heads}", "trained", *cells))
     yield from markdown(("target, positions", "", *map(str, dict.fromkeys(told["length"]))), rows)
+    yield from longer_sentences()
     yield from prose("longer_inputs 2")
 
 
