@@ -69,8 +69,8 @@ def evaluation_error() -> Iterator[str]:
     optima = kept_table("approximation", "optima")
     told = []
     for target in LINEAR_MEMORY:
-        off = rows_where(optima, target=target)
-        off = 100 * off[off["mse_extended"] > ROUNDED]["sampling_error"]
+        of = rows_where(optima, target=target)
+        off = 100 * of[of["mse_extended"] > ROUNDED]["sampling_error"]
         told.append(f"of {target}'s least-squares solutions {off.min():.1f} to {off.max():.1f} %")
     one = only_row(optima, target="4a", kernel="t5", heads=1)
     errors = rows_where(kept_table("approximation"), measure="mse", norm="none", dot_product=False)
