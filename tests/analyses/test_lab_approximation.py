@@ -271,6 +271,9 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     relative = table.loc[("4a", "linear", "none", "relative_mse"), "optimum"]
     assert relative == pytest.approx(1.8683739662 / variance("4a"), rel=5e-6)
     assert table.loc[("4b", "linear", "none", "mse"), "published"] == 1e-7
+    assert table["evaluated_on"].unstack("measure").loc["4b"].to_numpy().tolist() == [[approximation.EXACT] * 2] * 2
+    normed_or_wide = results.summary[results.summary["target"] == "4a"]
+    assert set(normed_or_wide["evaluated_on"]) == {approximation.EVALUATION_INPUTS}
     assert np.isnan(table.loc[("4a", "log", "none", "mse"), "published"]), "published without an FFN"
     assert np.isnan(table.loc[("4a", "log", "layernorm", "mse"), "optimum"])
     assert any("layernorm in post-norm order" in sentence for sentence in results.conclusions)

@@ -30,6 +30,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTa
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.keeping import table_at
+from ln_probe.analyses.lab.laboratory.on_traces import what_networks_show
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.runs import Run
@@ -154,6 +155,58 @@ def test_kept_networks_read_n_right_wherever_they_are_exact() -> None:
         same = np.logical_and.reduce([readings[k] == row[k] for k in counting_traces.NETWORK])
         mine = readings[same].set_index("n")["read"].loc[int(row["exact_from"]) : int(row["exact_to"])]
         assert (mine == mine.index).all(), row
+
+
+def traced(bend: float) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A network whose dimension counts to 100 and back, its rise bent by so many letters, and its trace."""
+    keys = {"task": "anbn", "model": "lstm", "norm": "none", "norm_site": "none", "seed": 0, "phase": "b"}
+    letter = np.arange(1, 101)
+    words = [np.concatenate([k * letter + bend * np.sin(np.pi * letter / 100), k * letter[::-1]]) for k in (1, 1)]
+    lines = [line_through(phase) for phase in words[0].reshape(2, 100)]
+    straight = min(line.r2 for line in lines)
+    network = {
+        **keys, "before": "a", "trained_n": 100, "tested_n": 300, "dimensions_counting": int(straight >= STRAIGHT),
+        "slope_before": lines[0].slope, "slope_in": lines[1].slope, "r2_before": lines[0].r2, "r2_in": lines[1].r2,
+    }  # fmt: skip
+    long = np.concatenate([np.arange(300.0), np.minimum(np.arange(300.0), 200)])
+    rows = [pd.DataFrame({"n": n, "value": word}) for n, word in ((100, words[0]), (300, long))]
+    return pd.DataFrame([network]), pd.concat(rows).assign(**keys)
+
+
+def test_a_counter_is_straight_by_the_letter_and_not_by_r2_alone() -> None:
+    straight, bent = (counting_traces.with_verdicts(*traced(bend)).iloc[0] for bend in (0.3, 3.0))
+    assert bent["r2_before"] > STRAIGHT, "R² lets it pass"
+    assert bent["dimensions_counting"] == 1
+    assert bent["off_before"] > READABLE > bent["off_in"]
+    assert (straight["counts"], bent["counts"]) == (1, 0)
+    assert bent["holds_to_in"] == straight["holds_to_in"] == 201, (
+        "of the phase that is read, which stands still from 201 on"
+    )
+    swept = counting_traces.thresholds(counting_traces.with_verdicts(*traced(3.0)))
+    passed = swept.set_index(["criterion", "threshold"])["networks"]
+    assert passed.loc["r2"].tolist() == [1, 1, 1, 0, 0]
+    assert passed.loc["off"].tolist() == [0, 0, 0, 1]
+
+
+def test_with_projection_alone_on_its_state_no_kept_network_counts() -> None:
+    networks = table_at(folder("counting_traces"), "networks")
+    part = networks[(networks["norm"] == "projection_only") & (networks["norm_site"] == "state")]
+    assert part["counts"].tolist() == [0, 0, 0]
+    assert part["dimensions_counting"].tolist() == [1, 0, 1], "what R² alone said"
+    assert (part[["off_before", "off_in"]].max(axis=1) > 2 * READABLE).all()
+
+
+def test_what_the_page_says_is_read_from_the_table() -> None:
+    networks = table_at(folder("counting_traces"), "networks")
+    said = "\n".join(what_networks_show(networks))
+    assert "**On the gates** a dimension counts in 9 of 9 networks" in said
+    assert "with a norm on the gates the count is there in all of them in 3 of 3 seeds" in said
+    assert "3 of 3 seeds is a share of [29%, 100%], none of 3 one of [0%, 71%]" in said
+    assert "At n = 49, moved by the worth of k letters, 20 at most" in said
+    gate = (networks["norm_site"] == "gates") & (networks["seed"] == 1) & (networks["norm"] == "layernorm")
+    other = "\n".join(what_networks_show(networks.assign(counts=networks["counts"].where(~gate, 0))))
+    assert "**On the gates** a dimension counts in 8 of 9 networks" in other
+    assert "with a norm on the gates the count is there in all of them in 2 of 3 seeds" in other
 
 
 def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ them that scales puts the output on a sphere, which a sum of many inputs does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,22 +22,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.approximation.affine import TARGETS, affine, error, plain
 from ln_probe.analyses.lab.approximation.approximation_targets import (
-    DIGITS,
     LENGTH,
-    SLOPE_RANGE,
     evaluate,
-    extended_error,
-    linear_optimum,
     table_optimum,
     variance,
 )
 from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors, product_sentences
 from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
-from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig
+from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.intervals import doubt, holm
-from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
@@ -45,16 +41,15 @@ from ln_probe.analyses.lab.training import TrainConfig, step_generator
 from ln_probe.analyses.wording import counted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
-SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # of the kept optima: more than are trained, for their rate
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
 FFN_FREE = 0
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
-SOLVED = 16  # heads up to which the kept optima are solved in extended precision too; 64 take ten times as long
+EXACT = 0  # inputs of an evaluation that is a sum over lags
 OPTIMA = folder("approximation") / "optima.csv"  # kept: making it takes minutes
 KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
 
@@ -91,20 +86,30 @@ class Cell:
     def optimum(self) -> float:
         """The least squared error known to be attainable with this parametrization; NaN where nobody computed it.
 
-        With a slope per head it is read from the kept table of `optimum_table`: the error of numbers that a model can
-        hold. It bounds the optimum from above, for the slopes were searched from several starts (one head and four) or
-        laid out evenly (more), and proves no limit of what can be expressed. An FFN, whose output may be 0, does not
-        raise it.
+        With a slope per head it is read from the kept table of `optima`, in extended precision: the coefficients of
+        many heads are larger than float64 can tell apart (`mse` there is of those it holds). It bounds the optimum from
+        above, for the slopes were searched from several starts (up to four heads) or laid out evenly (more), and proves
+        no limit of what can be expressed. An FFN, whose output may be 0, does not raise it.
         """
+        return self._optima()[0]
+
+    def optimum_sampled(self) -> float:
+        """The error of the same solution on the inputs that models are measured on (a table's: `optimum`)."""
+        return self._optima()[1]
+
+    def _optima(self) -> tuple[float, float]:
         if self.norm_order == "post" and self.norm != "none":
-            return np.nan
+            return np.nan, np.nan
         if self.kernel == "table":
-            return table_optimum(self.target, self.heads, self.width)
-        return kept_optima().get((self.target, self.kernel, self.heads), np.nan)
+            return (table_optimum(self.target, self.heads, self.width),) * 2
+        return kept_optima().get((self.target, self.kernel, self.heads), (np.nan, np.nan))
 
 
 class ApproximationTask:
-    """Squared error against a target on fresh inputs of +1 and -1."""
+    """Squared error against a target on fresh inputs of +1 and -1.
+
+    Models are measured on one sample of EVALUATION_INPUTS, the same for all, or, where they are affine, exactly.
+    """
 
     name = "approximation"
 
@@ -127,8 +132,11 @@ class ApproximationTask:
         return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in TARGETS:
+            mse, _ = error(self.target, *affine(model, LENGTH))
+            return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EXACT}
         mse = float(self.loss(model, self._evaluation))
-        return {"mse": mse, "relative_mse": mse / variance(self.target)}
+        return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EVALUATION_INPUTS}
 
     def write_files(self, out: Path) -> None:
         pass
@@ -195,25 +203,39 @@ def run(request: Request) -> Results:
     """Train the grid (or what is left of it) and put every error beside its optimum."""
     runs = make_runs(request)
     carry_out(runs, request)
-    table = curves(runs)
-    table = table[table["measure"].isin(["mse", "relative_mse"])]
+    table = with_inputs(curves(runs))
     return findings(table, request.quick, tuple(diverged(runs).values()))
 
 
+def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
+    """Errors of `curves` with the column `evaluated_on`: how many inputs each was measured on, EXACT if on none."""
+    run = [*KEYS, "seed", "step"]
+    inputs = table[table["measure"] == "evaluated_on"].set_index(run)["value"]
+    errors = table[table["measure"].isin(["mse", "relative_mse"])]
+    found = errors.join(inputs.rename("evaluated_on"), on=run)
+    return found.fillna({"evaluated_on": EVALUATION_INPUTS}).astype({"evaluated_on": int})  # older runs do not say
+
+
 def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
-    """Tables, figures and sentences from the errors of every run: KEYS, `seed`, `step`, `measure`, `value`.
+    """Tables, figures and sentences from the errors of every run: as `with_inputs` makes them.
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
     """
-    values = table.drop(columns="step", errors="ignore")
+    from ln_probe.analyses.lab.approximation.approximation_figures import draw
+
+    values = table.drop(columns=["step", "evaluated_on"])
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
     laws = attainable_laws(pd.read_csv(OPTIMA))
     factors, exponents, products = adjusted_together(
         norm_factors(table), trained_exponents(table), dot_product_factors(table)
     )
-    optima = [Cell(**{key: row[key] for key in KEYS}).optimum() for row in summary.to_dict("records")]
+    cells = [Cell(**{key: row[key] for key in KEYS}) for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
-    summary.insert(len(KEYS) + 1, "optimum", np.asarray(optima, dtype=float) / np.asarray(scale, dtype=float))
+    optima = {"optimum": [c.optimum() for c in cells], "optimum_sampled": [c.optimum_sampled() for c in cells]}
+    for place, (name, of) in enumerate(optima.items(), start=len(KEYS) + 1):
+        summary.insert(place, name, np.asarray(of, dtype=float) / np.asarray(scale, dtype=float))
+    most = table.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
+    summary = summary.merge(most, on=[*KEYS, "measure"], validate="1:1")
     return Results(
         summary,
         tables={
@@ -224,7 +246,7 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
             "rates_attainable": laws,
             "dot_product": products,
         },
-        figures={} if table.empty else dict(_figures(summary, table)),
+        figures={} if table.empty else dict(draw(summary, table)),
         conclusions=(
             *_conclusions(summary),
             *_norm_conclusions(factors),
@@ -250,31 +272,13 @@ def adjusted_together(*tables: pd.DataFrame) -> Iterator[pd.DataFrame]:
         yield table.assign(p_holm=part)
 
 
-def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.DataFrame:
-    """Errors that the linear targets can be approximated to, by least squares over the heads' coefficients (minutes).
-
-    `python -m ln_probe.analyses.lab.approximation.optima` writes the kept table with it.
-
-    Columns: `target, kernel, heads`; `mse`, `largest_coefficient`: of float64's coefficients of least norm, their error
-    summed in extended precision; `mse_extended`, `largest_extended`: of coefficients solved for with `digits` digits,
-    for the same slopes. Where the two part, the columns are dependent to within float64's rounding.
-    """
-    shown = cells or [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in SOLVED_HEADS]
-    rows = []
-    for target, kernel, heads in shown:
-        found = linear_optimum(target, kernel, heads)
-        held = extended_error(target, kernel, found.slopes, found.coefficients)
-        solved = extended_error(target, kernel, found.slopes) if heads <= SOLVED else (np.nan, np.nan)
-        rows.append((target, kernel, heads, *held, *solved, DIGITS))
-    columns = ["mse", "largest_coefficient", "mse_extended", "largest_extended", "digits"]
-    return pd.DataFrame(rows, columns=["target", "kernel", "heads", *columns])
-
-
 @cache
-def kept_optima() -> dict[tuple[str, str, int], float]:
-    """The errors of the kept table of `optimum_table`, by target, kernel and heads."""
+def kept_optima() -> dict[tuple[str, str, int], tuple[float, float]]:
+    """Of the kept table of `optima`: errors in extended precision and on the evaluation's inputs, by target … heads."""
     table = pd.read_csv(OPTIMA)
-    return {(r["target"], r["kernel"], r["heads"]): r["mse"] for r in table.to_dict("records")}
+    return {
+        (r["target"], r["kernel"], r["heads"]): (r["mse_extended"], r["mse_sampled"]) for r in table.to_dict("records")
+    }
 
 
 def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
@@ -288,12 +292,19 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{row['target']}, {row['kernel']} positions, {heads}, {ffn}, lr {row['lr']:g}: trained "
             f"{row['mean']:.2g}{interval} (geometric mean of {row['seeds']} seeds), attainable "
-            f"{_attainable(row['optimum'])}{said}."
+            f"{_attainable(row)}{said}."
         )
 
 
-def _attainable(error: float) -> str:
-    return "not computed" if np.isnan(error) else f"{error:.2g}" if error > 0 else f"below {np.finfo(float).tiny:.0e}"
+def _attainable(row: dict[Hashable, Any]) -> str:
+    """The optimum, and on which inputs a trained error that was sampled is to be compared with what."""
+    best = row["optimum"]
+    if np.isnan(best):
+        return "not computed"
+    if best == 0:
+        return f"below {np.finfo(float).tiny:.0e}"
+    same = f" ({row['optimum_sampled']:.2g} on the inputs of the trained models' errors)"
+    return f"{best:.2g}" + ("" if row["evaluated_on"] == EXACT else same)
 
 
 def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
@@ -321,94 +332,3 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
             f"(seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
         )
-
-
-def _figures(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    errors = summary[summary["measure"] == "mse"]
-    plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
-    if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
-        free = memory[memory["width"] == FFN_FREE]  # as published, as soon as there are any
-        yield "heads", _against_heads(free if len(free) else memory)
-    if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
-        yield "table", _heads_by_width(table)
-    seeds = values[values["measure"] == "mse"]
-    if len(normed := seeds[seeds["norm"] != "none"]):
-        same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
-        beside = seeds[seeds["norm"] == "none"].merge(normed[same].drop_duplicates(), on=same)
-        yield "norms", _norm_dots(pd.concat([beside, normed]))
-
-
-def _against_heads(part: pd.DataFrame) -> Figure:
-    """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
-    panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
-    for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
-        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
-        for number, lr in enumerate(RATES):
-            line = cell[cell["lr"] == lr].sort_values("heads")
-            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
-        if cell.empty:
-            ax.set_axis_off()
-            continue
-        best = cell.drop_duplicates("heads")
-        ax.plot(best["heads"], best["optimum"].clip(1e-16), "k--", marker="_", label="least squares")
-        ax.plot(best["heads"], best["published"], "r*", label="published")
-        ax.set(
-            title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
-        )
-        ax.set_xticks(list(best["heads"]), labels=list(best["heads"]))
-        ax.minorticks_off()
-    figure.axes[0].legend(fontsize=7)
-    return figure
-
-
-def _heads_by_width(part: pd.DataFrame) -> Figure:
-    """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-    for target, ax in zip(("1b", "2b"), figure.subplots(1, 2), strict=True):
-        square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
-        if square.empty:
-            ax.set_axis_off()
-            continue
-        image = ax.imshow(square.to_numpy(float), norm=LogNorm(1e-10, 1), cmap="viridis", aspect="auto")
-        for (row, column), value in np.ndenumerate(square.to_numpy(float)):
-            if np.isfinite(value):
-                ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
-        ax.set(
-            title=f"{target}, table of positions",
-            xlabel="m",
-            ylabel="heads",
-            xticks=range(square.shape[1]),
-            xticklabels=square.columns,
-            yticks=range(square.shape[0]),
-            yticklabels=square.index,
-        )
-    figure.colorbar(image, ax=figure.axes, label="squared error")
-    return figure
-
-
-def _norm_dots(part: pd.DataFrame) -> Figure:
-    """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
-    from matplotlib.figure import Figure
-
-    panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
-    figure = Figure(figsize=(2.4 * len(panels) + 1.6, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
-    order = part.drop_duplicates(["norm", "norm_order"])
-    rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
-    for ((target, kernel, heads), cell), ax in zip(panels, axes, strict=True):
-        for place, (norm, norm_order) in enumerate(rows):
-            dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
-            if len(dots):
-                ax.plot(dots, [place] * len(dots), f"C{NORM_KINDS.index(norm)}o", markersize=4)
-                ax.plot(np.exp(np.log(dots).mean()), place, "k|", markersize=12)
-        ax.set(title=f"{target}, {kernel}, H = {heads}", xscale="log", xlabel="squared error")
-        ax.minorticks_off()
-    ax.set_yticks(range(len(rows)), labels=[n if n == "none" else f"{n}, {o}" for n, o in rows])
-    ax.invert_yaxis()
-    return figure

@@ -39,6 +39,7 @@ TARGETS = ("1b", "2a", "2b", "4a", "4b")
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
 DIGITS = 400  # of the extended precision; with 64 heads the normal equations' least pivots are below 1e-150
+SEARCHED = 4  # heads up to which slopes are searched for; with more they are laid out evenly
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
 
@@ -157,13 +158,27 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
         end = low + (high - low) * part / STARTS
         start = np.linspace(low, end, heads + 2)[1:-1]
         candidates = [start]
-        if heads <= 4:  # with more, evenly spread slopes already fit to rounding or no search helps
+        if heads <= SEARCHED:  # with more, evenly spread slopes already fit to rounding or no search helps
             candidates.append(least_squares(residuals, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15).x)
         for candidate in candidates:
             found = fit(target, kernel, np.exp(candidate))
             best = found if best is None or found.mse < best.mse else best
     assert best is not None
     return best
+
+
+@dataclass(frozen=True)
+class Extended:
+    """An output in extended precision, told in float64.
+
+    Attributes:
+        mse: its squared error. largest: the largest of its coefficients.
+        left: what it leaves of the target's weight of each lag.
+    """
+
+    mse: float
+    largest: float
+    left: Float[np.ndarray, " lag"]
 
 
 def extended_error(
@@ -173,7 +188,19 @@ def extended_error(
     coefficients: Sequence[float] | None = None,
     digits: int = DIGITS,
 ) -> tuple[float, float]:
-    """The squared error of some coefficients, or of the best, and the largest of them, with `digits` digits.
+    """The squared error of some coefficients, or of the best, and the largest of them: of `extended_solution`."""
+    found = extended_solution(target, kernel, slopes, coefficients, digits)
+    return found.mse, found.largest
+
+
+def extended_solution(
+    target: str,
+    kernel: str,
+    slopes: Sequence[float],
+    coefficients: Sequence[float] | None = None,
+    digits: int = DIGITS,
+) -> Extended:
+    """What some coefficients, or the best, leave of a target, with `digits` digits.
 
     Columns of many heads are so nearly dependent that float64 solves another problem than the one asked: the best
     coefficients are then too large for it, and it finds smaller ones that leave more.
@@ -197,8 +224,9 @@ def extended_error(
             except ValueError as error:
                 raise ValueError(f"{len(slopes)} heads cannot be told apart with {digits} digits: give more") from error
         rows = zip(wanted, zip(*columns, strict=True), strict=True)
-        left = mpmath.fsum((weight - mpmath.fdot(solved, row)) ** 2 for weight, row in rows)
-        return float(left), float(max(map(abs, solved)))
+        left = [weight - mpmath.fdot(solved, row) for weight, row in rows]
+        mse = float(mpmath.fsum(x**2 for x in left))
+        return Extended(mse, float(max(map(abs, solved))), np.array([float(x) for x in left]))
 
 
 def _extended_attention(kernel: str, slope: float) -> list[Any]:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float
 
+from ln_probe.analyses.lab.approximation.affine import TARGETS, affine, error
 from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, design, lag_weights, linear_optimum
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, design, linear_optimum
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
-KERNELS, TARGETS = ("log", "linear", "t5"), ("4a", "4b")
+KERNELS = ("log", "linear", "t5")
 HEADS, HEADS_QUICK = (1, 16), (1,)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000
 KEYS = ("target", "kernel", "heads", "length")
@@ -67,49 +66,6 @@ def training(quick: bool, seed: int) -> TrainConfig:
     """The approximation experiment's schedule with fewer steps."""
     steps = QUICK_STEPS if quick else STEPS
     return replace(approximation_training(quick, seed, RATES[0]), steps=steps, evaluate_every=steps)
-
-
-def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.ndarray, " lag"]]:
-    """A model's output for x = -1 or +1 at each lag, as constant + sum of weight x: on inputs of any length.
-
-    Args:
-        model: without an FFN, the dot product and a norm, its positions by a slope.
-
-    Returns:
-        The constant and the weight of each lag 0 … length - 1, in float64.
-
-    Raises:
-        ValueError: a model that is not affine, or a table of positions.
-    """
-    cfg = model.cfg
-    if cfg.width or cfg.dot_product or cfg.norm != "none":
-        raise ValueError("not affine in its inputs: the model has an FFN, the dot product or a norm")
-    if cfg.kernel == "table":
-        raise ValueError(f"a table of {cfg.length} positions says nothing of longer inputs")
-    with torch.no_grad():
-        attention = design(cfg.kernel, model.log_slope.double().exp().numpy(), length)[:, :-1]  # [lag head]
-        embed, out = model.embed.double(), model.out.weight[0].double()
-        # what a head writes, seen by the readout, if all it reads is -1, or +1; [input head]
-        written = torch.einsum("vd,hde,hef,f->vh", embed, model.W_V.double(), model.W_O.double(), out).numpy()
-        alone = (embed @ out).numpy()
-        bias = float(model.out.bias[0])
-    weights = attention @ ((written[1] - written[0]) / 2)
-    weights[0] += (alone[1] - alone[0]) / 2
-    return bias + float(written.mean(0).sum() + alone.mean()), weights
-
-
-def error(target: str, constant: float, weights: Float[np.ndarray, " lag"]) -> tuple[float, float]:
-    """The squared error of an affine function on its length, and relative to that of the best constant.
-
-    Raises:
-        ValueError: a target that is not 4a or 4b.
-    """
-    if target not in TARGETS:
-        raise ValueError(f"target {target!r} has no longer inputs: known are {', '.join(TARGETS)}")
-    wanted = lag_weights(target, len(weights))
-    assert wanted is not None
-    found = constant**2 + float(((weights - wanted) ** 2).sum())
-    return found, found / float((wanted**2).sum())
 
 
 def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:

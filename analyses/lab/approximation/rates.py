@@ -5,19 +5,21 @@ could not be checked here; no exponents are reported). From the kept errors:
 
 trained     log error against log H, a least-squares line per seed: its exponent a (error ~ H^-a) with Student's t over
             seeds. A negative exponent says that more heads end with a larger error.
-attainable  of the least-squares solutions (one number per H, no seeds) three laws with two constants each: a power of
-            H, exp(-c sqrt H), exp(-c H). The one that leaves the smallest residual is named; the interval of its
-            constant is Student's t over the residuals, so it speaks of the fit alone.
+attainable  of the least-squares solutions in extended precision (one number per H, no seeds) three laws with two
+            constants each: a power of H, exp(-c sqrt H), exp(-c H). The interval of a constant is Student's t over the
+            residuals, so it speaks of the fit alone.
 
-More heads can do whatever fewer can (with coefficients of 0), so a solution that is no better than one of fewer heads
-says nothing of its own: from five heads on slopes are laid out and not searched for. T5's positions weigh all lags from
-128 on alike, so their error has a known limit (`constant_tail_floor`): what is fitted is the excess over it. A law is
-fitted where errors lie above what float64 rounds away (ROUNDED), and spoken of where points lie near it (FOLLOWS).
+Up to four heads slopes are searched for, from five on they are laid out: two kinds of points, and a law is laid through
+points of one kind. It is told only of TELLING points or more, if it lies near them (FOLLOWS), falls for certain, and
+lies much nearer than the other laws do (APART). More heads can do whatever fewer can (with coefficients of 0), so a
+solution that is no better than one of fewer heads says nothing of its own. T5's positions weigh all lags from 128 on
+alike, so their error has a known limit (`constant_tail_floor`): what is fitted is the excess over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,19 +30,27 @@ from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, la
 from ln_probe.analyses.lab.approximation.relative_transformer import T5_LARGEST
 from ln_probe.analyses.lab.intervals import LEVEL, SIGNIFICANT
 from ln_probe.analyses.lab.results import contrasted
+from ln_probe.analyses.wording import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
-# Errors relative to the best constant's: least squares cuts directions off at 1000 eps = 2e-13, which leaves (2e-13)²
-# times the squared coefficients (about 10 each, where errors are that small).
-ROUNDED = 1e-23
+# Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times
+# the squared coefficients (about 10 each, where errors are that small). What leaves less than this is exact.
+ROUNDED = 1e-28
 STALLED = 0.5  # a factor from the fewest to the most heads: an error that falls by less than half follows no rate here
+TELLING = 4  # numbers of heads: with three, a law of two constants has one point to be wrong at
+APART = 4.0  # times the residual of the law that is told: what the next law must be off by, at least
 FOLLOWS = 0.5  # decades, root mean square: points within a factor of about 3 of a line follow its law
+SEARCHED_FOR, LAID_OUT = "searched", "laid out"  # how the slopes of a solution were found
 LAWS: dict[str, Callable[[Float[np.ndarray, " point"]], Float[np.ndarray, " point"]]] = {
     "H^-c": np.log,
     "exp(-c sqrt H)": np.sqrt,
     "exp(-c H)": np.asarray,
 }
 NO_RATE = "none"
+LAW_COLUMNS = (
+    "target", "kernel", "found", "points", "heads", "first", "last", "limit", "exact_from", "law", "c", "c_low",
+    "c_high", "residual", "second", "residual_second", "told",
+)  # fmt: skip
 TRAINED_KEYS = ("target", "kernel", "width", "lr")
 
 
@@ -69,34 +79,48 @@ def trained_exponents(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def attainable_laws(optima: pd.DataFrame) -> pd.DataFrame:
-    """Which law the least-squares errors follow.
+    """Which law the least-squares errors follow, for slopes that were searched for and for those laid out.
 
     Args:
-        optima: `target, kernel, heads, mse`.
+        optima: `target, kernel, heads, found, mse_extended, excess` of the kept table of `optima`.
 
     Returns:
-        `target, kernel, points` (numbers of heads that improve on all fewer and leave more than ROUNDED), `first, last`
-        (errors relative to the best constant's, at the fewest and the most heads of these), `limit` (the same of T5's
-        limit, else 0), `law` of the excess over it (of LAWS; NO_RATE where the error stalls or points are too few),
-        `c, c_low, c_high`, `residual` (root mean square of the log10 error) and `residual_power`, the same of H^-c.
+        LAW_COLUMNS: `points` (numbers of heads that improve on all fewer, before a searched solution is exact), `heads`
+        (of these, "8, 16, 32"), `first, last` (errors relative to the best constant's, at the fewest and the most of
+        these), `limit` (the same of T5's limit, else 0), `exact_from` (heads from which on a searched
+        solution leaves less than ROUNDED; NaN if none does), `law` of the excess that lies nearest (of LAWS; NO_RATE
+        where the error stalls or points are too few), `c, c_low, c_high`, `residual` (root mean square of the log10
+        error), `second` and `residual_second`, the same of the next law, and `told` (see the module).
     """
     rows = []
     for (target, kernel), part in optima.groupby(["target", "kernel"], sort=False):
         part = part.sort_values("heads")
         whole = variance(str(target))
         limit = constant_tail_floor(str(target)) / whole if kernel == "t5" else 0.0
-        relative = part["mse"].to_numpy(float) / whole
-        seen = (relative - limit > ROUNDED) & (np.diff(np.minimum.accumulate(relative), prepend=np.inf) < 0)
-        heads, shown = part["heads"].to_numpy(float)[seen], relative[seen]
-        ends = (float(shown[0]), float(shown[-1])) if len(shown) else (np.nan, np.nan)
-        law, fitted, power = NO_RATE, (np.nan,) * 4, np.nan
-        if len(shown) >= FEWEST and ends[1] < STALLED * ends[0]:
-            fits = {name: _line(of(heads), np.log(shown - limit)) for name, of in LAWS.items()}
-            law = min(fits, key=lambda name: fits[name][3])
-            fitted, power = fits[law], fits["H^-c"][3]
-        rows.append((target, kernel, len(shown), *ends, limit, law, *fitted, power))
-    columns = ["target", "kernel", "points", "first", "last", "limit", "law", "c", "c_low", "c_high", "residual"]
-    return pd.DataFrame(rows, columns=[*columns, "residual_power"])
+        relative, excess = (part[c].to_numpy(float) / whole for c in ("mse_extended", "excess"))
+        searched, heads = (part["found"] == SEARCHED_FOR).to_numpy(), part["heads"].to_numpy(float)
+        exact = heads[searched & (relative <= ROUNDED)].min(initial=np.inf)
+        seen = (heads < exact) & (np.diff(np.minimum.accumulate(relative), prepend=np.inf) < 0) & (excess > 0)
+        for found in dict.fromkeys(part["found"]):
+            mine = seen & (part["found"] == found).to_numpy()
+            ends = tuple(relative[mine][[0, -1]]) if mine.any() else (np.nan, np.nan)
+            shown = ", ".join(f"{h:.0f}" for h in heads[mine]) or "none"
+            about = (target, kernel, found, int(mine.sum()), shown, *ends, limit, exact)
+            rows.append((*about, *_law(heads[mine], excess[mine], ends)))
+    return pd.DataFrame(rows, columns=list(LAW_COLUMNS)).replace({"exact_from": np.inf}, np.nan)
+
+
+def _law(
+    heads: Float[np.ndarray, " point"], excess: Float[np.ndarray, " point"], ends: tuple[float, float]
+) -> tuple[str, float, float, float, float, str, float, bool]:
+    """The last columns of `attainable_laws`."""
+    if len(heads) < FEWEST or ends[1] >= STALLED * ends[0]:
+        return NO_RATE, np.nan, np.nan, np.nan, np.nan, NO_RATE, np.nan, False
+    fits = {name: _line(of(heads), np.log(excess)) for name, of in LAWS.items()}
+    law, second = sorted(fits, key=lambda name: fits[name][3])[:2]
+    _, low, _, residual = fits[law]
+    told = len(heads) >= TELLING and residual < FOLLOWS and fits[second][3] >= APART * residual and low > 0
+    return law, *fits[law], second, fits[second][3], told
 
 
 def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tuple[float, float, float, float]:
@@ -125,26 +149,14 @@ def constant_tail_floor(target: str) -> float:
 
 def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
     """What the rates say, in words."""
-    for row in laws.to_dict("records"):
-        where = f"Attainable rate, {row['target']}, {row['kernel']} positions"
-        of = f", the excess over the limit of {row['limit']:.3g} of the best constant's error" if row["limit"] else ""
-        if row["law"] != NO_RATE:
-            near = row["residual"] < FOLLOWS and row["c_low"] > 0
-            said = "follows" if near else "these points tell no law; nearest is"
-            yield (
-                f"{where}{of}: {said} {row['law']} with c = {row['c']:.2g} [{row['c_low']:.2g}, {row['c_high']:.2g}] "
-                f"({row['points']} numbers of heads; off by {row['residual']:.2g} decades, a power of H by "
-                f"{row['residual_power']:.2g})."
-            )
-        elif row["points"] < FEWEST:
-            held = "one head is exact to rounding" if not row["points"] else f"exact to rounding beyond {row['points']}"
-            yield f"{where}: {held}: no rate to fit."
-        else:
-            beside = f", T5's limit is {row['limit']:.4g}" if row["limit"] else ""
-            yield (
-                f"{where}: no rate, for the error stalls ({row['first']:.4g} to {row['last']:.4g} of the best "
-                f"constant's from the fewest to the most heads{beside})."
-            )
+    for (target, kernel), part in laws.groupby(["target", "kernel"], sort=False):
+        where = f"Attainable rate, {target}, {kernel} positions"
+        exact = part["exact_from"].iloc[0]
+        if exact == 1:
+            yield f"{where}: one head is exact to rounding: no rate to fit."
+            continue
+        until = "" if np.isnan(exact) else f" {counted(exact, 'head')} are exact to rounding."
+        yield f"{where}: {'; '.join(_attainable_rate(row) for row in part.to_dict('records'))}.{until}"
     told = trained[trained["p_holm"] < SIGNIFICANT]
     yield (
         f"Trained rates: exponents that differ from 0 after Holm's adjustment: {len(told)} of {len(trained)}"
@@ -152,6 +164,22 @@ def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
         + "; ".join(_trained_rate(row) for _, row in told.iterrows())
         + "."
     )
+
+
+def _attainable_rate(row: dict[Hashable, Any]) -> str:
+    points = f"slopes {row['found']}, H = {row['heads']}" if row["points"] else f"slopes {row['found']}"
+    of = f" (of the excess over T5's limit of {row['limit']:.3g} of the best constant's error)" if row["limit"] else ""
+    if row["law"] != NO_RATE:
+        c = f"c = {row['c']:.2g} [{row['c_low']:.2g}, {row['c_high']:.2g}]"
+        near = f"off by {row['residual']:.2g} decades, {row['second']} by {row['residual_second']:.2g}"
+        if row["told"]:
+            return f"{points}: follows {row['law']} with {c}{of} ({near})"
+        return f"{points}: these points tell no law{of} (nearest is {row['law']}, {c}: {near})"
+    if row["points"] < FEWEST:
+        return f"{points}: no rate, for {counted(row['points'], 'point')} better than with fewer heads"
+    ends = f"{row['first']:.4g} to {row['last']:.4g} of the best constant's"
+    limit = f", T5's limit is {row['limit']:.4g}" if row["limit"] else ""
+    return f"{points}: no rate, for the error stalls ({ends}{limit})"
 
 
 def _trained_rate(row: pd.Series) -> str:

@@ -2,8 +2,9 @@
 
 Weiss, Goldberg & Yahav (2018) show an LSTM that counts by the trace of its cell state over a^n b^n. Here the dimension
 is found instead of picked: over each run of one letter (a phase) a line is laid through each dimension of the state by
-least squares; a dimension counts for a phase if it goes one way there and the other way in an earlier phase, straight
-in both (`STRAIGHT`). The state is an LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's h.
+least squares; a dimension is a candidate for a phase if it goes one way there and the other way in an earlier phase,
+straight in both (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an
+LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's h.
 
 Three looks at the same counter that share nothing with the fit:
 
@@ -28,9 +29,14 @@ from ln_probe.analyses.lab.counting.counter_languages import EOS, bos
 from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
 
-STRAIGHT = 0.999  # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %
+# R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
+# what bends by several letters, and is asked for beside READABLE, not in its place.
+STRAIGHT = 0.999
 SETTLING = 5  # letters at the beginning of a phase that are left out of every fit: gates turn over there
-READABLE = 0.5  # of a letter: what a count may be off and still be right when it is rounded
+# Of a letter: what a count may be off its line and still be right when it is rounded. A dimension counts only if the
+# line through each of its two phases in the longest trained word is off by no more: one that bends further takes some
+# numbers of letters for others.
+READABLE = 0.5
 MOVED = 20  # letters' worth by which a dimension is moved at most, either way
 SLACK = 30  # letters beyond the longest run that a network is given to end a phase in
 PHASES = "abc"
@@ -134,7 +140,7 @@ def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
 
 
 def holds_to(trace: Float[np.ndarray, " letter"]) -> int:
-    """Up to which letter a trace is a straight count: the last of those in a row whose lines lie within READABLE.
+    """Up to which letter of a phase a trace is a straight count: the last of those in a row within READABLE of a line.
 
     The line is laid anew through the letters up to each; where it first leaves one of them by more, a count can no
     longer be read off any line by rounding. 0 if that is so from the beginning.

@@ -17,6 +17,7 @@ import pandas as pd
 
 from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.cell_traces import (
+    MOVED,
     PHASES,
     READABLE,
     SETTLING,
@@ -29,6 +30,7 @@ from ln_probe.analyses.lab.counting.cell_traces import (
     dimension_table,
     holds_to,
     letters_read,
+    line_through,
     phases,
 )
 from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, MAX_TESTED_N, TERMS, CountingTask
@@ -41,13 +43,18 @@ from ln_probe.analyses.lab.training import load_weights
 KEYS = counting.KEYS
 SITES = ("state", "readout", "gates")
 NETWORK = (*KEYS, "seed", "phase")
-# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation.
+# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation. holds_to is
+# of the phase before, in the longest tested word, carried of the word of half the longest trained n.
 MEASURES = (
     "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "step_before", "step_in", "holds_to",
     "carried", "carried_by_turning", "reads_to", "reads_last_as", "exact_from", "exact_to", "accepted_to",
 )  # fmt: skip
+# Of its trace: in the phase itself how far it is straight in the longest tested word; by how many letters each phase of
+# the longest trained word is off its line; whether the dimension counts (`counting`).
+OF_TRACE = ("holds_to_in", "off_before", "off_in", "counts")
+SWEPT = {"r2": (0.99, 0.995, 0.999, 0.9995, 0.9999), "off": (0.25, 0.5, 1.0, 2.0)}  # about STRAIGHT and READABLE
 COLUMNS = {
-    "networks": (*NETWORK, "dimension", "before", "trained_n", "tested_n", *MEASURES),
+    "networks": (*NETWORK, "dimension", "before", "trained_n", "tested_n", *MEASURES, *OF_TRACE),
     "dimensions": (*KEYS, "seed", "dimension", "phase", "slope", "r2", "difference"),
     "traces": (*NETWORK, "n", "letter", "value"),
     "readings": (*NETWORK, "n", "read"),
@@ -119,7 +126,8 @@ def followed(run: Run) -> dict[str, pd.DataFrame]:
         for name, table in new.items():
             rows[name].append(table.assign(phase=PHASES[phase]))
     keys = {**dict(run.keys), "seed": run.seed}
-    return {name: pd.concat(rows[name]).assign(**keys)[list(columns)] for name, columns in COLUMNS.items()}
+    made = {name: pd.concat(rows[name]).assign(**keys) for name in COLUMNS}
+    return {name: made[name][[c for c in columns if c not in OF_TRACE]] for name, columns in COLUMNS.items()}
 
 
 def _trace(word: np.ndarray) -> pd.DataFrame:
@@ -140,24 +148,61 @@ def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Resul
     """Summary, pictures and sentences from the tables of COLUMNS."""
     from ln_probe.analyses.lab.counting.counting_traces_figures import draw
 
-    networks = in_order(tables["networks"])
-    values = networks.melt([*NETWORK], list(MEASURES), "measure", "value")
+    networks = in_order(with_verdicts(tables["networks"], tables["traces"]))
+    values = networks.melt([*NETWORK], [*MEASURES, *OF_TRACE], "measure", "value")
     values["value"] = values["value"].astype(float)
     return Results(
         summarize(values, [*KEYS, "phase", "measure"]),
-        tables={**tables, "networks": networks},
+        tables={**tables, "networks": networks, "thresholds": thresholds(networks)},
         figures=dict(draw(networks, tables["traces"], tables["readings"])),
         conclusions=(*_overview(networks), *_each(networks)),
         settings={
             "straight": STRAIGHT,
             "readable": READABLE,
             "settling": SETTLING,
+            "moved": MOVED,
             "accepted": ACCEPTED,
             "seeds": sorted({int(seed) for seed in networks["seed"]}),
             "published": PUBLISHED,
         },
         diverged=tuple(lost),
     )
+
+
+def with_verdicts(networks: pd.DataFrame, traces: pd.DataFrame) -> pd.DataFrame:
+    """`networks` with the columns OF_TRACE, from the kept traces of the longest trained and the longest tested word.
+
+    A dimension counts that goes one way and back with an R² of STRAIGHT or more in both phases (`dimensions_counting`)
+    and lies within READABLE of its line all through both, in the longest trained word.
+    """
+    by = dict(list(traces.groupby([*NETWORK, "n"], sort=False)["value"]))
+    rows = []
+    for row in networks.to_dict("records"):
+        key = tuple(row[k] for k in NETWORK)
+        trained, tested = (by[(*key, row[n])].to_numpy(float).reshape(-1, row[n]) for n in ("trained_n", "tested_n"))
+        before, phase = (PHASES.index(row[name]) for name in ("before", "phase"))
+        off = [line_through(trained[number]).off for number in (before, phase)]
+        rows.append((holds_to(tested[phase]), *off, int(row["dimensions_counting"] > 0 and max(off) <= READABLE)))
+    return networks.assign(**pd.DataFrame(rows, columns=list(OF_TRACE), index=networks.index))
+
+
+def thresholds(networks: pd.DataFrame) -> pd.DataFrame:
+    """In how many networks the best dimension would pass by one criterion alone, at other thresholds than ours.
+
+    Returns:
+        KEYS, `phase`, `criterion` ("r2": the smaller R² of both phases is no less; "off": letters off the line of
+        either, no more), `threshold`, `networks`, `of`.
+    """
+    rows = []
+    turns = networks["slope_before"] * networks["slope_in"] < 0
+    r2, off = networks[["r2_before", "r2_in"]].min(axis=1), networks[["off_before", "off_in"]].max(axis=1)
+    for key, part in networks.groupby([*KEYS, "phase"], sort=False):
+        mine = turns[part.index]
+        for criterion, tried in SWEPT.items():
+            for threshold in tried:
+                passes = r2[part.index] >= threshold if criterion == "r2" else off[part.index] <= threshold
+                rows.append((*key, criterion, threshold, int((mine & passes).sum()), len(part)))
+    return pd.DataFrame(rows, columns=[*KEYS, "phase", "criterion", "threshold", "networks", "of"])
 
 
 def in_order(networks: pd.DataFrame) -> pd.DataFrame:
@@ -178,10 +223,11 @@ def _overview(networks: pd.DataFrame) -> Iterator[str]:
     """In how many networks of a kind a dimension counts, and at which n the count, the reading and the answers end."""
     for _, part in networks.groupby([*KEYS, "phase"], sort=False):
         rows = part.to_dict("records")
-        counts = sum(r["dimensions_counting"] > 0 for r in rows)
+        counts = sum(r["counts"] for r in rows)
         said = [f"{title(rows[0])}, phase {rows[0]['phase']}: a dimension counts in {counts} of {len(rows)} networks"]
         for name, measure in (
-            ("the trace is straight to n =", "holds_to"),
+            (f"in the longest word the trace is straight to letter (of the {rows[0]['before']}'s)", "holds_to"),
+            (f"(of the {rows[0]['phase']}'s)", "holds_to_in"),
             ("n is read right to", "reads_to"),
             (f"it takes {rows[0]['tested_n']} for", "reads_last_as"),
             ("exact to", "exact_to"),
@@ -192,11 +238,12 @@ def _overview(networks: pd.DataFrame) -> Iterator[str]:
 
 def _each(networks: pd.DataFrame) -> Iterator[str]:
     for row in networks.to_dict("records"):
-        found = "counts" if row["dimensions_counting"] else "comes nearest to a counter, and is none"
+        found = "counts" if row["counts"] else "comes nearest to a counter, and is none"
         yield (
             f"{title(row)}, seed {row['seed']}: dimension {row['dimension']} {found}: {row['slope_before']:+.3f} per "
             f"{row['before']}, {row['slope_in']:+.3f} per {row['phase']} (R² {row['r2_before']:.5f} and "
-            f"{row['r2_in']:.5f}; mean steps {row['step_before']:+.3f} and {row['step_in']:+.3f}). Moved by k letters' "
-            f"slopes, the network ends its {row['phase']}'s {row['carried']:.2f} k later; all dimensions that turn, "
-            f"{row['carried_by_turning']:.2f} k."
+            f"{row['r2_in']:.5f}; off its lines by {row['off_before']:.2f} and {row['off_in']:.2f} letters; mean steps "
+            f"{row['step_before']:+.3f} and {row['step_in']:+.3f}). At n = {row['trained_n'] // 2}, moved by k "
+            f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; "
+            f"all dimensions that turn, {row['carried_by_turning']:.2f} k."
         )

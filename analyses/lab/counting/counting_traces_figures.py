@@ -56,9 +56,7 @@ def _traces(networks: pd.DataFrame, traces: pd.DataFrame) -> Figure:
         for number in range(1, len(word_phases)):
             for n, color in ((row["trained_n"], TRAINED), (row["tested_n"], BEYOND)):
                 ax.axvline(number * n, color=color, linewidth=0.5, linestyle=":")
-        counts = [
-            f"{r['dimension']}{'' if r['dimensions_counting'] else ' (no counter)'}" for r in part.to_dict("records")
-        ]
+        counts = [f"{r['dimension']}{'' if r['counts'] else ' (no counter)'}" for r in part.to_dict("records")]
         ax.set_ylabel(f"dimension {', '.join(counts)}", fontsize=6)
     figure.supxlabel(
         "letters of the word; blue: the longest trained n, orange: three times as long; dotted: where the letter "

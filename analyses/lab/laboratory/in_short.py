@@ -232,17 +232,18 @@ def _counting() -> tuple[str, ...]:
 
 def _traces() -> tuple[str, ...]:
     networks = rows_where(kept_table("counting_traces", "networks"), task="anbn", model="lstm")
-    counts: pd.DataFrame = networks.assign(counts=networks["dimensions_counting"] > 0)
 
     def of(part: pd.DataFrame) -> str:
-        return f"{int(part['counts'].sum())} of {len(part)}"
+        """In how many seeds all these networks count; the unit is the seed, whose networks read the same words."""
+        by = part.groupby("seed")["counts"].min()
+        return f"{int(by.sum())} of {len(by)} seeds"
 
-    state = rows_where(counts, norm_site="state")
-    scaled = state[state["norm"] != "projection_only"]
+    state = rows_where(networks, norm_site="state")
+    none = state[state["norm"] != "projection_only"].assign(counts=lambda t: 1 - t["counts"])
     return (
         _link("How a network counts", "how-a-network-counts"),
-        str(counts["seed"].nunique()),
-        f"One dimension of an LSTM counts in {of(rows_where(counts, norm='none'))} networks without a norm, in "
-        f"{of(rows_where(counts, norm_site='gates'))} with one on the gates, in {of(scaled)} with scaling on the "
-        "state.",
+        str(networks["seed"].nunique()),
+        f"One dimension of an LSTM counts in {of(rows_where(networks, norm='none'))} without a norm, under every norm "
+        f"on the gates in {of(rows_where(networks, norm_site='gates'))}; with scaling on the state none does in "
+        f"{of(none)}.",
     )

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.approximation.approximation import PUBLISHED_BOUNDS
 from ln_probe.analyses.lab.counting.counting import better_than
 from ln_probe.analyses.lab.counting.counting_tasks import TERMS, farthest
-from ln_probe.analyses.lab.intervals import binomial_interval, interval
+from ln_probe.analyses.lab.laboratory.on_approximation import (
+    evaluation_error,
+    longer_sentences,
+    memory_table,
+    product_on_text,
+    trained_rates,
+)
+from ln_probe.analyses.lab.laboratory.on_traces import threshold_table, trace_table, what_networks_show
 from ln_probe.analyses.lab.laboratory.reading import (
     change,
     kept_table,
@@ -153,39 +159,10 @@ def compiler() -> Iterator[str]:
 
 
 def approximation() -> Iterator[str]:
-    summary, optima = kept_table("approximation"), kept_table("approximation", "optima")
-    errors = summary[(summary["measure"] == "mse") & (summary["norm"] == "none")]
+    errors = rows_where(kept_table("approximation"), measure="mse", norm="none")
     yield from prose("approximation 1")
-    rows = []
-    for (target, kernel, width), part in errors[errors["target"].isin(["4a", "4b"])].groupby(
-        ["target", "kernel", "width"], sort=False
-    ):
-        for heads in dict.fromkeys(part["heads"]):
-            cell = part[part["heads"] == heads].set_index("lr")
-            cells = []
-            for lr in (1e-2, 1e-3):
-                if lr not in cell.index:
-                    cells.append("–")
-                    continue
-                row = cell.loc[lr]
-                cells.append(
-                    f"{short_power(row['mean'])} [{short_power(row['ci_low'])}, {short_power(row['ci_high'])}]"
-                )
-            best = optima[(optima["target"] == target) & (optima["kernel"] == kernel) & (optima["heads"] == heads)]
-            published = cell["published"].dropna()
-            bound = "< " if (target, kernel, heads) in PUBLISHED_BOUNDS else ""
-            rows.append(
-                (
-                    f"{target} {kernel}",
-                    str(heads),
-                    str(width) if width else "none",
-                    *cells,
-                    short_power(float(best["mse"].iloc[0])) if len(best) else "–",
-                    "–" if published.empty else bound + short_power(float(published.iloc[0])),
-                )
-            )
-    header = ("target, positions", "heads", "FFN", "trained, lr 1e-2", "trained, lr 1e-3", "attainable", "published")
-    yield from markdown(header, rows)
+    yield from evaluation_error()
+    yield from memory_table()
     yield from prose("approximation 2")
     table = errors[(errors["kernel"] == "table") & ~errors["dot_product"].astype(bool)]
     table = table[table["target"].isin(["1b", "2a", "2b"])]
@@ -215,10 +192,12 @@ def approximation() -> Iterator[str]:
     yield from markdown(("norm, order", "model", "factor", "Holm"), rows)
     yield from prose("approximation rates")
     yield from sentences("approximation", "Attainable rate", "Trained rates")
+    yield from prose("approximation rates trained")
+    yield from trained_rates()
     yield from prose("approximation dot product")
     yield from sentences("approximation", "3a, dot product")
     yield from sentences("dot_product_text")
-    yield from prose("approximation dot product on text")
+    yield from product_on_text()
 
 
 def adaptive_memory() -> Iterator[str]:
@@ -255,7 +234,7 @@ def longer_inputs() -> Iterator[str]:
             )
             rows.append((f"{target} {kernel}, H {heads}", "trained", *cells))
     yield from markdown(("target, positions", "", *map(str, dict.fromkeys(told["length"]))), rows)
-    yield from prose("longer_inputs 2")
+    yield from longer_sentences()
 
 
 def counting() -> Iterator[str]:
@@ -340,37 +319,8 @@ def _term_changes(summary: pd.DataFrame, found: pd.DataFrame) -> Iterator[str]:
 def traces() -> Iterator[str]:
     networks = kept_table("counting_traces", "networks")
     yield from prose("traces 1")
-    rows = []
-    for (task, model, norm, site, phase), part in networks.groupby(
-        ["task", "model", "norm", "norm_site", "phase"], sort=False
-    ):
-        found = part["dimensions_counting"] > 0
-        low, high = binomial_interval(int(found.sum()), len(found))
-        counts = f"{', '.join(found.map({True: 'yes', False: 'no'}))} [{low:.0%}, {high:.0%}]"
-        mean, least, most = interval(part["exact_to"].to_numpy(float))
-        exact = f"{', '.join(f'{n:.0f}' for n in part['exact_to'])}: {mean:.0f}"
-        if len(part) > 1:
-            exact += f" [{max(least, 0):.0f}, {min(most, part['tested_n'].iloc[0]):.0f}]"
-        slopes = zip(part["slope_before"], part["slope_in"], strict=True)
-        straight = part[["r2_before", "r2_in"]].min(axis=1)
-        rows.append(
-            (
-                f"{task}, {phase}'s: {model}" + ("" if norm == "none" else f", `{norm}` on its {site}"),
-                ", ".join(str(seed) for seed in part["seed"]),
-                counts,
-                ", ".join(f"{up:+.3f} / {down:+.3f}" for up, down in slopes),
-                ", ".join(f"{r2:.4f}" for r2 in straight),
-                *(
-                    exact if column == "exact_to" else ", ".join(f"{value:.{digits}f}" for value in part[column])
-                    for column, digits in (
-                        ("holds_to", 0), ("reads_to", 0), ("exact_to", 0), ("reads_last_as", 0), ("carried", 2)
-                    )
-                ),
-            )
-        )  # fmt: skip
-    header = (
-        "network", "seeds", "counts", "slopes up / down", "least R²", "straight to", "reads right to", "exact to",
-        "takes the longest for", "moved by 1",
-    )  # fmt: skip
-    yield from markdown(header, rows)
+    yield from trace_table(networks)
+    yield from prose("traces thresholds")
+    yield from threshold_table()
     yield from prose("traces 2")
+    yield from what_networks_show(networks)
