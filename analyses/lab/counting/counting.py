@@ -294,7 +294,7 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
-def better_than(constant: float, row: Mapping[Any, Any]) -> bool:
+def better_than(constant: float, row: Mapping[Any, Any] | pd.Series) -> bool:
     """Whether an accuracy is above a constant answer's as far as its seeds tell (one seed: whether it is above)."""
     return bool(row["mean" if math.isnan(row["ci_low"]) else "ci_low"] > constant)
 
