@@ -87,6 +87,31 @@ def test_random_programs_by_definition(node: Any, word: str, data: st.DataObject
     assert compiled.run([word])[0].tolist() == [by_definition(node, word, i) for i in range(len(word))]
 
 
+SIMPLER = "y := #[#[Q_a] > 0 and not #[Q_a] > 0] > 0"  # what is counted never holds: one layer answers
+
+
+@settings(max_examples=60, deadline=None)
+@given(node=BOOLEANS, construction=st.sampled_from(CONSTRUCTIONS))
+def test_layers_are_never_more_than_the_depth(node: Any, construction: Any) -> None:
+    """With rounding all of them, otherwise those that attend; fewer where a formula is simpler than it looks."""
+    program = parse(f"x := {render(node)}")
+    try:
+        compiled = compile_program(program, construction, alphabet="ab", n_ctx=16, max_width=1024)
+    except CRaspError as error:
+        assume("too wide" not in str(error))
+        raise
+    assert (compiled.layers if construction == "rounding" else compiled.attending) <= max(1, program.depth)
+    assert compiled.attending <= program.depth
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_fewer_layers_than_depth(construction: Any) -> None:
+    compiled = compile_program(parse(SIMPLER), construction, alphabet="ab", n_ctx=16)
+    assert (compiled.depth, compiled.layers) == (2, 1)
+    words = every_word(compiled, 4)
+    assert np.array_equal(compiled.run(words), truth(compiled, words))
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beside_the_transformer_built_by_hand(depth: int) -> None:
     words = torch.randint(1, 3, (50, 60), generator=torch.Generator().manual_seed(depth))
@@ -113,6 +138,13 @@ def test_a_comparison_that_is_counted_needs_scaling_or_a_clip_or_rounding() -> N
     assert share_right("rounding", "none", "nearest") < 0.9
     assert share_right("rounding", "none", None) < 0.9  # in real arithmetic nothing sharpens
     assert share_right("scaling", "layernorm", eps=1e-2) < 1
+
+
+@pytest.mark.parametrize("source", [crasp_programs.MAJORITY, MAJORITY_TWICE, "x := #[Q_a] <= #[Q_b]"])
+def test_rounded_to_the_nearest_the_answer_is_false_from_the_first_letter_on(source: str) -> None:
+    """The construction is for rounding down: to the nearest, attention brings 0, whatever it counts."""
+    compiled = compile_program(parse(source), "rounding", "none", n_ctx=64)
+    assert not compiled.run(every_word(compiled, 6), "nearest").any()
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -201,7 +233,7 @@ def test_what_does_not_fit_is_named_with_its_place(
     ({"eps": -1.0}, "eps must not be negative, got -1.0"),
     ({"max_width": 0}, "max_width must be at least 1, got 0"),
     ({"alphabet": "aba"}, "the alphabet has a symbol twice: a, b, a"),
-    ({"alphabet": ""}, "words are made of some: give an alphabet"),
+    ({"alphabet": ""}, "the alphabet is empty, and words are made of symbols: give one"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -209,6 +241,10 @@ def test_bad_arguments(options: dict[str, Any], said: str) -> None:
 
 
 def test_words_that_cannot_be_run() -> None:
+    with pytest.raises(
+        ValueError, match="the program names no symbol, and words are made of symbols: give an alphabet"
+    ):
+        compile_program(parse("x := #[true] > 1"))
     compiled = compile_program(parse(crasp_programs.MAJORITY), n_ctx=4)
     with pytest.raises(ValueError, match="words of different lengths"):
         compiled.run(["a", "ab"])
@@ -341,3 +377,14 @@ def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
         refused = CliRunner().invoke(app, arguments)
         assert refused.exit_code == 2
         assert shown in refused.stderr
+
+
+def test_a_program_with_a_byte_order_mark_and_no_alphabet(tmp_path: Path) -> None:
+    """As an editor on Windows may leave it; `--alphabet ''` is told apart from a program that names no symbol."""
+    path = tmp_path / "marked.crasp"
+    path.write_text("x := #[Q_a] > 0", encoding="utf-8-sig")
+    done = CliRunner().invoke(app, ["lab", "compile", str(path), "--out", str(tmp_path / "m"), "--letters", "5"])
+    assert done.exit_code == 0, done.stderr
+    refused = CliRunner().invoke(app, ["lab", "compile", str(path), "--out", str(tmp_path / "n"), "--alphabet", ""])
+    assert refused.exit_code == 2
+    assert "the alphabet is empty" in refused.stderr

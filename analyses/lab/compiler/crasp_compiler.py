@@ -8,8 +8,8 @@ constructions make a truth value of it that can be counted again:
                Chiang 2024, "Counting Like Transformers"). For any length, in real arithmetic, with a norm that scales
                and no eps to speak of.
     clip       two ReLUs as steep as the longest word is long: exact up to that length, with any norm or none.
-    rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: one layer per
-               level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).
+    rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: at most one
+               layer per level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).
 
 The MLPs have no biases, so a block does not mind by which factor a norm scaled its input. An output that is a count
 comes as the ratio of two logits; fixed precision has no room for it.
@@ -138,8 +138,9 @@ def compile_program(
         max_layers, max_width: largest model to make: layers; entries of the stream, hidden units and head size.
 
     Returns:
-        The model, with `depth` layers for "rounding" (1 if nothing is counted). Otherwise with `depth` layers that
-        attend; a level whose formulas combine comparisons (or a count with cases) has one more, its attention off.
+        The model, with at most `depth` layers for "rounding" (1 if nothing is counted; fewer than `depth` where a
+        formula is simpler than it looks). Otherwise with as many layers that attend; a level whose formulas combine
+        comparisons (or a count with cases) has one more, its attention off.
 
     Raises:
         CRaspError: too deep, too wide, factors too large for float64 at this length, or an output that is a count in
@@ -150,7 +151,10 @@ def compile_program(
     _check(construction, norm, min(n_ctx, clip_to or n_ctx), eps, max_layers, max_width)
     letters = tuple(dict.fromkeys(_symbols(program)) if alphabet is None else alphabet)
     if not letters:
-        raise ValueError("the program names no symbol, and words are made of some: give an alphabet")
+        none, give = (
+            ("the program names no symbol", "an alphabet") if alphabet is None else ("the alphabet is empty", "one")
+        )
+        raise ValueError(f"{none}, and words are made of symbols: give {give}")
     if alphabet is not None and len(set(letters)) < len(alphabet):
         raise ValueError(f"the alphabet has a symbol twice: {', '.join(alphabet)}")
     output = program.output.expression

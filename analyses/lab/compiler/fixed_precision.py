@@ -5,7 +5,7 @@ The grid has `bits` bits, `fraction` of them behind the point: the multiples of 
 except inside attention: a weighted mean is taken exactly and rounded once. Here "exactly" is float64, and what is
 rounded are the embeddings, queries, keys, values, means, what attention and MLP write, the stream, both sides of the
 MLP's activation, and every norm's divisor and result. Rounding down keeps the sign of a mean however small it is;
-rounding to the nearest loses it on long words.
+rounding to the nearest makes 0 of what is less than half a step.
 """
 
 from __future__ import annotations
