@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from ln_probe.analyses.lab.compiler import compiler
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
 from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE, Decisions
-from ln_probe.analyses.lab.compiler.fixed_precision import Precision, fixed_precision
 from ln_probe.analyses.lab.depth import crasp_programs
 from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
 from ln_probe.analyses.lab.depth.crasp_transformer import answers, gate_program, gate_transformer
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.fixed_precision import Precision, fixed_precision
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.published import folder

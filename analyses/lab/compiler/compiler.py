@@ -22,10 +22,10 @@ import torch
 from ln_probe.analyses.lab.compiler.compiler_figures import length_curves, operations_map
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction
-from ln_probe.analyses.lab.compiler.fixed_precision import Rounding
 from ln_probe.analyses.lab.depth import crasp_programs
 from ln_probe.analyses.lab.depth.crasp import Program, parse
 from ln_probe.analyses.lab.depth.crasp_transformer import gate_program
+from ln_probe.analyses.lab.fixed_precision import Rounding
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.training import step_generator

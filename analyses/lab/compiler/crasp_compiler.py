@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction, Step, plan
 from ln_probe.analyses.lab.compiler.crasp_stream import stream_for
-from ln_probe.analyses.lab.compiler.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.compiler.lowering import Lowered, Place, lower
 from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
@@ -43,8 +43,8 @@ MOST_LAYERS = 256
 MOST_WIDTH = 8192
 # What a truth value and a mean of n numbers up to 1 may be off by in float64: a few roundings of 2^-53.
 FLOAT_ERROR = 2.0**-51
-# An eps that changes no norm here: below the last bit of any mean square up to a million positions (float64), and
-# dropped by rounding down where the grid is finer. It is there for a vector of zeros, which no word gives; probes may.
+# An eps that changes no norm here: below the last bit of any mean square up to a million positions (float64); with
+# rounding times the least mean square on the grid. It is there for a vector of zeros, which no word gives; probes may.
 TINY_EPS = 1e-30
 MARGIN = 0.25  # a sum of counts is odd halves, so 1/2 away from 0; half of that may be lost to rounding
 TOKENS_AT_ONCE = 2**12  # of the forward passes in `run`: 2 MB of stream at 64 entries, which stays in the cache
@@ -119,7 +119,7 @@ def compile_program(
     alphabet: Sequence[str] | None = None,
     n_ctx: int = 512,
     clip_to: int | None = None,
-    eps: float = TINY_EPS,
+    eps: float | None = None,
     max_layers: int = MOST_LAYERS,
     max_width: int = MOST_WIDTH,
 ) -> CompiledProgram:
@@ -134,7 +134,8 @@ def compile_program(
         n_ctx: longest input, BOS included.
         clip_to: the positions that a clip is built for (of "clip", and where a count has cases); None: n_ctx. Beyond
             them comparisons of nearly equal counts are blunt.
-        eps: of the norms. With "scaling", LayerNorm's usual 1e-5 blunts comparisons on long words.
+        eps: of the norms; None: one that changes nothing. With "scaling", LayerNorm's usual 1e-5 blunts comparisons on
+            long words.
         max_layers, max_width: largest model to make: layers; entries of the stream, hidden units and head size.
 
     Returns:
@@ -171,19 +172,20 @@ def compile_program(
     stream = stream_for(steps, construction == "rounding")
     writer = BlockWriter(lowered, construction, stream, clip_to or n_ctx, max_width)
     blocks = [writer.block(step) for step in steps]
+    eps = TINY_EPS * (writer.step**2 if writer.rounded else 1) if eps is None else eps
     model = _assemble(writer, steps, blocks, letters, norm, n_ctx, eps)
     attending = sum(step.attends for step in steps)
     return CompiledProgram(program, construction, model, letters, program.depth, attending, writer.precision(model))
 
 
-def _check(construction: str, norm: str, n_ctx: int, eps: float, max_layers: int, max_width: int) -> None:
+def _check(construction: str, norm: str, n_ctx: int, eps: float | None, max_layers: int, max_width: int) -> None:
     if construction not in CONSTRUCTIONS:
         raise ValueError(f"unknown construction {construction!r}: known ones are {', '.join(CONSTRUCTIONS)}")
     if norm not in NORM_KINDS:
         raise ValueError(f"unknown norm {norm!r}: known norms are {', '.join(NORM_KINDS)}")
     if n_ctx < 2:
         raise ValueError(f"{n_ctx} positions have no room for BOS and a letter: at least 2")
-    if not eps >= 0:
+    if eps is not None and not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     for name, limit in (("max_layers", max_layers), ("max_width", max_width)):
         if limit < 1:
