@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,9 @@ def test_the_experiment_and_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_pa
     verdicts = results.tables["operations"].set_index("operation")["exact_with"]
     assert verdicts["COMPARE, read at the end"] == verdicts["COUNTING"] == "neither"
     assert verdicts["COMPARE, counted"] == "scaling or clip or rounding"
-    assert verdicts["CONDITIONAL on a comparison, as a count"] == "clip"
+    assert verdicts["CONDITIONAL on a comparison, as a count"] == "a bound for the length"
+    said = "MIN, MAX as a count: as compiled exact with a bound for the length, in principle with neither."
+    assert said in results.conclusions
     monkeypatch.setattr(compiler, "agreement", lambda *args: pytest.fail("measured twice"))
     assert compiler.run(request).tables["agreement"].equals(table)
 
@@ -349,8 +352,26 @@ def test_what_is_kept_covers_every_program_and_norm() -> None:
         wanted = {(c, n) for c in CONSTRUCTIONS[: 3 if boolean else 2] for n in SUFFICE[c]}
         part = enough[enough["program"] == name]
         assert set(zip(part["construction"], part["norm"], strict=True)) == wanted, name
-    verdicts = table_at(folder("compiler"), "operations").set_index("operation")["exact_with"]
-    assert list(verdicts.index) == list(compiler.OPERATIONS)
+    deepest = {crasp_programs.last_block(k) for k in range(1, 9)}  # to the one that `depth_deep` trains for
+    assert deepest <= {source for source, _ in compiler.PROGRAMS.values()}
+
+
+def test_the_kept_operations_agree_with_the_kept_programs() -> None:
+    """Cases of counts are right under scaling and with no norm in both; what a bound too short does is told as that."""
+    kept = table_at(folder("compiler"), "operations").set_index("operation")
+    assert list(kept.index) == list(compiler.OPERATIONS)
+    assert list(kept["in_principle"]) == [operation.in_principle for operation in compiler.OPERATIONS.values()]
+    assert [compiler.exact_with(row) for row in kept.to_dict("records")] == list(kept["exact_with"])
+    counts = ["MIN, MAX as a count", "CONDITIONAL on a letter, as a count", "CONDITIONAL on a comparison, as a count"]
+    assert (kept.loc[counts, ["neither", "scaling", "clip"]] == 1).all(axis=None)
+    assert (kept.loc[counts, ["scaling, short bound", "clip too short"]] < 1).all(axis=None)
+    assert set(kept.loc[counts, "exact_with"]) == {compiler.BOUND}
+    programs = table_at(folder("compiler"), "agreement")
+    cases = programs[(programs["program"] == "cases") & (programs["construction"] == "scaling")]
+    assert (cases["value"] == 1).all()
+    assert {"layernorm", "none"} <= set(cases["norm"])
+    about = json.loads((folder("compiler") / "results.json").read_text())
+    assert about["settings"]["means"] == {name: means.built for name, means in compiler.MEANS.items()}
 
 
 def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
