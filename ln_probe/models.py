@@ -335,10 +335,11 @@ def _load_lab(
     from ln_probe.loading.provenance import sha256_of_state, transformer_lens_version
 
     with unchanged(files_of_lab_run(folder, step)) as read:
+        made = load_run(folder, step)
         own = arithmetic_of(folder)
         if own.bound and dtype not in (None, own.dtype):
             raise ValueError(other_function(given, own.dtype, dtype))
-        model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype or own.dtype).eval()
+        model = cast("nn.Module", made).to(device=device, dtype=dtype or own.dtype).eval()
 
     remember(
         model,

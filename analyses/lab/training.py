@@ -357,15 +357,15 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     if not (path / LAB_FILE).is_file():
         raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
     weights = weights_of(path, step)
-    arithmetic = arithmetic_of(path)
-    tensors, about = _read_weights(weights, arithmetic.dtype)
+    tensors, about = _read_weights(weights)
     for name, digest in about.get("beside", {}).items():
         if hashes_beside(path).get(name) != digest:
             raise ValueError(f"{path / name} is not what it was when {weights} was written: restore it")
     config = _config(path / LAB_FILE, len(tensors))
     with torch.device("meta"):  # before memory is spent on it
         _check_fit(LabTransformer(config), tensors, weights)
-    model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)
+    arithmetic = arithmetic_of(path)
+    model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
     model.load_state_dict(tensors)
     arithmetic.give(model)
     return model.eval()
@@ -394,7 +394,7 @@ def load_weights(model: nn.Module, weights: Path) -> dict[str, Any]:
     return about
 
 
-def _read_weights(weights: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_weights(weights: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, about = load_tensors(weights)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -403,7 +403,7 @@ def _read_weights(weights: Path, dtype: torch.dtype = torch.float32) -> tuple[di
                 f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
                 "training diverged; nothing can be measured on it"
             )
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}, about
+    return tensors, about
 
 
 def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:

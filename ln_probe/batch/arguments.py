@@ -62,7 +62,10 @@ def check_formats(dtype: str | None, targets: Sequence[Target]) -> None:
         path = Path(target.name).expanduser()
         if target.error or kind_of(target.name, path) != "lab":
             continue
-        own = arithmetic_of(path)
+        try:
+            own = arithmetic_of(path)
+        except (OSError, ValueError):  # as loading it will say
+            continue
         if own.bound and own.dtype != dtype_named(str(dtype)):
             raise ValueError(other_function(target.name, own.dtype, dtype_named(str(dtype))))
 
