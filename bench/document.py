@@ -337,14 +337,17 @@ def compiler_eps() -> str:
     rows = pd.read_csv(COMPILER / "lengths.csv")
     blunted = rows[(rows["means"] == "scaling, eps 1e-5") & (rows["value"] < 1)].sort_values("letters").iloc[0]
     settings = json.loads((COMPILER / "results.json").read_text(encoding="utf-8"))["settings"]
+    programs = pd.read_parquet(COMPILER / "agreement.parquet", columns=["program"])["program"].nunique()
     return said(
         "LayerNorm's usual eps (1e-5) blunts the comparison of counts that differ by one as words get long: the first "
         f"wrong answers are at {blunted['letters']} letters ({100 * (1 - blunted['value']):.1f} % of the answers; "
         "table `lengths`).",
-        "`ln-probe lab run compiler` measures it: tables `agreement` (every program, construction and norm on all "
-        f"words up to {settings['every_word_to']} letters and on {settings['words']:,} random ones of "
-        f"{settings['letters']} letters, {settings['few_words']} where the norm does not suffice), `operations` (the "
-        "table above) and `lengths` (a counted comparison over length).",
+        f"`ln-probe lab run compiler` measures it: tables `agreement` ({programs} programs, the laboratory's and those of "
+        "its interpreter's tests, in every construction under every norm on all words up to "
+        f"{settings['every_word_to']} letters and on {settings['words']:,} random ones of {settings['letters']} letters, "
+        f"{settings['few_words']} where the norm does not suffice), `operations` (each column says in `results.json`, "
+        "`settings.means`, what it is built with) and `lengths` (a counted comparison over length). The deepest program of "
+        "the tests, 198 levels, is compiled there and not here.",
     )
 
 

@@ -168,7 +168,7 @@ def lab_compile(
         raise endings.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
     endings.writable(out.parent)
     try:
-        source = program.read_text(encoding="utf-8")
+        source = program.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
     except (OSError, ValueError) as error:

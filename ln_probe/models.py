@@ -24,12 +24,18 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
+# The note of a model that rounds.
+FIXED = (
+    "computes in fixed precision, as it was compiled: all but attention's scores and weights and the inside of norms "
+    "is rounded down, so what reaches the stream is no sum of parts, and gradients are 0"
+)
+
 
 def load_model(
     name: str | Path,
     *,
     device: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     revision: str | None = None,
     allow_pickle: bool = False,
     world: Literal["hooked", "bridge"] | None = None,
@@ -49,7 +55,8 @@ def load_model(
             folder, a ``.gguf`` file, a lab run's folder, or a bundled name. A path goes before a name.
         device: ``cpu``, ``cuda``, ``cuda:1``; by default CUDA where there is a GPU, else the CPU (``mps`` is refused:
             it has no float64).
-        dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
+        dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``; by default float32, or what
+            the folder of a compiled program says (float64, and it takes no other).
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
             ``weights_only=True``.
@@ -66,14 +73,15 @@ def load_model(
     Raises:
         FileNotFoundError: the path does not exist, or the folder lacks config.json or weights.
         ConnectionError: a hub name that is not in the local cache, and no network.
-        ValueError: an unknown name, option, device or architecture; damaged, quantized or non-finite weights;
+        ValueError: an unknown name, option, device or architecture; a format in which a compiled program is another
+            function; damaged, quantized or non-finite weights;
             files that change while they are read; pickles without `allow_pickle`; or logits that are not those of
             the original.
         ImportError: a ``.gguf`` file without the package ``gguf``.
     """
     from ln_probe.loading.worlds import Processing
 
-    torch_dtype, torch_device = dtype_named(dtype), device_named(device)
+    torch_dtype, torch_device = dtype_named(dtype or DTYPES[0]), device_named(device)
     if world not in (None, "hooked", "bridge"):
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
@@ -85,7 +93,9 @@ def load_model(
 
     if kind in ("lab", "bundled"):
         folder = path if kind == "lab" else bundled_folder(given)
-        return _load_lab(given, kind, folder, torch_device, torch_dtype, revision, processing)
+        return _load_lab(
+            given, kind, folder, torch_device, None if dtype is None else torch_dtype, revision, processing
+        )
     if kind in ("folder", "gguf") and revision is not None:
         raise ValueError(
             f"revision={revision!r} was given for {given}, which is a local {kind}: it holds one version. "
@@ -294,12 +304,21 @@ def lab_step(revision: str) -> int:
     return step
 
 
+def other_function(given: str, own: torch.dtype, dtype: torch.dtype) -> str:
+    """Why a compiled program is not loaded in a format other than its own."""
+    right, wrong = (str(d).removeprefix("torch.") for d in (own, dtype))
+    return (
+        f"{given} is a compiled program, which does what the program does in {right} alone: in {wrong} its comparisons "
+        f"are other ones. Leave dtype (--dtype) out, or give {right}."
+    )
+
+
 def _load_lab(
     given: str,
     kind: str,
     folder: Path,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     revision: str | None,
     processing: Processing,
 ) -> nn.Module:
@@ -310,12 +329,17 @@ def _load_lab(
             f"{', '.join(processing.names())}."
         )
     step = None if revision is None else lab_step(revision)
+    from ln_probe.analyses.lab.arithmetic import arithmetic_of
     from ln_probe.analyses.lab.training import load_run
     from ln_probe.loading.inputs import combined, files_of_lab_run, unchanged
     from ln_probe.loading.provenance import sha256_of_state, transformer_lens_version
 
     with unchanged(files_of_lab_run(folder, step)) as read:
-        model = cast("nn.Module", load_run(folder, step)).to(device=device, dtype=dtype).eval()
+        made = load_run(folder, step)
+        own = arithmetic_of(folder)
+        if own.bound and dtype not in (None, own.dtype):
+            raise ValueError(other_function(given, own.dtype, dtype))
+        model = cast("nn.Module", made).to(device=device, dtype=dtype or own.dtype).eval()
 
     remember(
         model,
@@ -328,8 +352,9 @@ def _load_lab(
             inputs_sha256=combined(read),
             architecture=type(model).__name__,
             world="lab",
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(dtype or own.dtype).removeprefix("torch."),
             transformer_lens_version=transformer_lens_version(),
+            notes=() if own.precision is None else (FIXED,),
         ),
     )
     return model

@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ln_probe.analyses.lab.arithmetic import arithmetic_of
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
     DIVERGED_FILE,
@@ -345,7 +346,8 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     """The model of a lab run's folder: the final one, or the one kept at `step`.
 
-    Weights are float32 in memory, whatever they are on disk. The tokenizer is attached where the folder has one.
+    Weights are float32 in memory, whatever they are on disk, unless the folder says that the model computes otherwise
+    (`arithmetic`: compiled programs). The tokenizer is attached where the folder has one.
 
     Raises:
         FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
@@ -362,8 +364,10 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     config = _config(path / LAB_FILE, len(tensors))
     with torch.device("meta"):  # before memory is spent on it
         _check_fit(LabTransformer(config), tensors, weights)
-    model = LabTransformer(config, tokenizer=_tokenizer(path))
+    arithmetic = arithmetic_of(path)
+    model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
     model.load_state_dict(tensors)
+    arithmetic.give(model)
     return model.eval()
 
 
@@ -399,7 +403,7 @@ def _read_weights(weights: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
                 "training diverged; nothing can be measured on it"
             )
-    return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, about
+    return tensors, about
 
 
 def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:

@@ -43,13 +43,31 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
-def check_precision(dtype: str, device: str | None) -> None:
+def check_precision(dtype: str | None, device: str | None) -> None:
     """Raise ValueError for a format or a device that there is not."""
     from ln_probe.models import device_named, dtype_named
 
-    dtype_named(dtype)
+    if dtype is not None:
+        dtype_named(dtype)
     if device is not None:
         device_named(device)
+
+
+def check_formats(dtype: str | None, targets: Sequence[Target]) -> None:
+    """Raise ValueError if a compiled program is asked for in a format in which it is another function."""
+    from ln_probe.analyses.lab.arithmetic import arithmetic_of
+    from ln_probe.models import dtype_named, kind_of, other_function
+
+    for target in targets if dtype is not None else ():
+        path = Path(target.name).expanduser()
+        if target.error or kind_of(target.name, path) != "lab":
+            continue
+        try:
+            own = arithmetic_of(path)
+        except (OSError, ValueError):  # as loading it will say
+            continue
+        if own.bound and own.dtype != dtype_named(str(dtype)):
+            raise ValueError(other_function(target.name, own.dtype, dtype_named(str(dtype))))
 
 
 def check_layers(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:

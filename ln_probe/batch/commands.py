@@ -16,7 +16,7 @@ from ln_probe.batch.arguments import not_there_yet, remove_again
 from ln_probe.batch.endings import DONE, SOME_FAILED, refuse, writable
 from ln_probe.batch.options import Folder, Means, Out, Telling, Wish, Workers, takes
 from ln_probe.batch.running import end, go, nothing_to_do, work
-from ln_probe.batch.wishes import check_depth, claiming, run_of, settings_of, slice_of, targets_of
+from ln_probe.batch.wishes import check_targets, claiming, run_of, settings_of, slice_of, targets_of
 
 if TYPE_CHECKING:
     from ln_probe.batch.plan import Unit
@@ -39,7 +39,7 @@ def report(wish: Wish, means: Means, processes: Workers, into: Out, telling: Tel
     settings = settings_of(wish)
     writable(out)
     targets = targets_of(wish, quiet=telling.quiet)
-    check_depth(settings, targets)
+    check_targets(wish, settings, targets)
     if all(t.error for t in targets):
         nothing_to_do(targets, telling.as_json)
 
@@ -111,7 +111,7 @@ def _plan(wish: Wish, processes: Workers, into: Out, telling: Telling) -> None:
 
     settings = settings_of(wish)
     targets = targets_of(wish, quiet=telling.quiet)
-    check_depth(settings, targets)
+    check_targets(wish, settings, targets)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             run = run_of(wish, settings, into.out, Path(scratch))

@@ -33,7 +33,10 @@ class Wish:
     revision: Annotated[str | None, _of(MODELS, help="Branch, tag or commit; Pythia: step1000.")] = None
     checkpoints: Annotated[str | None, _of(MODELS, help="Training steps, 0,1000,…, or 'all'.")] = None
     device: Annotated[str | None, _of(MODELS, help="cpu, cuda, cuda:1.")] = None
-    dtype: Annotated[str, _of(MODELS, help="float32, float64, bfloat16 or float16.")] = "float32"
+    dtype: Annotated[
+        str | None,
+        _of(MODELS, help="float32, float64, bfloat16 or float16; default float32, a compiled program's own float64."),
+    ] = None
     allow_pickle: Annotated[bool, _of(MODELS, "--allow-pickle", help="Read .bin/.pt weights (weights_only).")] = False
     vocab: Annotated[
         Path | None, _of(MODELS, help="Token strings for a model without a tokenizer: JSON, or one a line.")

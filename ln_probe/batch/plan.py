@@ -94,7 +94,7 @@ class Run:
     out: Path
     settings: Settings
     corpus: ShardedCorpus
-    dtype: str = "float32"
+    dtype: str | None = None
     device: str | None = None
     allow_pickle: bool = False
     command: str = ""

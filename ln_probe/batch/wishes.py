@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ln_probe.batch.arguments import check_heads, check_layers, check_precision, numbers
+from ln_probe.batch.arguments import check_formats, check_heads, check_layers, check_precision, numbers
 from ln_probe.batch.endings import refuse
 from ln_probe.batch.options import Wish
 
@@ -81,9 +81,10 @@ def settings_of(wish: Wish) -> Settings:
     )
 
 
-def check_depth(settings: Settings, targets: Sequence[Target]) -> None:
-    """Exit if a model lacks a layer or a head that is asked for."""
+def check_targets(wish: Wish, settings: Settings, targets: Sequence[Target]) -> None:
+    """Exit if a model lacks a layer or a head that is asked for, or is another function in the format asked for."""
     try:
+        check_formats(wish.dtype, targets)
         check_layers(settings.layers, targets)
         check_heads(settings.heads, targets)
     except ValueError as error:

@@ -96,6 +96,52 @@ def test_malformed_programs(source: str, line: int, column: int, said: str) -> N
     assert str(error).endswith("\n  " + " " * (column - 1) + "^")
 
 
+@pytest.mark.parametrize(("source", "line", "column", "said", "shown"), [
+    ("A := 1\n\f\nB := #[A]", 3, 8, "this is a count; expected a Boolean", "B := #[A]"),
+    ("// \u2028 \x85 \x0b\nB := #[1]\r\n", 2, 8, "this is a count; expected a Boolean", "B := #[1]"),
+    ("A := \f #[1]", 1, 10, "this is a count; expected a Boolean", "A :=   #[1]"),
+    ("A :=\t#[1]", 1, 8, "this is a count; expected a Boolean", "A := #[1]"),
+    ("A := 1 // \f\n + ", 2, 3, "the program ends too early; expected an expression", " + "),
+    ("A := 1 \u2028", 1, 8, "unexpected '\\u2028'; expected `*` or `+`", "A := 1  "),
+    ("\ufeffA := 1", 1, 1, "unexpected '\\ufeff'; expected a name", " A := 1"),
+])  # fmt: skip
+def test_errors_show_the_line_that_they_name(source: str, line: int, column: int, said: str, shown: str) -> None:
+    """Lines end where the parser's do, and the caret stands under what it is about."""
+    with pytest.raises(CRaspError) as caught:
+        parse(source)
+    assert (caught.value.line, caught.value.column) == (line, column)
+    told = str(caught.value).split("\n")
+    assert told[0].startswith(f"line {line}, column {column}: {said}")
+    assert told[1:] == [f"  {shown}", f"  {' ' * (column - 1)}^"]
+
+
+@pytest.mark.parametrize("before", ["", "2 * #[Q_a] + "])
+@pytest.mark.parametrize("after", ["", " * #[Q_a]"])
+def test_integers_of_any_length(before: str, after: str) -> None:
+    """Python reads no integer of more than 4300 digits."""
+    with pytest.raises(CRaspError) as caught:
+        parse(f"x := 1\ny := {before}{'7' * 5000}{after}")
+    said = f"line 2, column {6 + len(before)}: this integer has 5000 digits; expected less than 2147483648"
+    assert str(caught.value).startswith(said)
+    assert parse(f"x := {'0' * 5000}7{after}").run("a") == [7]
+    assert parse("x := 000").run("a") == [0]
+
+
+@pytest.mark.parametrize(("begin", "end", "each"), [
+    ("#[", "] > 0", 2), ("not ", "", 1), ("(", ")", 1), ("#[Q_b and ", "] > 0", 3)
+])  # fmt: skip
+def test_how_deep_a_definition_may_be(begin: str, end: str, each: int) -> None:
+    """As deep as the error says: 150 brackets or operators inside each other."""
+    most = 150 // each
+    deepest = parse(f"x := {begin * most}Q_a{end * most}")
+    assert deepest.run("ab").shape == (2,)
+    with pytest.raises(CRaspError) as caught:
+        parse(f"x := {begin * (most + 1)}Q_a{end * (most + 1)}")
+    assert "this is nested too deep; expected at most 150 brackets or operators inside each other" in str(caught.value)
+    assert "(`#[…] > 0` is two operators): give inner parts names of their own" in str(caught.value)
+    assert caught.value.line == 1
+
+
 def test_what_cannot_accept() -> None:
     with pytest.raises(ValueError, match="the output 'A' is a count: end the program with a Boolean"):
         parse("A := #[Q_a]").accepts("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from typer.testing import CliRunner
 from ln_probe.analyses.lab.compiler import compiler
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
 from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE, Decisions
-from ln_probe.analyses.lab.compiler.fixed_precision import Precision, fixed_precision
 from ln_probe.analyses.lab.depth import crasp_programs
 from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
 from ln_probe.analyses.lab.depth.crasp_transformer import answers, gate_program, gate_transformer
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.fixed_precision import Precision, fixed_precision
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.published import folder
@@ -87,6 +88,31 @@ def test_random_programs_by_definition(node: Any, word: str, data: st.DataObject
     assert compiled.run([word])[0].tolist() == [by_definition(node, word, i) for i in range(len(word))]
 
 
+SIMPLER = "y := #[#[Q_a] > 0 and not #[Q_a] > 0] > 0"  # what is counted never holds: one layer answers
+
+
+@settings(max_examples=60, deadline=None)
+@given(node=BOOLEANS, construction=st.sampled_from(CONSTRUCTIONS))
+def test_layers_are_never_more_than_the_depth(node: Any, construction: Any) -> None:
+    """With rounding all of them, otherwise those that attend; fewer where a formula is simpler than it looks."""
+    program = parse(f"x := {render(node)}")
+    try:
+        compiled = compile_program(program, construction, alphabet="ab", n_ctx=16, max_width=1024)
+    except CRaspError as error:
+        assume("too wide" not in str(error))
+        raise
+    assert (compiled.layers if construction == "rounding" else compiled.attending) <= max(1, program.depth)
+    assert compiled.attending <= program.depth
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_fewer_layers_than_depth(construction: Any) -> None:
+    compiled = compile_program(parse(SIMPLER), construction, alphabet="ab", n_ctx=16)
+    assert (compiled.depth, compiled.layers) == (2, 1)
+    words = every_word(compiled, 4)
+    assert np.array_equal(compiled.run(words), truth(compiled, words))
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beside_the_transformer_built_by_hand(depth: int) -> None:
     words = torch.randint(1, 3, (50, 60), generator=torch.Generator().manual_seed(depth))
@@ -113,6 +139,13 @@ def test_a_comparison_that_is_counted_needs_scaling_or_a_clip_or_rounding() -> N
     assert share_right("rounding", "none", "nearest") < 0.9
     assert share_right("rounding", "none", None) < 0.9  # in real arithmetic nothing sharpens
     assert share_right("scaling", "layernorm", eps=1e-2) < 1
+
+
+@pytest.mark.parametrize("source", [crasp_programs.MAJORITY, MAJORITY_TWICE, "x := #[Q_a] <= #[Q_b]"])
+def test_rounded_to_the_nearest_the_answer_is_false_from_the_first_letter_on(source: str) -> None:
+    """The construction is for rounding down: to the nearest, attention brings 0, whatever it counts."""
+    compiled = compile_program(parse(source), "rounding", "none", n_ctx=64)
+    assert not compiled.run(every_word(compiled, 6), "nearest").any()
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -201,7 +234,7 @@ def test_what_does_not_fit_is_named_with_its_place(
     ({"eps": -1.0}, "eps must not be negative, got -1.0"),
     ({"max_width": 0}, "max_width must be at least 1, got 0"),
     ({"alphabet": "aba"}, "the alphabet has a symbol twice: a, b, a"),
-    ({"alphabet": ""}, "words are made of some: give an alphabet"),
+    ({"alphabet": ""}, "the alphabet is empty, and words are made of symbols: give one"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -209,6 +242,10 @@ def test_bad_arguments(options: dict[str, Any], said: str) -> None:
 
 
 def test_words_that_cannot_be_run() -> None:
+    with pytest.raises(
+        ValueError, match="the program names no symbol, and words are made of symbols: give an alphabet"
+    ):
+        compile_program(parse("x := #[true] > 1"))
     compiled = compile_program(parse(crasp_programs.MAJORITY), n_ctx=4)
     with pytest.raises(ValueError, match="words of different lengths"):
         compiled.run(["a", "ab"])
@@ -295,7 +332,9 @@ def test_the_experiment_and_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_pa
     verdicts = results.tables["operations"].set_index("operation")["exact_with"]
     assert verdicts["COMPARE, read at the end"] == verdicts["COUNTING"] == "neither"
     assert verdicts["COMPARE, counted"] == "scaling or clip or rounding"
-    assert verdicts["CONDITIONAL on a comparison, as a count"] == "clip"
+    assert verdicts["CONDITIONAL on a comparison, as a count"] == "a bound for the length"
+    said = "MIN, MAX as a count: as compiled exact with a bound for the length, in principle with neither."
+    assert said in results.conclusions
     monkeypatch.setattr(compiler, "agreement", lambda *args: pytest.fail("measured twice"))
     assert compiler.run(request).tables["agreement"].equals(table)
 
@@ -313,8 +352,26 @@ def test_what_is_kept_covers_every_program_and_norm() -> None:
         wanted = {(c, n) for c in CONSTRUCTIONS[: 3 if boolean else 2] for n in SUFFICE[c]}
         part = enough[enough["program"] == name]
         assert set(zip(part["construction"], part["norm"], strict=True)) == wanted, name
-    verdicts = table_at(folder("compiler"), "operations").set_index("operation")["exact_with"]
-    assert list(verdicts.index) == list(compiler.OPERATIONS)
+    deepest = {crasp_programs.last_block(k) for k in range(1, 9)}  # to the one that `depth_deep` trains for
+    assert deepest <= {source for source, _ in compiler.PROGRAMS.values()}
+
+
+def test_the_kept_operations_agree_with_the_kept_programs() -> None:
+    """Cases of counts are right under scaling and with no norm in both; what a bound too short does is told as that."""
+    kept = table_at(folder("compiler"), "operations").set_index("operation")
+    assert list(kept.index) == list(compiler.OPERATIONS)
+    assert list(kept["in_principle"]) == [operation.in_principle for operation in compiler.OPERATIONS.values()]
+    assert [compiler.exact_with(row) for row in kept.to_dict("records")] == list(kept["exact_with"])
+    counts = ["MIN, MAX as a count", "CONDITIONAL on a letter, as a count", "CONDITIONAL on a comparison, as a count"]
+    assert (kept.loc[counts, ["neither", "scaling", "clip"]] == 1).all(axis=None)
+    assert (kept.loc[counts, ["scaling, short bound", "clip too short"]] < 1).all(axis=None)
+    assert set(kept.loc[counts, "exact_with"]) == {compiler.BOUND}
+    programs = table_at(folder("compiler"), "agreement")
+    cases = programs[(programs["program"] == "cases") & (programs["construction"] == "scaling")]
+    assert (cases["value"] == 1).all()
+    assert {"layernorm", "none"} <= set(cases["norm"])
+    about = json.loads((folder("compiler") / "results.json").read_text())
+    assert about["settings"]["means"] == {name: means.built for name, means in compiler.MEANS.items()}
 
 
 def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
@@ -341,3 +398,14 @@ def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
         refused = CliRunner().invoke(app, arguments)
         assert refused.exit_code == 2
         assert shown in refused.stderr
+
+
+def test_a_program_with_a_byte_order_mark_and_no_alphabet(tmp_path: Path) -> None:
+    """As an editor on Windows may leave it; `--alphabet ''` is told apart from a program that names no symbol."""
+    path = tmp_path / "marked.crasp"
+    path.write_text("x := #[Q_a] > 0", encoding="utf-8-sig")
+    done = CliRunner().invoke(app, ["lab", "compile", str(path), "--out", str(tmp_path / "m"), "--letters", "5"])
+    assert done.exit_code == 0, done.stderr
+    refused = CliRunner().invoke(app, ["lab", "compile", str(path), "--out", str(tmp_path / "n"), "--alphabet", ""])
+    assert refused.exit_code == 2
+    assert "the alphabet is empty" in refused.stderr

@@ -2,8 +2,8 @@
 
 After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"), who prove that C-RASP and transformers of fixed precision
 (outside attention) do the same at every depth, and Yang & Chiang (2024, "Counting Like Transformers"), whose
-construction needs LayerNorm. Nothing is trained: every program of the laboratory is compiled in three ways and run
-beside the interpreter on all short words and on random long ones, under every norm.
+construction needs LayerNorm. Nothing is trained: programs are compiled in three ways and run beside the interpreter on
+all short words and on random long ones, under every norm.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from ln_probe.analyses.lab.compiler.compiler_figures import length_curves, operations_map
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction
-from ln_probe.analyses.lab.compiler.fixed_precision import Rounding
 from ln_probe.analyses.lab.depth import crasp_programs
 from ln_probe.analyses.lab.depth.crasp import Program, parse
 from ln_probe.analyses.lab.depth.crasp_transformer import gate_program
+from ln_probe.analyses.lab.fixed_precision import Rounding
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.training import step_generator
@@ -39,19 +39,21 @@ EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its p
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
 QUICK_EVERY_WORD_TO = 6  # of more than two letters
 FEW_WORDS = 15  # random words where a norm does not suffice, and words for the operations
-SHORT_CLIP = 4  # positions of a clip that is too short for LETTERS
+SHORT_CLIP = 4  # positions of a clip, or of a bound of cases, that is too short for LETTERS
 LENGTHS = (50, 100, 200, 400, 800, 1600)
 LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
 KEYS = ("program", "construction", "norm")
 
 CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 * #[true] - 5)"
-PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and of its tests, and its words' letters
+# Every program of the laboratory, those of its interpreter's tests but the deepest (198 levels, which the compiler's
+# tests run), and the symbols of its words.
+PROGRAMS: dict[str, tuple[str, Sequence[str]]] = {
     "majority": (crasp_programs.MAJORITY, "ab"),
     "Dyck-1": (crasp_programs.DYCK_1, "()"),
     "a^n b^n": (crasp_programs.A_N_B_N, "ab"),
     "a^n b^n c^n": (crasp_programs.A_N_B_N_C_N, "abc"),
     "within 5": (crasp_programs.L_5, "ab"),
-    **{f"last block of L{k}": (crasp_programs.last_block(k), "ab") for k in range(1, 8)},
+    **{f"last block of L{k}": (crasp_programs.last_block(k), "ab") for k in range(1, 9)},
     **{f"member of L{k}": (crasp_programs.blocks(k), "ab") for k in range(1, 6)},
     **{f"majority of majorities, depth {k}": (gate_program(k), "ab") for k in range(1, 4)},
     "precedence": (
@@ -62,7 +64,8 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and 
     "unused depth": ("x := #[#[Q_a] > 0] > 0  y := Q_b", "ab"),
     "a letter": ("symbol := Q_a", "ab"),
     "largest factor": ("A := 2147483647 * #[Q_a]", "ab"),
-    "two symbols": ("x := #[Q_a] + #[Q_b]", "ab"),  # of one letter each, as words here have
+    "two symbols": ("x := #[Q_a] + #[Q_b]", "ab"),
+    "long symbols": ('x := #[Q_"<s>"] + #[Q_token_7]', ("<s>", "token_7", "a")),
     "nothing": ("x := #[Q_a] < 0 or false", "ab"),
     "large factors": ("x := 1000000 * #[Q_a] < 999999 * #[Q_b]", "ab"),
     "layers of counts": ("x := #[#[Q_a] > 1 and Q_b] + #[Q_a] > 2 ? 1 : 0 y := x == 1 or Q_b", "ab"),
@@ -74,29 +77,49 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # every program of the laboratory and 
     "counted comparison": ("x := #[#[Q_a] > #[Q_b]]", "ab"),
 }  # fmt: skip
 
-# What each operation is tried on; outputs that are counts have no place in fixed precision.
+# What operations are exact with. A bound is of the counts among which a case is chosen, on words up to a length.
+NEITHER, BOUND, SHARPENED = "neither", "a bound for the length", "scaling or clip or rounding"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table of operations.
+
+    Attributes:
+        program: what it is tried on. An output that is a count has no place in fixed precision.
+        in_principle: what is enough, whatever this compiler does (`docs/compiler.md` says why); not measured.
+    """
+
+    program: str
+    in_principle: str = NEITHER
+
+
 COMPARISONS = "#[Q_a] > 5 and not #[Q_b] > #[Q_a] or #[Q_b] > 2 * #[Q_a]"
 CHOICE = "#[Q_a] > #[Q_b] ? #[Q_a] : 2 * #[Q_b]"
-OPERATIONS: dict[str, str] = {
-    "NOT, AND, OR of letters": "x := not Q_a or Q_b and Q_a",
-    "COUNTING": "x := #[Q_a]",
-    "ADD, SUB, integer factors": "x := 2 * #[Q_a] - #[Q_b] + #[true]",
-    "CONST": "x := 7",
-    "COMPARE, read at the end": crasp_programs.MAJORITY,
-    "COMPARE, counted": gate_program(2),
-    "NOT, AND, OR of comparisons, read at the end": f"x := {COMPARISONS}",
-    "NOT, AND, OR of comparisons, counted": f"x := {COMPARISONS} y := 2 * #[x] > #[true]",
-    "MIN, MAX as a count": "x := max(#[Q_a] - #[Q_b], min(3, #[Q_b]))",
-    "MIN, MAX compared": "x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)",
-    "CONDITIONAL on a letter, as a count": "x := Q_a ? #[Q_a] : -#[Q_b]",
-    "CONDITIONAL on a comparison, as a count": f"x := {CHOICE}",
-    "CONDITIONAL on a comparison, compared": f"x := ({CHOICE}) > 90",
+OPERATIONS: dict[str, Operation] = {
+    "NOT, AND, OR of letters": Operation("x := not Q_a or Q_b and Q_a"),
+    "COUNTING": Operation("x := #[Q_a]"),
+    "ADD, SUB, integer factors": Operation("x := 2 * #[Q_a] - #[Q_b] + #[true]"),
+    "CONST": Operation("x := 7"),
+    "COMPARE, read at the end": Operation(crasp_programs.MAJORITY),
+    "COMPARE, counted": Operation(gate_program(2), SHARPENED),
+    "NOT, AND, OR of comparisons, read at the end": Operation(f"x := {COMPARISONS}"),
+    "NOT, AND, OR of comparisons, counted": Operation(f"x := {COMPARISONS} y := 2 * #[x] > #[true]", SHARPENED),
+    "MIN, MAX as a count": Operation("x := max(#[Q_a] - #[Q_b], min(3, #[Q_b]))"),
+    "MIN, MAX compared": Operation("x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)"),
+    "CONDITIONAL on a letter, as a count": Operation("x := Q_a ? #[Q_a] : -#[Q_b]"),
+    "CONDITIONAL on a comparison, as a count": Operation(f"x := {CHOICE}", BOUND),
+    "CONDITIONAL on a comparison, compared": Operation(f"x := ({CHOICE}) > 90"),
 }
 
 
 @dataclass(frozen=True)
 class Means:
-    """A way to run a program, as a column of the table of operations."""
+    """A way to run a program, as a column of the table of operations.
+
+    Attributes:
+        clip_to: positions that a clip, or the bound by which a count's cases are chosen, is built for; None: all.
+    """
 
     construction: Construction
     norm: str
@@ -104,10 +127,19 @@ class Means:
     rounding: Rounding = "down"
     eps: float | None = None
 
+    @property
+    def built(self) -> str:
+        """What a program is built with, in words."""
+        norm = "a constant in the norm's place" if self.norm == "none" else self.norm
+        length = f"{self.clip_to} positions" if self.clip_to else "all positions"
+        said = f"construction {self.construction}, {norm}"
+        return said + (f", rounded {self.rounding}" if self.construction == "rounding" else f", bounds for {length}")
+
 
 MEANS = {
-    "neither": Means("scaling", "none", SHORT_CLIP),  # a constant where the norm would be
-    "scaling": Means("scaling", "layernorm", SHORT_CLIP),
+    "neither": Means("scaling", "none"),
+    "scaling": Means("scaling", "layernorm"),
+    "scaling, short bound": Means("scaling", "layernorm", SHORT_CLIP),
     "clip": Means("clip", "none"),
     "clip too short": Means("clip", "none", SHORT_CLIP),
     "rounding": Means("rounding", "none"),
@@ -128,7 +160,9 @@ def suffices(construction: str, norm: str) -> bool:
     return construction != "scaling" or norm in SCALES
 
 
-def random_words(alphabet: str, letters: int, count: int, generator: torch.Generator) -> list[str]:
+def random_words(
+    alphabet: Sequence[str], letters: int, count: int, generator: torch.Generator
+) -> list[tuple[str, ...]]:
     """Words of three kinds in turn: letters drawn evenly; runs, of a mean length of their own; sorted letters.
 
     Even letters alone would never be in a language such as a^n b^n or L_k.
@@ -143,16 +177,16 @@ def random_words(alphabet: str, letters: int, count: int, generator: torch.Gener
             drawn = drawn[begins][begins.cumsum(0) - 1]
         elif number % 3 == 2:
             drawn = drawn.sort().values
-        words.append("".join(alphabet[i] for i in drawn))
+        words.append(tuple(alphabet[i] for i in drawn))
     return words
 
 
-def interpreted(program: Program, words: Sequence[str]) -> np.ndarray:
+def interpreted(program: Program, words: Sequence[Sequence[str]]) -> np.ndarray:
     """What the interpreter says at every letter, [word letter]."""
     return np.stack([program.run(word) for word in words])
 
 
-def compiled_with(means: Means, program: Program, alphabet: str, letters: int) -> CompiledProgram:
+def compiled_with(means: Means, program: Program, alphabet: Sequence[str], letters: int) -> CompiledProgram:
     """A program for words of so many letters."""
     options: dict[str, Any] = {} if means.eps is None else {"eps": means.eps}
     return compile_program(
@@ -164,7 +198,7 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
     """A program in every construction under every norm beside the interpreter: a row per measure."""
     source, alphabet = PROGRAMS[name]
     program = parse(source)
-    short = ["".join(w) for w in itertools.product(alphabet, repeat=every_word_to)]
+    short = list(itertools.product(alphabet, repeat=every_word_to))
     long = random_words(alphabet, LETTERS, words, step_generator(seed, len(name)))
     truths = [interpreted(program, w) for w in (short, long)]
     rows = []
@@ -201,16 +235,17 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
 def operations_table(seed: int = 0) -> pd.DataFrame:
     """Which operations need scaling, which a clip can do, which nothing: share of right answers on words of LETTERS.
 
-    Columns: `operation, program, output`, one per entry of MEANS (NaN: unsupported), `exact_with`.
+    Columns: `operation, program, output`, one per entry of MEANS (NaN: unsupported), `exact_with` (what this compiler
+    used where every answer was right, see `exact_with`), `in_principle` (see `Operation`).
     """
     rows = []
-    for operation, source in OPERATIONS.items():
-        program = parse(source)
+    for operation, tried in OPERATIONS.items():
+        program = parse(tried.program)
         words = random_words("ab", LETTERS, FEW_WORDS, step_generator(seed, 1))
         truth = interpreted(program, words)
         row: dict[str, Any] = {
             "operation": operation,
-            "program": source.replace("\n", "  "),
+            "program": tried.program.replace("\n", "  "),
             "output": program.output.expression.kind,
         }
         for name, means in MEANS.items():
@@ -219,10 +254,19 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
                 continue
             made = compiled_with(means, program, "ab", LETTERS)
             row[name] = float((made.run(words, means.rounding) == truth).mean())
-        exact = [name for name in ("scaling", "clip", "rounding") if row[name] == 1]
-        row["exact_with"] = "neither" if row["neither"] == 1 else " or ".join(exact)
-        rows.append(row)
+        rows.append(row | {"exact_with": exact_with(row), "in_principle": tried.in_principle})
     return pd.DataFrame(rows)
+
+
+def exact_with(right: Mapping[str, Any]) -> str:
+    """With what a row of `operations_table` has only right answers.
+
+    NEITHER: with a constant in the norm's place and no bound; BOUND: with that constant, but not where the bound by
+    which cases are chosen is too short; else those of scaling, clip and rounding that are exact.
+    """
+    if right["neither"] == 1:
+        return NEITHER if right["scaling, short bound"] == 1 else BOUND
+    return " or ".join(name for name in ("scaling", "clip", "rounding") if right[name] == 1)
 
 
 def lengths_table(lengths: Sequence[int], seed: int = 0) -> pd.DataFrame:
@@ -250,13 +294,14 @@ def _kept(path: Path, of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def run(request: Request) -> Results:
     """Compile and compare every program (or what is left of them), and say what each operation needs."""
     words = QUICK_WORDS if request.quick else WORDS
-    names = [n for n in PROGRAMS if not request.quick or n not in {f"last block of L{k}" for k in (6, 7)}]
+    names = [n for n in PROGRAMS if not request.quick or n not in {f"last block of L{k}" for k in (6, 7, 8)}]
     rows: list[dict[str, Any]] = []
     for seed, (number, name) in itertools.product(request.seeds, enumerate(names)):
         path = request.out / "runs" / f"program{number}-seed{seed}.json"
         every_word_to = QUICK_EVERY_WORD_TO if request.quick and len(PROGRAMS[name][1]) > 2 else EVERY_WORD_TO
         source, alphabet = PROGRAMS[name]
-        of = {"measured": MEASURED, "source": source, "alphabet": alphabet, "words": [every_word_to, words]}
+        letters = alphabet if isinstance(alphabet, str) else list(alphabet)
+        of = {"measured": MEASURED, "source": source, "alphabet": letters, "words": [every_word_to, words]}
         held = _kept(path, of)
         if held is None and not request.collect:
             held = agreement(name, seed, words, every_word_to)
@@ -285,6 +330,7 @@ def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFram
             "words": 0 if table.empty else int(table.loc[table["measure"] == "random_words", "words"].max()),
             "few_words": FEW_WORDS,
             "short_clip": SHORT_CLIP,
+            "means": {name: means.built for name, means in MEANS.items()},
             "lengths_program": LENGTHS_PROGRAM,
             "arithmetic": "float64",
             "rounding": "down (the largest number of the grid that is not above), everywhere but inside attention",
@@ -307,5 +353,9 @@ def _conclusions(table: pd.DataFrame) -> Iterator[str]:
 
 
 def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
-    for row in operations.itertuples():
-        yield f"{row.operation}: {'needs neither' if row.exact_with == 'neither' else f'exact with {row.exact_with}'}."
+    for row in operations.to_dict("records"):
+        operation, compiled, enough = (str(row[column]) for column in ("operation", "exact_with", "in_principle"))
+        if compiled != enough:
+            yield f"{operation}: as compiled exact with {compiled}, in principle with {enough}."
+        else:
+            yield f"{operation}: {'needs neither' if enough == NEITHER else f'exact with {enough}'}."

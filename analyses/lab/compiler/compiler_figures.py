@@ -15,7 +15,7 @@ def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
     """Share of right answers, operations against means; empty where a count has no place."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 0.36 * len(operations) + 1.2), layout="constrained")
+    figure = Figure(figsize=(10.5, 0.36 * len(operations) + 1.2), layout="constrained")
     ax = figure.subplots()
     values = operations[list(means)].to_numpy(float)
     ax.imshow(values, vmin=0.5, vmax=1, cmap="viridis", aspect="auto")

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction, Step
 from ln_probe.analyses.lab.compiler.crasp_stream import P, Q, Stream, Units, Value, Vector, combined
 from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE
-from ln_probe.analyses.lab.compiler.fixed_precision import Precision
 from ln_probe.analyses.lab.compiler.lowering import Lowered, Sum
 from ln_probe.analyses.lab.depth.crasp import CRaspError
+from ln_probe.analyses.lab.fixed_precision import Precision
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 
 

@@ -8,8 +8,8 @@ constructions make a truth value of it that can be counted again:
                Chiang 2024, "Counting Like Transformers"). For any length, in real arithmetic, with a norm that scales
                and no eps to speak of.
     clip       two ReLUs as steep as the longest word is long: exact up to that length, with any norm or none.
-    rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: one layer per
-               level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).
+    rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: at most one
+               layer per level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).
 
 The MLPs have no biases, so a block does not mind by which factor a norm scaled its input. An output that is a count
 comes as the ratio of two logits; fixed precision has no room for it.
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction, Step, plan
 from ln_probe.analyses.lab.compiler.crasp_stream import stream_for
-from ln_probe.analyses.lab.compiler.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.compiler.lowering import Lowered, Place, lower
 from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
@@ -43,8 +43,8 @@ MOST_LAYERS = 256
 MOST_WIDTH = 8192
 # What a truth value and a mean of n numbers up to 1 may be off by in float64: a few roundings of 2^-53.
 FLOAT_ERROR = 2.0**-51
-# An eps that changes no norm here: below the last bit of any mean square up to a million positions (float64), and
-# dropped by rounding down where the grid is finer. It is there for a vector of zeros, which no word gives; probes may.
+# An eps that changes no norm here: below the last bit of any mean square up to a million positions (float64); with
+# rounding times the least mean square on the grid. It is there for a vector of zeros, which no word gives; probes may.
 TINY_EPS = 1e-30
 MARGIN = 0.25  # a sum of counts is odd halves, so 1/2 away from 0; half of that may be lost to rounding
 TOKENS_AT_ONCE = 2**12  # of the forward passes in `run`: 2 MB of stream at 64 entries, which stays in the cache
@@ -119,7 +119,7 @@ def compile_program(
     alphabet: Sequence[str] | None = None,
     n_ctx: int = 512,
     clip_to: int | None = None,
-    eps: float = TINY_EPS,
+    eps: float | None = None,
     max_layers: int = MOST_LAYERS,
     max_width: int = MOST_WIDTH,
 ) -> CompiledProgram:
@@ -134,12 +134,14 @@ def compile_program(
         n_ctx: longest input, BOS included.
         clip_to: the positions that a clip is built for (of "clip", and where a count has cases); None: n_ctx. Beyond
             them comparisons of nearly equal counts are blunt.
-        eps: of the norms. With "scaling", LayerNorm's usual 1e-5 blunts comparisons on long words.
+        eps: of the norms; None: one that changes nothing. With "scaling", LayerNorm's usual 1e-5 blunts comparisons on
+            long words.
         max_layers, max_width: largest model to make: layers; entries of the stream, hidden units and head size.
 
     Returns:
-        The model, with `depth` layers for "rounding" (1 if nothing is counted). Otherwise with `depth` layers that
-        attend; a level whose formulas combine comparisons (or a count with cases) has one more, its attention off.
+        The model, with at most `depth` layers for "rounding" (1 if nothing is counted; fewer than `depth` where a
+        formula is simpler than it looks). Otherwise with as many layers that attend; a level whose formulas combine
+        comparisons (or a count with cases) has one more, its attention off.
 
     Raises:
         CRaspError: too deep, too wide, factors too large for float64 at this length, or an output that is a count in
@@ -150,7 +152,10 @@ def compile_program(
     _check(construction, norm, min(n_ctx, clip_to or n_ctx), eps, max_layers, max_width)
     letters = tuple(dict.fromkeys(_symbols(program)) if alphabet is None else alphabet)
     if not letters:
-        raise ValueError("the program names no symbol, and words are made of some: give an alphabet")
+        none, give = (
+            ("the program names no symbol", "an alphabet") if alphabet is None else ("the alphabet is empty", "one")
+        )
+        raise ValueError(f"{none}, and words are made of symbols: give {give}")
     if alphabet is not None and len(set(letters)) < len(alphabet):
         raise ValueError(f"the alphabet has a symbol twice: {', '.join(alphabet)}")
     output = program.output.expression
@@ -167,19 +172,20 @@ def compile_program(
     stream = stream_for(steps, construction == "rounding")
     writer = BlockWriter(lowered, construction, stream, clip_to or n_ctx, max_width)
     blocks = [writer.block(step) for step in steps]
+    eps = TINY_EPS * (writer.step**2 if writer.rounded else 1) if eps is None else eps
     model = _assemble(writer, steps, blocks, letters, norm, n_ctx, eps)
     attending = sum(step.attends for step in steps)
     return CompiledProgram(program, construction, model, letters, program.depth, attending, writer.precision(model))
 
 
-def _check(construction: str, norm: str, n_ctx: int, eps: float, max_layers: int, max_width: int) -> None:
+def _check(construction: str, norm: str, n_ctx: int, eps: float | None, max_layers: int, max_width: int) -> None:
     if construction not in CONSTRUCTIONS:
         raise ValueError(f"unknown construction {construction!r}: known ones are {', '.join(CONSTRUCTIONS)}")
     if norm not in NORM_KINDS:
         raise ValueError(f"unknown norm {norm!r}: known norms are {', '.join(NORM_KINDS)}")
     if n_ctx < 2:
         raise ValueError(f"{n_ctx} positions have no room for BOS and a letter: at least 2")
-    if not eps >= 0:
+    if eps is not None and not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     for name, limit in (("max_layers", max_layers), ("max_width", max_width)):
         if limit < 1:

@@ -99,11 +99,11 @@ _IN_WORDS = {
 }
 
 
-# Levels of one definition: the walks over it recurse, three calls a level, and Python's stack has room for about 1000.
+# Brackets or operators inside each other: walks recurse, three calls a level; the stack has room for about 1000.
 DEEPEST = 150
 _BRACKET = re.compile(r'//[^\n]*|Q_"[^"\n]*"|[\[(]|[\])]')
 LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
-
+DIGITS = 10  # of LARGEST; an integer of more is refused unread (Python reads no more than 4300)
 
 SHOWN = 200  # characters of a line in an error
 
@@ -113,8 +113,9 @@ class CRaspError(ValueError):
 
     def __init__(self, source: str, line: int, column: int, problem: str, expected: str) -> None:
         self.line, self.column, self.expected = line, column, expected
-        lines = source.splitlines() or [""]
-        shown = lines[min(line, len(lines)) - 1]
+        lines = source.split("\n")  # the parser's lines; `splitlines` would end one at a form feed or U+2028 as well
+        # A character each for what moves the caret or is not seen: tabs, line separators, a byte order mark.
+        shown = "".join(c if c.isprintable() else " " for c in lines[min(line, len(lines)) - 1].rstrip("\r"))
         start = max(0, column - SHOWN // 2)
         if len(shown) > SHOWN:
             shown, column = shown[start : start + SHOWN], column - start
@@ -219,7 +220,8 @@ def parse(source: str) -> Program:
 
     Raises:
         CRaspError: it is malformed, mixes Booleans and counts, or uses a name that is not defined above; says the
-            line, the column and what was expected. One definition may nest DEEPEST levels.
+            line, the column and what was expected. In one definition DEEPEST brackets or operators may be inside each
+            other.
     """
     _check_brackets(source)
     try:
@@ -246,16 +248,20 @@ def _check_brackets(source: str) -> None:
 
 def _check_depth(source: str, tree: Tree[Token]) -> None:
     """Operators nest as brackets do: `not not …`, and `a + b + c` is `(a + b) + c`."""
-    waiting: list[tuple[Tree[Token], int]] = [(tree, 0)]
+    waiting: list[tuple[Tree[Token], int]] = [(tree, -1)]  # a definition's outermost operator is then at depth 1
     while waiting:
         node, depth = waiting.pop()
-        if depth > DEEPEST:
+        inner = [child for child in node.children if isinstance(child, Tree)]
+        if inner and depth > DEEPEST:  # what has nothing inside is a symbol, a name or a number
             raise _too_deep(source, node.meta.line, node.meta.column)
-        waiting += [(child, depth + 1) for child in node.children if isinstance(child, Tree)]
+        waiting += [(child, depth + 1) for child in inner]
 
 
 def _too_deep(source: str, line: int, column: int) -> CRaspError:
-    expected = f"at most {DEEPEST} levels: give inner parts names of their own"
+    expected = (
+        f"at most {DEEPEST} brackets or operators inside each other (`#[…] > 0` is two operators): give inner parts "
+        "names of their own"
+    )
     return CRaspError(source, line, column, "this is nested too deep", expected)
 
 
@@ -273,7 +279,7 @@ def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
     elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
         expected = set(getattr(error, "accepts", None) or error.expected)
         problem = "the program ends too early"
-        lines = source.rstrip().splitlines() or [""]
+        lines = source.rstrip().split("\n")
         line, column = len(lines), len(lines[-1]) + 1
     else:
         assert isinstance(error, UnexpectedToken)
@@ -332,6 +338,14 @@ class _Builder(Transformer[Token, Any]):
             raise CRaspError(self.source, made.line, made.column, problem, f"less than {LARGEST}, to stay in 64 bits")
         return replace(made, growth=growth)
 
+    def _number(self, token: Token) -> int:
+        """An integer's value; CRaspError if it is too long to be one that a count may reach."""
+        digits = token.lstrip("0")
+        if len(digits) > DIGITS:
+            problem = f"this integer has {len(digits)} digits"
+            raise self._refuse(token, problem, f"less than {LARGEST}, to stay in 64 bits")
+        return int(digits or "0")
+
     def program(self, parts: list[Definition]) -> tuple[Definition, ...]:
         return tuple(parts)
 
@@ -370,7 +384,7 @@ class _Builder(Transformer[Token, Any]):
 
     def integer(self, parts: list[Token]) -> Expression:
         (token,) = parts
-        number = int(token)
+        number = self._number(token)
         everywhere = _at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64), "integer", str(number))
         return self._bounded(everywhere, number)
 
@@ -408,7 +422,7 @@ class _Builder(Transformer[Token, Any]):
     def multiple(self, parts: list[Any]) -> Expression:
         factor, _, inner = parts
         self._need("count", inner)
-        number = int(factor)
+        number = self._number(factor)
         multiplied = _at(
             factor, "count", inner.depth, lambda w: number * inner.evaluate(w), "multiple", str(number), inner
         )

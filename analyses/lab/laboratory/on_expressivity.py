@@ -141,16 +141,18 @@ def compiler() -> Iterator[str]:
         rows.append((f"`{construction}`", f"`{norm}`", "yes" if enough else "no", right))
     yield from markdown(("construction", "norm", "suffices", "programs right on every word"), rows)
     yield from prose("compiler 2")
-    means = [str(c) for c in operations if c not in ("operation", "program", "output", "exact_with")]
+    about = ("operation", "program", "output", "exact_with", "in_principle")
+    means = [str(c) for c in operations if c not in about]
     rows = [
         (
             str(row["operation"]),
             *("–" if np.isnan(row[m]) else "all" if row[m] == 1 else f"{100 * row[m]:.1f}" for m in means),
             str(row["exact_with"]),
+            str(row["in_principle"]),
         )
         for row in operations.to_dict("records")
     ]
-    yield from markdown(("operation", *means, "exact with"), rows)
+    yield from markdown(("operation", *means, "as compiled", "in principle"), rows)
     yield from prose("compiler 3")
     wide = kept_table("compiler", "lengths").pivot(index="means", columns="letters", values="value")
     order = dict.fromkeys(kept_table("compiler", "lengths")["means"])

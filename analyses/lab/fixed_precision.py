@@ -5,12 +5,12 @@ The grid has `bits` bits, `fraction` of them behind the point: the multiples of 
 except inside attention: a weighted mean is taken exactly and rounded once. Here "exactly" is float64, and what is
 rounded are the embeddings, queries, keys, values, means, what attention and MLP write, the stream, both sides of the
 MLP's activation, and every norm's divisor and result. Rounding down keeps the sign of a mean however small it is;
-rounding to the nearest loses it on long words.
+rounding to the nearest makes 0 of what is less than half a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 
 INSIDE_ATTENTION = ("hook_attn_scores", "hook_pattern")
+OF_NORMS = ("hook_scale", "hook_normalized")
 
 Rounding = Literal["down", "nearest"]
 
@@ -56,9 +57,60 @@ class Precision:
         """Whether every number is one of the grid's."""
         return bool((self.round(x) == x).all())
 
+    def absorbs(self, eps: float) -> bool:
+        """Whether a norm that scales has a number of the grid for a divisor, be it not rounded.
+
+        For vectors whose root mean square is one of the grid's; the least of those is a step.
+        """
+        return self.step**2 + eps == self.step**2
+
     def misfits(self, model: nn.Module) -> list[str]:
         """Parameters that are not numbers of the grid."""
         return [name for name, parameter in model.named_parameters() if not self.holds(parameter)]
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A hook that rounds what passes."""
+
+    precision: Precision
+    rounding: Rounding = "down"
+
+    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor:
+        return self.precision.round(tensor, self.rounding)
+
+
+def _seen(tensor: Tensor, hook: HookPoint) -> Tensor:
+    return tensor
+
+
+def _points(model: HookedRootModule, besides: Iterable[str]) -> Iterator[str]:
+    return (name for name in model.hook_dict if not name.endswith((*INSIDE_ATTENTION, *besides)))
+
+
+def _check(model: HookedRootModule, precision: Precision) -> None:
+    if off := precision.misfits(model):
+        raise ValueError(f"{off[0]} has numbers that {precision} does not hold: more bits, or other weights")
+    if any(parameter.dtype != torch.float64 for parameter in model.parameters()):
+        raise ValueError("fixed precision is made of float64: use model.double()")
+
+
+def install(model: HookedRootModule, precision: Precision) -> None:
+    """Let a lab model compute in fixed precision from now on (rounding down), whoever runs it.
+
+    The hooks are permanent ones, which `reset_hooks` leaves. What is inside a norm is not rounded: a norm is told by
+    its answers to vectors of any size, and on a coarse grid it would be none. So its divisor and result have to be
+    numbers of the grid by themselves: a compiled program's are on every word, if `precision.absorbs` the eps.
+
+    Raises:
+        ValueError: as `fixed_precision`.
+    """
+    _check(model, precision)
+    for name in _points(model, OF_NORMS):
+        model.hook_dict[name].add_perma_hook(_Rounded(precision))
+    for name in model.hook_dict:
+        if name.endswith(OF_NORMS[0]):  # torch's fused layer_norm has other roundings: the norm as it is written
+            model.hook_dict[name].add_perma_hook(_seen)
 
 
 @contextmanager
@@ -68,14 +120,7 @@ def fixed_precision(model: HookedRootModule, precision: Precision, rounding: Rou
     Raises:
         ValueError: a parameter is not a number of the grid (says which), or the model is not in float64.
     """
-    if off := precision.misfits(model):
-        raise ValueError(f"{off[0]} has numbers that {precision} does not hold: more bits, or other weights")
-    if any(parameter.dtype != torch.float64 for parameter in model.parameters()):
-        raise ValueError("fixed precision is made of float64: use model.double()")
-
-    def rounded(tensor: Tensor, hook: HookPoint) -> Tensor:
-        return precision.round(tensor, rounding)
-
-    names = [name for name in model.hook_dict if not name.endswith(INSIDE_ATTENTION)]
-    with model.hooks(fwd_hooks=[(name, rounded) for name in names]):
+    _check(model, precision)
+    rounded = _Rounded(precision, rounding)
+    with model.hooks(fwd_hooks=[(name, rounded) for name in _points(model, ())]):
         yield
