@@ -342,12 +342,12 @@ def compiler_eps() -> str:
         "LayerNorm's usual eps (1e-5) blunts the comparison of counts that differ by one as words get long: the first "
         f"wrong answers are at {blunted['letters']} letters ({100 * (1 - blunted['value']):.1f} % of the answers; "
         "table `lengths`).",
-        f"`ln-probe lab run compiler` measures it: tables `agreement` ({programs} programs, the laboratory's and those of "
-        "its interpreter's tests, in every construction under every norm on all words up to "
-        f"{settings['every_word_to']} letters and on {settings['words']:,} random ones of {settings['letters']} letters, "
-        f"{settings['few_words']} where the norm does not suffice), `operations` (each column says in `results.json`, "
-        "`settings.means`, what it is built with) and `lengths` (a counted comparison over length). The deepest program of "
-        "the tests, 198 levels, is compiled there and not here.",
+        f"`ln-probe lab run compiler` measures it: tables `agreement` ({programs} programs, the laboratory's and those "
+        "of its interpreter's tests, in every construction under every norm on all words up to "
+        f"{settings['every_word_to']} letters and on {settings['words']:,} random ones of {settings['letters']} "
+        f"letters, {settings['few_words']} where the norm does not suffice), `operations` (each column says in "
+        "`results.json`, `settings.means`, what it is built with) and `lengths` (a counted comparison over length). "
+        "The deepest program of the tests, 198 levels, is compiled there and not here.",
     )
 
 
