@@ -179,18 +179,25 @@ def test_keys_in_the_hull_are_counted() -> None:
     assert not selectability._selectable(table.assign(keys=math.nan), "head", "There", "unselectable")
 
 
-def test_where_attention_widens_or_narrows_most() -> None:
+def test_attention_widens_or_narrows_on_these_prompts() -> None:
+    """The mean over layers, not the layer in which it happens to change most."""
     values = {(0, "intact"): 0.5, (0, "no_scaling"): 0.52, (1, "intact"): 0.6, (1, "no_scaling"): 0.4}
     rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
     (finding,) = uniformity._spread(table := heads(*rows))
     assert finding.text == (
-        "With constants instead of scaling, queries as they are would spread their attention less in layer 1, where it "
-        "changes most: the median head's entropy goes from 60 % to 40 % of that of an even spread (median layer: 55 % "
-        "to 46 %)."
+        "With constants instead of scaling, queries as they are would spread their attention less on these prompts: "
+        "the "
+        "median head's entropy goes from 55 % to 46 % of that of an even spread, mean over 2 layers (least and most "
+        "of a "
+        "layer: -20, +2 percentage points)."
     )
-    assert finding.size == pytest.approx(0.2)
+    assert finding.size == pytest.approx(0.09)
     (finding,) = uniformity._spread(table[table["layer"] == 0])
-    assert "attention wider in layer 0" in finding.text
+    assert finding.text.endswith("attention wider on these prompts: the median head's entropy goes from 50 % to 52 % "
+                                 "of "
+                                 "that of an even spread.")  # fmt: skip
+    opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
+    assert "their attention as widely on these prompts" in uniformity._spread(opposite)[0].text
     assert not uniformity._spread(table.assign(entropy_ratio=0.5))
     assert not uniformity._spread(table.iloc[:0])
 
