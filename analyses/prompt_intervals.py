@@ -1,4 +1,4 @@
-"""What can be said of a mean over prompts: intervals whose coverage was simulated, and a sign test for fewer prompts.
+"""What can be said of a mean over prompts: intervals and p with simulated coverage, and a sign test for fewer prompts.
 
 The mean change of a loss is a ratio, the sum of the prompts' changes over the sum of their tokens. Its interval is a
 bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio: Cochran 1977, section 2.11): resampled
@@ -12,26 +12,121 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
-RESAMPLES = 2000  # the ends then err by about 2 % of the width (one standard error, normal case)
+# Ends then err by under 1 % of the width, and p is fine enough for Holm's adjustment: the smallest is 1.25e-4, so that
+# one of 399 can be told from chance; one of twelve is with up to 32 resamples on the other side of 0.
+RESAMPLES = 20_000
+# Of many prompts fewer are drawn, so that their counts take 40 MB at most; never fewer than LEAST_RESAMPLES.
+MOST_COUNTS, LEAST_RESAMPLES = 5_000_000, 2000
 CONFIDENCE = 0.95
 # Share of resamples beyond both ends. Not 1 - CONFIDENCE: at 0.05 lognormal effects are covered to 0.925 at 32 and 40
 # prompts, at 0.04 to 0.936 (8000 simulated sets each).
 BEYOND = 0.04
 PROMPTS_NEEDED = 32  # fewer: no interval (see above)
+# No interval where an end lies farther from the mean than so many times the range of the prompts' values: resamples
+# without the one prompt that carries the mean then say nothing of how far it may lie. Leaves out none of 4000 simulated
+# sets of normal effects, 1 in 1000 of lognormal ones at 32 prompts.
+REACH = 0.5
 SIGNIFICANCE = 0.05
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What can be said of a mean over prompts.
+
+    Attributes:
+        low, high: ends of its 95 % interval; NaN where there is none.
+        p: two-sided, of the mean being 0, from the same resamples: below SIGNIFICANCE where the interval excludes 0 and
+            nowhere else; NaN where there is no interval.
+    """
+
+    low: float
+    high: float
+    p: float
+
+
+_NOTHING = Judged(math.nan, math.nan, math.nan)
+
+
+@lru_cache(maxsize=2)
 def resamples(prompts: int, seed: int, *, least: int = PROMPTS_NEEDED) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt occurs in each resample; none if there are fewer than `least`."""
+    """How often each prompt occurs in each resample (not to be written to); none if there are fewer than `least`."""
     if prompts < least:
         return np.zeros((0, prompts))
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES)
-    return drawn.astype(float)
+    count = min(RESAMPLES, max(LEAST_RESAMPLES, MOST_COUNTS // prompts))
+    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def judged(
+    change: Float[np.ndarray, " prompt"],
+    weight: Float[np.ndarray, " prompt"],
+    drawn: Float[np.ndarray, "resample prompt"] | None = None,
+    *,
+    seed: int = 0,
+    least: int = PROMPTS_NEEDED,
+    reach: float = REACH,
+) -> Judged:
+    """Interval and p of sum(change) / sum(weight) over prompts.
+
+    Each resample says how far, in standard errors, an estimate may lie from the truth, and so names a value that the
+    truth may have. The interval leaves BEYOND of these values out; p is the share on the other side of 0, twice the
+    smaller side, times (1 - CONFIDENCE) / BEYOND. (One is added to both counts, so that p is never 0.)
+
+    Args:
+        change: sum over each prompt (nats, for a loss).
+        weight: what it is a sum over (tokens); prompts of weight 0 count for nothing.
+        drawn: `resamples(…)`; None: drawn with `seed`.
+        least: with fewer prompts there is no interval; another number only to find out what it would be worth.
+        reach: as REACH; infinite only to find out what the rule does.
+
+    Returns:
+        NaNs if there are fewer than `least` prompts, a change is NaN, or an end lies too far (REACH).
+    """
+    counts = weight > 0
+    prompts = int(counts.sum())
+    if prompts < least or not np.isfinite(change[counts]).all():
+        return _NOTHING
+    if drawn is None or not counts.all():
+        drawn = resamples(prompts, seed, least=least)
+    c, w = change[counts].astype(float), weight[counts].astype(float)
+    estimate = float(c.sum() / w.sum())
+    residual = c - estimate * w
+    scale = prompts / (prompts - 1)
+    error = math.sqrt(scale * float(residual @ residual)) / w.sum()
+    if error <= 1e-15 * max(abs(estimate), 1e-300):  # all prompts agree but for rounding
+        return Judged(estimate, estimate, _p(np.full(len(drawn), estimate)))
+    columns = np.stack([w, residual, residual**2, residual * w, w**2], axis=1)
+    total, moved, square, mixed, weights = np.moveaxis(drawn @ columns, 1, 0)
+    shift = moved / total
+    square = square - 2 * shift * mixed + shift**2 * weights
+    errors = np.sqrt(scale * np.maximum(square, 0.0)) / total
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(errors > 1e-6 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
+    truths = estimate - t * error
+    last = _beyond(len(truths)) - 1  # as many lie beyond each end as p allows
+    low, high = np.partition(truths, [last, len(truths) - 1 - last])[[last, len(truths) - 1 - last]]
+    values = residual * prompts / w.sum()
+    if max(estimate - low, high - estimate) > reach * np.ptp(values):
+        return _NOTHING
+    return Judged(float(low), float(high), _p(truths))
+
+
+def _beyond(resampled: int) -> int:
+    """The least number of resamples on the other side of 0 at which p is not below 1 - CONFIDENCE."""
+    return max(1, math.ceil(BEYOND / 2 * (resampled + 1)) - 1)
+
+
+def _p(truths: Float[np.ndarray, " resample"]) -> float:
+    other = min(int((truths <= 0).sum()), int((truths >= 0).sum()))
+    return min(1.0, (1 - CONFIDENCE) / BEYOND * 2 * (1 + other) / (len(truths) + 1))
 
 
 def interval(
@@ -42,39 +137,17 @@ def interval(
     seed: int = 0,
     least: int = PROMPTS_NEEDED,
 ) -> tuple[float, float]:
-    """95 % interval of sum(change) / sum(weight) over prompts.
+    """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `judged`."""
+    found = judged(change, weight, drawn, seed=seed, least=least)
+    return found.low, found.high
 
-    Args:
-        change: sum over each prompt (nats, for a loss).
-        weight: what it is a sum over (tokens); prompts of weight 0 count for nothing.
-        drawn: `resamples(…)`, to share them among effects; None: drawn with `seed`.
-        least: with fewer prompts there is no interval; another number only to find out what it would be worth.
 
-    Returns:
-        Both ends; NaN if there are fewer than `least` prompts or a change is NaN. An end is infinite if more
-        than half of BEYOND of the resamples hold no variation to judge by.
-    """
+def median(change: Float[np.ndarray, " prompt"], weight: Float[np.ndarray, " prompt"]) -> float:
+    """The median over prompts of change / weight; NaN if one is unknown, or no prompt has a weight."""
     counts = weight > 0
-    prompts = int(counts.sum())
-    if prompts < least or not np.isfinite(change[counts]).all():
-        return math.nan, math.nan
-    if drawn is None or not counts.all():
-        drawn = resamples(prompts, seed, least=least)
-    c, w = change[counts].astype(float), weight[counts].astype(float)
-    estimate = c.sum() / w.sum()
-    residual = c - estimate * w
-    scale = prompts / (prompts - 1)
-    error = math.sqrt(scale * float(residual @ residual)) / w.sum()
-    if error <= 1e-15 * max(abs(estimate), 1e-300):  # all prompts agree but for rounding
-        return float(estimate), float(estimate)
-    total = drawn @ w
-    shift = drawn @ residual / total
-    square = drawn @ residual**2 - 2 * shift * (drawn @ (residual * w)) + shift**2 * (drawn @ w**2)
-    errors = np.sqrt(scale * np.maximum(square, 0.0)) / total
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.where(errors > 1e-6 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
-    low, high = np.quantile(t, [BEYOND / 2, 1 - BEYOND / 2], method="inverted_cdf")
-    return float(estimate - high * error), float(estimate - low * error)
+    if not counts.any() or not np.isfinite(change[counts]).all():
+        return math.nan
+    return float(np.median(change[counts] / weight[counts]))
 
 
 def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
@@ -87,41 +160,61 @@ def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
     return float(stats.binomtest(int((known > 0).sum()), len(known)).pvalue)
 
 
-def holm(p: Sequence[float]) -> Float[np.ndarray, " test"]:
-    """p-values adjusted for all of them being looked at (Holm 1979); NaN stay NaN and count as no test."""
+def holm(p: Sequence[float], looked_at: Sequence[bool] | None = None) -> Float[np.ndarray, " test"]:
+    """p-values adjusted for all of them being looked at (Holm 1979); NaN stay NaN.
+
+    Args:
+        looked_at: which of the NaN count as tests that tell nothing; None: none does.
+    """
     values = np.asarray(p, float)
     adjusted = np.full(len(values), math.nan)
     known = np.flatnonzero(np.isfinite(values))
+    more = 0 if looked_at is None else int((np.isnan(values) & np.asarray(looked_at, bool)).sum())
     order = known[np.argsort(values[known], kind="stable")]
-    steps = values[order] * (len(order) - np.arange(len(order)))
+    steps = values[order] * (len(order) + more - np.arange(len(order)))
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0) if len(order) else []
     return adjusted
 
 
-def coverage(kind: str, prompts: int, *, sets: int, seed: int = 0, least: int = PROMPTS_NEEDED) -> float:
-    """Share of simulated sets of prompt effects whose `interval` holds the true mean; NaN where there is none.
+# Effects over prompts that coverage is simulated for: the share of prompts that are 10 standard deviations higher.
+OUTLIERS = {"outliers 3 %": 0.03, "outliers 5 %": 0.05, "outliers": 0.1}
+
+
+def effects(kind: str, prompts: int, generator: np.random.Generator) -> tuple[Float[np.ndarray, " prompt"], float]:
+    """Simulated effects of one set of prompts, and their true mean.
 
     Args:
-        kind: "normal" (mean 0.3, standard deviation 1), "lognormal" (of a standard normal), "outliers" (standard
-            normal, and one prompt in ten 10 standard deviations higher).
+        kind: "normal" (mean 0.3, standard deviation 1), "lognormal" (of a standard normal), or of OUTLIERS (standard
+            normal, and 10 standard deviations higher in that share of prompts).
+        prompts: how many.
+        generator: to draw from.
+    """
+    x = generator.standard_normal(prompts)
+    if kind == "normal":
+        return x + 0.3, 0.3
+    if kind == "lognormal":
+        return np.exp(x), math.exp(0.5)
+    share = OUTLIERS[kind]
+    return x + 10.0 * (generator.random(prompts) < share), 10.0 * share
+
+
+def coverage(
+    kind: str, prompts: int, *, sets: int, seed: int = 0, least: int = PROMPTS_NEEDED, reach: float = REACH
+) -> tuple[float, float]:
+    """Share of the intervals given that hold the true mean, NaN where none is given; and the share of sets given one.
+
+    Args:
+        kind: of `effects`.
         prompts: in each set, of equal weight.
         sets: how many are drawn.
-        least: as `interval`.
+        least, reach: as `judged`.
     """
     generator = np.random.default_rng([seed, prompts, len(kind)])
     drawn = resamples(prompts, seed, least=least)
-    truth = {"normal": 0.3, "lognormal": math.exp(0.5), "outliers": 1.0}[kind]
-    held = 0
-    for _ in range(sets):
-        x = generator.standard_normal(prompts)
-        if kind == "normal":
-            x += 0.3
-        elif kind == "lognormal":
-            x = np.exp(x)
-        else:
-            x += 10.0 * (generator.random(prompts) < 0.1)
-        low, high = interval(x, np.ones(prompts), drawn, least=least)
-        if math.isnan(low):
-            return math.nan
-        held += low <= truth <= high
-    return held / sets
+    held, given = 0, 0
+    for _ in range(sets if prompts >= least else 0):
+        x, truth = effects(kind, prompts, generator)
+        found = judged(x, np.ones(prompts), drawn, least=least, reach=reach)
+        given += not math.isnan(found.low)
+        held += found.low <= truth <= found.high
+    return held / given if given else math.nan, given / sets

@@ -292,10 +292,24 @@ CAUSAL = Table(
         _column(
             "delta_loss_low",
             "float",
-            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts",
+            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts, and where an end "
+            "would lie farther from the mean than half the range of the prompts' values: a few prompts then carry it",
             "nats per token",
         ),
         _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column(
+            "p_mean",
+            "float",
+            "two-sided p of delta_loss being 0, from the interval's own resamples (alone it is below 0.05 where the "
+            "interval excludes 0); Holm-adjusted for the groups under every variant together, or for the single norms under "
+            "the same variant; NaN where there is no interval. Findings speak of an effect only below 0.05",
+        ),
+        _column(
+            "delta_loss_median",
+            "float",
+            "median over prompts of the prompt's mean change; delta_loss is the mean over all their tokens",
+            "nats per token",
+        ),
         _column(
             "delta_loss_uniform",
             "float",
@@ -314,8 +328,9 @@ CAUSAL = Table(
         _column(
             "p_adjusted",
             "float",
-            "sign test of that number (Holm-adjusted for the groups, or the single norms, of the same variant); NaN where "
-            "nothing changes by construction or there is no loss",
+            "sign test of that number: of the median, not of the mean, and of its direction, not of its size "
+            "(Holm-adjusted for the groups, or the single norms, of the same variant); NaN where nothing changes by "
+            "construction or there is no loss",
         ),
         _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
@@ -324,7 +339,11 @@ CAUSAL = Table(
             "float",
             "change of attention entropy over log(visible keys), mean over layers, heads, queries",
         ),
-        _column("prompts", "int", "number of prompts: single norms are taken from fewer than groups"),
+        _column(
+            "prompts",
+            "int",
+            "prompts whose loss was taken, all where there is none: fewer for single norms than groups",
+        ),
         _column(
             "divisor",
             "float",
@@ -521,13 +540,23 @@ PAIRED = Table(
         _column(
             "low",
             "float",
-            "lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN with fewer than 32 prompts",
+            "lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN as in `causal`",
             "nats per token",
         ),
         _column("high", "float", "upper end of the same", "nats per token"),
+        _column(
+            "p_mean",
+            "float",
+            "two-sided p of the difference being 0, from the interval's own resamples (Holm-adjusted for all rows of "
+            "groups, or all rows of single norms); NaN where there is no interval",
+        ),
         _column("prompts", "int", "prompts that both were measured on"),
         _column("prompts_more", "int", "of them, those on which this model loses more"),
-        _column("p_adjusted", "float", "sign test of that number (Holm-adjusted for all rows)"),
+        _column(
+            "p_adjusted",
+            "float",
+            "sign test of that number: of the median, not of the mean (Holm-adjusted for all rows)",
+        ),
     ),
 )
 

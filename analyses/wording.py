@@ -40,3 +40,14 @@ def percent(share: float) -> str:
     if 0 < share < 1e-5:
         return "less than 0.001 %"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def signed(value: float) -> str:
+    """A change, two digits where it is small: "+0.33", "-190"."""
+    return f"{value:+.2g}" if abs(value) < 99.5 else f"{value:+.0f}"
+
+
+def signed_percent(share: float) -> str:
+    """A change in per cent: "+7.6 %", "-190 %"."""
+    text = percent(abs(share))
+    return text if share == 0 or text.startswith("less") else f"{'-' if share < 0 else '+'}{text}"

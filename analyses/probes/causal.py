@@ -1,7 +1,8 @@
 """The probe `causal`: what the model loses without projection, scaling or both, with intervals over prompts.
 
 Prompts are measured one by one (`ln_probe.analyses.edited_runs`), and weighted by the tokens they predict. Intervals
-are those of `ln_probe.analyses.prompt_intervals`, from the same resamples for every row, so that rows can be compared.
+are those of `ln_probe.analyses.prompt_intervals`, from the same resamples for all rows with as many prompts, so that
+these can be compared.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.edited_runs import MEASURES, SINGLE_NORM_PROMPTS, EditedRuns
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, SINK_FACTOR, said
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, SINK_FACTOR, said, testable
 from ln_probe.analyses.probes.protocol import (
     Context,
     Cost,
@@ -60,6 +61,7 @@ class Causal(Probe):
     thresholds = {  # noqa: RUF012 - a constant
         "causal_resamples": prompt_intervals.RESAMPLES,
         "causal_confidence": prompt_intervals.CONFIDENCE,
+        "causal_interval_reach": prompt_intervals.REACH,
         "causal_interval_prompts": prompt_intervals.PROMPTS_NEEDED,
         "causal_single_norm_prompts": SINGLE_NORM_PROMPTS,
         "causal_least_change": LEAST_CHANGE,
@@ -128,20 +130,17 @@ class _Watching(Observer):
 def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
     """The `causal` table from what `EditedRuns.measure` gave for each prompt, in any order.
 
-    `delta_loss_low` and `_high` are NaN where fewer than `prompt_intervals.PROMPTS_NEEDED` prompts predict anything.
+    There are intervals where `prompt_intervals.judged` gives one.
     """
     if not measured:
         return CAUSAL.empty()
     sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
-    drawn = prompt_intervals.resamples(int(sums["prompt"].nunique()), seed)
     by_row = {key: rows.set_index("prompt") for key, rows in sums.groupby(["sites", "variant"], sort=False)}
     rows = []
     for (sites, variant), mine in by_row.items():
         intact = by_row[sites, "intact"]
         base, total = (rows[list(MEASURES)].sum(skipna=False) for rows in (intact, mine))
         change, predicted = ((mine["nll"] - intact["nll"]).to_numpy(float), mine["predicted"].to_numpy(float))
-        same = drawn if drawn.shape[1] == len(mine) else None
-        low, high = prompt_intervals.interval(change, predicted, same, seed=seed)
         scaling = variant in ("no_scaling", "neither")
         worse = int((change > 0).sum()) if not np.isnan(change).any() else math.nan
         others = {
@@ -151,26 +150,44 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
             for scale in ("uniform", "resampled")
         }
         idle = variant == "intact" or bool(mine["no_op"].iloc[0])
+        taken = int((predicted > 0).sum())
         rows.append(
             {
                 "sites": sites,
                 "variant": variant,
                 "loss": _ratio(total["nll"], total["predicted"]),
                 "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-                "delta_loss_low": low,
-                "delta_loss_high": high,
+                **over_prompts(change, predicted, seed),
                 **others,
                 "prompts_worse": worse,
                 "p_adjusted": math.nan if idle else prompt_intervals.sign_test(change),
                 "kl": _ratio(total["kl"], total["positions"]),
                 "top1_agreement": _ratio(total["agree"], total["positions"]),
                 "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
-                "prompts": len(mine),
+                "prompts": taken or len(mine),
                 **mine.iloc[0][["divisor", "divisor_first", "matched", "no_op"]],
             }
         )
     frame = pd.DataFrame(rows, columns=CAUSAL.names)
-    return frame.assign(p_adjusted=adjusted(frame))
+    return frame.assign(p_adjusted=adjusted(frame), p_mean=adjusted_means(frame))
+
+
+def over_prompts(
+    change: Float[np.ndarray, " prompt"], predicted: Float[np.ndarray, " prompt"], seed: int
+) -> dict[str, float]:
+    """The columns of `causal` that say how far a change of the loss holds beyond its prompts; p is of this row alone.
+
+    Args:
+        change: sum over each prompt, nats. predicted: its tokens.
+        seed: of resamples.
+    """
+    found = prompt_intervals.judged(change, predicted, seed=seed)
+    return {
+        "delta_loss_low": found.low,
+        "delta_loss_high": found.high,
+        "p_mean": found.p,
+        "delta_loss_median": prompt_intervals.median(change, predicted),
+    }
 
 
 def adjusted(frame: pd.DataFrame) -> pd.Series:
@@ -178,6 +195,44 @@ def adjusted(frame: pd.DataFrame) -> pd.Series:
     single norms, under one variant."""
     family = [frame["sites"].isin(GROUPS), frame["variant"]]
     return frame.groupby(family)["p_adjusted"].transform(lambda p: prompt_intervals.holm(p.to_list()))
+
+
+def adjusted_means(frame: pd.DataFrame) -> pd.Series:
+    """The p-values in `p_mean`, adjusted (Holm) for what findings choose from: all groups under all variants, or the
+    single norms under one. Rows without an interval have none, and count among the tests; what changes nothing by
+    construction does not."""
+    groups = frame["sites"].isin(GROUPS)
+    looked_at, found = testable(frame), pd.Series(math.nan, index=frame.index)
+    families = [("groups", "") if g else ("norms", v) for g, v in zip(groups, frame["variant"], strict=True)]
+    for mine in frame.groupby(pd.Series(families, index=frame.index)).groups.values():
+        some = frame.loc[mine, "p_mean"].where(looked_at[mine])
+        found[mine] = prompt_intervals.holm(some.to_list(), looked_at[mine].to_list())
+    return found
+
+
+def judged_again(effects: pd.DataFrame, kept: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+    """A `causal` table with its intervals, `p_mean` and medians made again from what every prompt gave.
+
+    Args:
+        effects: the table, of this or an earlier version.
+        kept: its `causal_prompts`; rows that it says nothing of stay as they are.
+        seed: that the report was made with.
+    """
+    by_row = dict(list(kept.groupby(["sites", "variant"])))
+    columns = ["delta_loss_low", "delta_loss_high", "p_mean", "delta_loss_median"]
+    made = effects.reindex(columns=list(dict.fromkeys([*CAUSAL.names, *effects.columns])))
+    made[columns] = made[columns].astype(float)
+    for index, row in zip(made.index, made.to_dict("records"), strict=True):
+        mine = by_row.get((row["sites"], row["variant"]))
+        if mine is not None:
+            predicted = mine["predicted"].to_numpy(float)
+            counts = predicted > 0
+            change = mine["delta_loss"].to_numpy(float) * predicted
+            found = over_prompts(change[counts], predicted[counts], seed)
+            made.loc[index, columns] = [found[c] for c in columns]
+        elif row["variant"] == "intact":
+            made.loc[index, "delta_loss_median"] = row["delta_loss"]
+    return made.assign(p_mean=adjusted_means(made))
 
 
 def by_prompt(measured: Sequence[pd.DataFrame]) -> pd.DataFrame:

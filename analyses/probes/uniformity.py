@@ -123,16 +123,17 @@ def _spread(heads: pd.DataFrame) -> list[Finding]:
     change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
     if not len(change) or change.abs().max() < NOTEWORTHY:
         return []
-    layer = int(change.index[int(change.abs().to_numpy().argmax())])
-    one, two = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
-    middle = per_layer["intact"].median(), per_layer["no_scaling"].median()
+    one, two = (float(per_layer[v][change.index].mean()) for v in ("intact", "no_scaling"))
+    way = "wider" if two > one else "less"
     text = (
         f"With constants instead of scaling, queries as they are would spread their attention "
-        f"{'wider' if two > one else 'less'} in layer {layer}, where it changes most: the median head's entropy goes "
-        f"from {percent(one)} to {percent(two)} of that of an even spread (median layer: {percent(middle[0])} to "
-        f"{percent(middle[1])})."
+        f"{way if abs(two - one) >= NOTEWORTHY else 'as widely'} on these prompts: the median head's entropy goes from "
+        f"{percent(one)} to {percent(two)} of that of an even spread"
     )
-    return [Finding(text, "entropy", DESCRIBED, size=abs(two - one))]
+    if len(change) > 1:
+        points = ", ".join(f"{100 * c:+.0f}" for c in (change.min(), change.max()))
+        text += f", mean over {len(change)} layers (least and most of a layer: {points} percentage points)"
+    return [Finding(f"{text}.", "entropy", DESCRIBED, size=abs(two - one))]
 
 
 def _uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:

@@ -43,7 +43,7 @@ from ln_probe.measuring.settings import Settings
 from ln_probe.measuring.watching import Watching
 from ln_probe.prompting.prompts import namer, summary
 from ln_probe.prompting.sources import BUNDLED, SAMPLED
-from ln_probe.prompting.vocabulary import name_tokens
+from ln_probe.prompting.vocabulary import name_tokens, naming_notes
 from ln_probe.reporting.exhibits import Exhibits
 
 # Prompts go through the model together if at least so much of what goes through is no padding.
@@ -391,7 +391,7 @@ class Passes:
         bidirectional: bool,
         unbounded: Sequence[int],
     ) -> tuple[str, ...]:
-        notes = []
+        notes = [] if self.settings.vocab is None else naming_notes(self.model)
         if not self.sites and not self.found.unknown:
             notes.append(
                 "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, vocabulary_size
 
 # Where a JSON object holds the vocabulary beside other things.
@@ -65,3 +66,20 @@ def name_tokens(model: HookedModel, path: str | Path) -> None:
             f"{path} names token {beyond[0]}, and the model has 0 … {vocabulary_size(model) - 1}: another model's file?"
         )
     vars(model)["token_names"] = names
+
+
+def naming_notes(model: HookedModel) -> list[str]:
+    """What a reader has to know about names that came from a file: how many are missing, and what they replace."""
+    names, size = vars(model).get("token_names", {}), vocabulary_size(model)
+    found = []
+    if len(names) < size:
+        found.append(
+            f"the vocabulary file names {len(names)} of the model's {size} tokens: the other {size - len(names)} stand "
+            "as their ids"
+        )
+    if tokenizer_of(model) is not None:
+        found.append(
+            "tokens have the names of the vocabulary file, not of the model's tokenizer, which still cuts texts into "
+            "tokens"
+        )
+    return found

@@ -1,7 +1,8 @@
 """The first thing on a page: what freezing scaling and dropping projection does to the loss, in bars and sentences.
 
 Everything comes from the report's `causal` table. A change is called an effect only where the findings would call it
-one (`ln_probe.analyses.probes.causal_findings`), so that card and findings cannot disagree.
+one (`ln_probe.analyses.probes.causal_findings`), so that card and findings cannot disagree: lines show each change's
+own interval, sentences speak of those that Holm's adjustment leaves.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, detectable, is_effect
+from ln_probe.analyses.probes.causal_findings import (
+    LEAST_CHANGE,
+    base_loss,
+    detectable,
+    is_direction,
+    is_effect,
+    tested,
+)
 from ln_probe.analyses.probes.sentences import in_layers
-from ln_probe.analyses.wording import number
+from ln_probe.analyses.prompt_intervals import PROMPTS_NEEDED
+from ln_probe.analyses.wording import number, signed, signed_percent
 from ln_probe.reporting.contents import Contents
 
 # The terms, each with what is done to it and how the sentence begins; the places, the widest first.
@@ -79,9 +88,10 @@ def verdict(report: Contents) -> Verdict | None:
         return round(100 * (min(max(value, low), high) - low) / (high - low), 3)
 
     first, layers = next(iter(rows.values())), in_layers(report.provenance)
+    tests = tested(report.causal)
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
-        tuple(_sentence(variant, rows, layers) for variant in _TERMS if any(v == variant for v, _ in rows)),
+        tuple(_sentence(variant, rows, layers, tests) for variant in _TERMS if any(v == variant for v, _ in rows)),
         tuple(_bar(variant, sites, row, layers, place) for (variant, sites), row in rows.items()),
         number(base_loss(first)),
         f"{LEAST_CHANGE:g}",
@@ -129,9 +139,9 @@ def _bar(variant: str, sites: str, row: dict[str, Any], layers: str, place: Any)
     return Bar(
         term,
         what,
-        f"{change:+.2g} nats",
+        f"{signed(change)} nats",
         _of_loss(row),
-        f"95 %: {low:+.2g} to {high:+.2g}" if bounded else "",
+        f"95 %: {signed(low)} to {signed(high)}" if bounded else "",
         min(place(0.0), place(change)),
         abs(place(change) - place(0.0)),
         place(low) if bounded else 0.0,
@@ -140,37 +150,43 @@ def _bar(variant: str, sites: str, row: dict[str, Any], layers: str, place: Any)
     )
 
 
-def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str) -> str:
+def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str, tests: int) -> str:
     """One plain sentence about one term: everywhere, and at attention alone."""
     term, _, verb = _TERMS[variant]
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
         assert attention is not None
-        return f"{verb} the {term} of the norms that attention reads{layers}{_outcome(attention)}."
+        return f"{verb} the {term} of the norms that attention reads{layers}{_outcome(attention, tests)}."
     if why := _idle(everywhere):
         return f"There is no {term} to take away ({why})."
     whose = f"the {term} of every norm{layers}" if layers else f"every norm’s {term}"
-    text = f"{verb} {whose}{_outcome(everywhere)}"
+    text = f"{verb} {whose}{_outcome(everywhere, tests)}"
     if attention is None:
         return f"{text}."
     if _idle(attention):
         return f"{text}; there is none at attention."
-    there = _outcome(attention)
+    there = _outcome(attention, tests)
     return f"{text}; at attention alone{there.removeprefix(':') if there.startswith(':') else f' it{there}'}."
 
 
-def _outcome(row: dict[str, Any]) -> str:
-    """What came of it, to stand behind what was done."""
+def _outcome(row: dict[str, Any], tests: int) -> str:
+    """What came of it, to stand behind what was done; of so many `tests` of groups."""
     change, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
-    size = f"{change:+.2g} nats per token ({_of_loss(row)})"
+    size = f"{signed(change)} nats per token ({_of_loss(row)})"
     if is_effect(row):
         return f" costs {size}" if change > 0 else f" lowers the loss: {size}"
     if math.isnan(low):
-        return f": {size} on these {int(row['prompts'])} prompts, too few to say more"
+        few, prompts = row["prompts"] < PROMPTS_NEEDED, int(row["prompts"])
+        if is_direction(row):
+            size += f" on average, the loss rises on {int(row['prompts_worse'])} of {prompts} prompts"
+            return f": {size}, {'too few to say how far beyond them' if few else 'a few of which carry it'}"
+        return f": {size} on these {prompts} prompts, {'too few to say more' if few else 'a few of which carry it'}"
+    if (low > 0 or high < 0) and abs(change) >= LEAST_CHANGE:
+        return f": {size}, not told from chance among the {tests} changes tested"
     if low > 0 or high < 0:
         return f": hardly anything, {size}"
-    return f": no effect was seen (one of {detectable(row):.2g} nats would have been)"
+    return f": no effect was seen (one of {detectable(row, tests):.2g} nats would have been)"
 
 
 def _of_loss(row: dict[str, Any]) -> str:
-    return f"{100 * float(row['delta_loss']) / base_loss(row):+.2g} %" if base_loss(row) > 0 else ""
+    return signed_percent(float(row["delta_loss"]) / base_loss(row)) if base_loss(row) > 0 else ""

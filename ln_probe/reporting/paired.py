@@ -9,6 +9,7 @@ import pandas as pd
 
 from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.tables import PAIRED
+from ln_probe.hooks.interventions import GROUPS
 from ln_probe.reporting.comparable import same_layers, same_tokens
 from ln_probe.reporting.contents import Contents
 
@@ -35,7 +36,7 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
         for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
             weight = mine["predicted"].to_numpy(float)
             change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
-            low, high = prompt_intervals.interval(change, weight)
+            found = prompt_intervals.judged(change, weight)
             rows.append(
                 {
                     "model": name,
@@ -43,12 +44,21 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
                     "sites": sites,
                     "variant": variant,
                     "difference": float(change.sum() / weight.sum()),
-                    "low": low,
-                    "high": high,
+                    "low": found.low,
+                    "high": found.high,
+                    "p_mean": found.p,
                     "prompts": len(mine),
                     "prompts_more": int((change > 0).sum()) if np.isfinite(change).all() else np.nan,
                     "p_adjusted": prompt_intervals.sign_test(change),
                 }
             )
-    found = PAIRED.frame(rows)
-    return found.assign(p_adjusted=prompt_intervals.holm(found["p_adjusted"].to_list())) if rows else found
+    return _adjusted(PAIRED.frame(rows)) if rows else PAIRED.frame(rows)
+
+
+def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
+    """With p adjusted (Holm): of signs for all rows, of means for all groups, or all single norms."""
+    groups, means = table["sites"].isin(GROUPS), table["p_mean"].copy()
+    for mine in (groups, ~groups):
+        known = table.loc[mine, "difference"].notna()
+        means[mine] = prompt_intervals.holm(means[mine].to_list(), known.to_list())
+    return table.assign(p_mean=means, p_adjusted=prompt_intervals.holm(table["p_adjusted"].to_list()))

@@ -36,6 +36,10 @@ _MEANT_0_1_0 = (
     "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
     "of that constant, too) and gave intervals that covered less than they said (left out): make the report again"
 )
+_JUDGED_AGAIN = (
+    "causal: this report is of an earlier ln_probe, which knew no `p_mean`; intervals, `p_mean` and medians were made "
+    "from `causal_prompts` when it was loaded"
+)
 
 
 class Report(Contents):
@@ -188,6 +192,9 @@ def load_report(folder: str | Path) -> Report:
     if version == _FORMAT_OF_0_1_0:
         tables["causal"] = _as_meant_today(tables["causal"])
         notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
+    elif len(tables["causal"]) and "causal" in described and "p_mean" not in described["causal"].names:
+        tables["causal"] = _judged_again(tables, provenance)
+        notes = (*notes, _JUDGED_AGAIN) if len(tables["causal_prompts"]) else notes
     kept = folder / EXHIBITS_FILE
     check_file(kept, files.get(EXHIBITS_FILE))
     check_exhibits(kept)
@@ -208,6 +215,14 @@ def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
         delta_loss=causal["delta_loss"].where(~scaled),
         **nothing,
     )
+
+
+def _judged_again(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> pd.DataFrame:
+    """Effects of a version that had no `p_mean`, with what every prompt gave; as they are where that was not kept."""
+    from ln_probe.analyses.probes.causal import judged_again
+
+    seed = provenance.get("arguments", {}).get("seed", 0)
+    return judged_again(tables["causal"], tables["causal_prompts"], seed=int(seed))
 
 
 def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:

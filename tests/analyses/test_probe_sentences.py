@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.head_runs import LEADING
 from ln_probe.analyses.head_tables import HEAD_EFFECTS
@@ -179,18 +180,25 @@ def test_keys_in_the_hull_are_counted() -> None:
     assert not selectability._selectable(table.assign(keys=math.nan), "head", "There", "unselectable")
 
 
-def test_where_attention_widens_or_narrows_most() -> None:
+def test_attention_widens_or_narrows_on_these_prompts() -> None:
+    """The mean over layers, not the layer in which it happens to change most."""
     values = {(0, "intact"): 0.5, (0, "no_scaling"): 0.52, (1, "intact"): 0.6, (1, "no_scaling"): 0.4}
     rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
     (finding,) = uniformity._spread(table := heads(*rows))
     assert finding.text == (
-        "With constants instead of scaling, queries as they are would spread their attention less in layer 1, where it "
-        "changes most: the median head's entropy goes from 60 % to 40 % of that of an even spread (median layer: 55 % "
-        "to 46 %)."
+        "With constants instead of scaling, queries as they are would spread their attention less on these prompts: "
+        "the "
+        "median head's entropy goes from 55 % to 46 % of that of an even spread, mean over 2 layers (least and most "
+        "of a "
+        "layer: -20, +2 percentage points)."
     )
-    assert finding.size == pytest.approx(0.2)
+    assert finding.size == pytest.approx(0.09)
     (finding,) = uniformity._spread(table[table["layer"] == 0])
-    assert "attention wider in layer 0" in finding.text
+    assert finding.text.endswith("attention wider on these prompts: the median head's entropy goes from 50 % to 52 % "
+                                 "of "
+                                 "that of an even spread.")  # fmt: skip
+    opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
+    assert "their attention as widely on these prompts" in uniformity._spread(opposite)[0].text
     assert not uniformity._spread(table.assign(entropy_ratio=0.5))
     assert not uniformity._spread(table.iloc[:0])
 
@@ -250,25 +258,36 @@ def test_how_well_estimates_order_heads() -> None:
     assert not head_effects.agreement(table.assign(no_op="nothing"))
 
 
+@pytest.mark.parametrize("tests", [1, 12])
 @pytest.mark.parametrize("error", [0.0005, 0.004, 0.02, 0.3])
-def test_an_effect_of_the_size_that_would_have_been_seen_is_seen(error: float) -> None:
+def test_an_effect_of_the_size_that_would_have_been_seen_is_seen(error: float, tests: int) -> None:
     """In 95 of 100 draws; of one the size of the interval's end in half of them, or never where it is under 0.01."""
     rng = np.random.default_rng(0)
     half = 1.96 * error
 
     def rows(truth: float) -> list[dict[str, float]]:
         drawn = truth + error * rng.normal(size=4000)
-        return [{"delta_loss": d, "delta_loss_low": d - half, "delta_loss_high": d + half} for d in drawn]
+        return [
+            {
+                "delta_loss": d,
+                "delta_loss_low": d - half,
+                "delta_loss_high": d + half,
+                "p_mean": min(1.0, tests * 2 * stats.norm.sf(abs(d) / error)),  # of one effect among so many
+            }
+            for d in drawn
+        ]
 
-    size = causal_findings.detectable(rows(0.0)[0])
+    size = causal_findings.detectable(rows(0.0)[0], tests)
     assert np.mean([causal_findings.is_effect(r) for r in rows(size)]) == pytest.approx(0.95, abs=0.012)
     assert np.mean([causal_findings.is_effect(r) for r in rows(half)]) < 0.6
 
 
 def test_what_is_said_where_no_effect_is_spoken_of() -> None:
-    def said(change: float, low: float, high: float) -> str:
+    def said(change: float, low: float, high: float, p: float = 0.5, prompts: int = 4, tests: int = 1) -> str:
         return causal_findings._nothing(
-            {"delta_loss": change, "delta_loss_low": low, "delta_loss_high": high, "prompts": 4}
+            {"delta_loss": change, "delta_loss_low": low, "delta_loss_high": high, "prompts": prompts, "p_mean": p}
+            | {"delta_loss_median": 0.0004},
+            tests,
         )
 
     assert said(0.001, 0.0005, 0.002) == (
@@ -278,13 +297,28 @@ def test_what_is_said_where_no_effect_is_spoken_of() -> None:
     assert said(0.001, -0.02, 0.01) == "no effect on the loss was seen; one of 0.0386 nats per token would have been"
     assert said(0.001, -0.01, 0.03) == "no effect on the loss was seen; one of 0.0533 nats per token would have been"
     assert said(0.001, 0.0, 0.0).startswith("no effect")
-    assert said(0.001, math.nan, math.nan).endswith("on these 4 prompts, too few to say how far that holds beyond them")
+    assert said(0.001, -0.02, 0.01, tests=12).endswith("one of 0.0483 nats per token would have been")
+    assert said(0.001, math.nan, math.nan) == (
+        "the loss changes by +0.001 nats per token on average (median prompt +0.0004) on these 4 prompts, too few to "
+        "say "
+        "how far that holds beyond them"
+    )
+    assert said(0.001, math.nan, math.nan, prompts=64).endswith(
+        "on these 64 prompts, a few of which carry the average: no interval"
+    )
+    assert said(0.0436, 0.013, 0.087, p=0.13, tests=12) == (
+        "the loss changes by +0.044 nats per token (95 % interval +0.013 to +0.087 taken alone), not told from chance "
+        "among the 12 changes tested (p = 0.13)"
+    )
+    assert said(0.0436, 0.013, 0.087, p=math.nan).endswith(
+        "whether it is told from chance among the others is not known"
+    )
     row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0}
     assert causal_findings._changes(row) == "falls by 0.5 nats per token (95 % interval 0.25 to 0.75)"
     assert causal_findings.base_loss(row) == 3.5
     groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
-    groups = groups.assign(prompts=32, prompts_worse=1, delta_loss_uniform=math.nan)
-    (finding,) = causal_findings._largest(groups, "", causal_findings._PLACES)
+    groups = groups.assign(prompts=32, prompts_worse=1, delta_loss_uniform=math.nan, p_mean=0.001)
+    (finding,) = causal_findings._effects(groups, "", causal_findings._PLACES)
     assert finding.size == pytest.approx(0.5 / 3.5)
 
 

@@ -207,6 +207,8 @@ def causal() -> pd.DataFrame:
             "delta_loss": d,
             "delta_loss_low": d - 0.02,
             "delta_loss_high": d + 0.03,
+            "p_mean": 0.001 if abs(d) > 0.03 else 0.5,
+            "delta_loss_median": d,
             "delta_loss_uniform": d,
             "delta_loss_resampled": d,
             "prompts_worse": 30,

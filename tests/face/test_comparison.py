@@ -130,6 +130,7 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
     assert row["difference"] == pytest.approx(np.mean(kept["b"]["delta_loss"] - kept["a"]["delta_loss"]))
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
     assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("b", "a", 40, 40)
+    assert row["p_mean"] < 0.001
     other = replace(two, provenance={**two.provenance, "prompts": {"sha256": "another"}})
     assert not len(ln_probe.compare([one, other]).paired)
 

@@ -178,3 +178,17 @@ def test_b09_an_activation_cache_is_no_prompt(model: Any) -> None:
 def test_b09_what_load_models_docstring_points_to_is_there(model: Any) -> None:
     assert "ln_probe.source_of(model)" in str(ln_probe.load_model.__doc__)
     assert ln_probe.source_of(model).kind == "object"
+
+
+def test_names_that_are_missing_or_replace_others_are_noted(model: Any, speaking: Any, tmp_path: Path) -> None:
+    """Two names for a model of more tokens, and names beside a tokenizer, were taken without a word."""
+    (tmp_path / "names.txt").write_text("a\nb\n")
+    size = model.cfg.d_vocab
+    report = ln_probe.analyze(speaking, ROWS, probes=["decomposition"], vocab=tmp_path / "names.txt", progress=False)
+    missing = f"the vocabulary file names 2 of the model's {size} tokens: the other {size - 2} stand as their ids"
+    assert missing in report.notes
+    assert any(n.startswith("tokens have the names of the vocabulary file, not of the model's") for n in report.notes)
+    (tmp_path / "all.txt").write_text("".join(f"t{i}\n" for i in range(size)))
+    model.tokenizer = None
+    report = ln_probe.analyze(model, ROWS, probes=["decomposition"], vocab=tmp_path / "all.txt", progress=False)
+    assert not [n for n in report.notes if "vocabulary file" in n]

@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 import ln_probe
 from ln_probe.analyses.machinery.plain_json import SEAL, sealed
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.prompt_intervals import judged
+from ln_probe.analyses.tables import BUILT_IN, CAUSAL, CAUSAL_PROMPTS
 from ln_probe.loading.provenance import sha256_of_file
 from ln_probe.reporting.report import Report, slug
+from ln_probe.reporting.whole_files import hashes_of
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
@@ -82,7 +85,15 @@ HEADS_LATER = [
 LATER = {  # columns that came since
     "heads": HEADS_LATER,
     "keys": ["attainable_upper", "judged_at"],
-    "causal": ["delta_loss_uniform", "delta_loss_resampled", "prompts_worse", "p_adjusted", "divisor_first"],
+    "causal": [
+        "p_mean",
+        "delta_loss_median",
+        "delta_loss_uniform",
+        "delta_loss_resampled",
+        "prompts_worse",
+        "p_adjusted",
+        "divisor_first",
+    ],
 }
 
 
@@ -136,6 +147,62 @@ def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -
     assert set(report.heads.columns) == {*heads.columns, *HEADS_LATER, "extra"}
     assert report.describe("heads").set_index("column").loc["extra", "meaning"].startswith("not described")
     assert "<svg" in report.to_html(tmp_path / "page.html").read_text()
+
+
+def test_effects_of_a_report_without_p_mean_are_judged_again(tmp_path: Path) -> None:
+    """From what every prompt gave; as they were, and not spoken of, where that was not kept."""
+    generator = np.random.default_rng(0)
+    kept = [
+        {"prompt": i, "sites": sites, "variant": "no_scaling", "predicted": 20 + i, "loss": 3.0, "delta_loss": change}
+        for sites, size in (("all", 0.5), ("attention", 0.03))
+        for i, change in enumerate(size + generator.normal(0, 0.1, 40))
+    ]
+    by_prompt = CAUSAL_PROMPTS.frame(kept)
+    groups = by_prompt.groupby("sites", sort=False)
+    means = [float(np.average(r["delta_loss"], weights=r["predicted"])) for _, r in groups]
+    effects = [
+        {"sites": s, "variant": v, "loss": 3.0 + d, "delta_loss": d, "delta_loss_low": d - w, "delta_loss_high": d + w,
+         "prompts_worse": 39, "p_adjusted": 0.001, "prompts": 40, "matched": True, "no_op": ""}
+        for s, mean in zip(("all", "attention"), means, strict=True)
+        for v, d, w in (("intact", 0.0, 0.0), ("no_scaling", mean, 0.01))
+    ]  # fmt: skip
+    now = Report(
+        {"causal": CAUSAL.frame(effects), "causal_prompts": by_prompt},
+        {"model": {"name": "old"}, "arguments": {"seed": 3}},
+    )
+    old = tmp_path / "old"
+    without_columns(now.save(old), "causal", ["p_mean", "delta_loss_median"])
+    read = ln_probe.load_report(old)
+    assert any("which knew no `p_mean`" in note for note in read.notes)
+    rows = read.causal.set_index(["sites", "variant"])
+    assert rows.loc[("all", "no_scaling"), "p_mean"] < 0.001
+    assert rows.loc[("all", "no_scaling"), "delta_loss_low"] > 0.45
+    assert rows.loc[("all", "intact"), "delta_loss_median"] == 0
+    mine = by_prompt[by_prompt["sites"] == "all"]
+    again = judged((mine["delta_loss"] * mine["predicted"]).to_numpy(), mine["predicted"].to_numpy(float), seed=3)
+    assert rows.loc[("all", "no_scaling"), "delta_loss_low"] == again.low
+    assert "Without scaling at every norm the loss rises by" in read.findings()[0]
+    assert ln_probe.load_report(read.save(tmp_path / "again")).causal.equals(read.causal)
+    bare = tmp_path / "bare"
+    without_columns(
+        Report({"causal": now.causal}, now.provenance).save(bare), "causal", ["p_mean", "delta_loss_median"]
+    )
+    read = ln_probe.load_report(bare)
+    assert read.causal["delta_loss_low"].equals(now.causal["delta_loss_low"])
+    assert not any("p_mean" in note for note in read.notes)
+    assert "whether it is told from chance among the others is not known" in " ".join(read.findings())
+
+
+def without_columns(folder: Path, table: str, columns: list[str]) -> None:
+    """What an earlier version would have written: a table without columns, described and hashed so."""
+    path = folder / f"{table}.parquet"
+    pd.read_parquet(path).drop(columns=columns).to_parquet(path, index=False)
+    about = json.loads((folder / "report.json").read_text())
+    described = about["tables"][table]["columns"]
+    about["tables"][table]["columns"] = [c for c in described if c["name"] not in columns]
+    about["files"] = hashes_of(folder, list(about["files"]))
+    about.pop(SEAL)
+    (folder / "report.json").write_bytes(sealed(about))
 
 
 def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:

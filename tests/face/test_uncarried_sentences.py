@@ -135,14 +135,16 @@ def test_only_what_is_comparable_is_paired(model: Any) -> None:
 
 
 def test_a_norm_that_is_not_needed_is_not_needed_most() -> None:
-    row = {"variant": "no_scaling", "no_op": "", "loss": 3.0, "prompts": 12, "p_adjusted": 0.01}
+    row = {"variant": "no_scaling", "no_op": "", "loss": 3.0, "prompts": 12, "p_adjusted": 0.01, "p_mean": math.nan}
+    row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan}
     rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
                          for i in range(3)])  # fmt: skip
     (finding,) = causal_findings._single(rows)
-    assert "the loss falls most at blocks.2.ln1: -0.06" in finding.text
+    assert "at blocks.2.ln1 it falls on 12 of 12 prompts, by 0.06 nats per token on average; at" in finding.text
     mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
     (finding,) = causal_findings._single(mixed)
-    assert "scaling is needed most at blocks.3.ln1: +0.03" in finding.text
+    assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
+    assert "at blocks.3.ln1 it rises on 12 of 12 prompts, by 0.03" in finding.text
 
 
 def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:

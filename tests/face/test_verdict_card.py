@@ -31,6 +31,7 @@ def effects(causal: pd.DataFrame) -> pd.DataFrame:
     for (sites, variant), (change, low, high) in numbers.items():
         place = (made["sites"] == sites) & (made["variant"] == variant)
         made.loc[place, ["delta_loss", "delta_loss_low", "delta_loss_high", "loss"]] = change, low, high, 4.3 + change
+        made.loc[place, "p_mean"] = 0.001 if low > 0 else 0.5
     return made
 
 
@@ -50,7 +51,7 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
     card = made_of(report, effects)
     assert card.sentences == (
         "Freezing every norm’s scaling costs +0.33 nats per token (+7.6 %); at attention alone no effect was seen "
-        "(one of 0.066 nats would have been).",
+        "(one of 0.079 nats would have been).",
         "Dropping every norm’s projection: no effect was seen (one of 0.012 nats would have been); at attention alone "
         "hardly anything, +0.003 nats per token (+0.07 %).",
     )
@@ -86,14 +87,51 @@ def test_bars_are_the_tables_numbers(report: Report, effects: pd.DataFrame) -> N
 
 
 def test_without_intervals_nothing_is_called_an_effect(report: Report, effects: pd.DataFrame) -> None:
-    card = made_of(report, effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5))
+    few = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5, prompts_worse=3, p_adjusted=1.0)
+    card = made_of(report, few)
     assert card.sentences[0].startswith(
-        "Freezing every norm’s scaling: +0.33 nats per token (+7.6 %) on these 5 prompts"
+        "Freezing every norm’s scaling: +0.33 nats per token (+7.6 %) on these 5 prompts, too few to say more"
     )
     assert not any(b.told or b.span is not None for b in card.bars)
     assert "No intervals" in report_page(
         report.with_tables(causal=effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan))
     )
+
+
+def test_what_holm_does_not_leave_is_no_effect(report: Report, effects: pd.DataFrame) -> None:
+    """Attention +0.0436 [0.013, 0.087] of lm-layernorm was spoken of with an adjusted p of 0.13."""
+    place = (effects["sites"] == "attention") & (effects["variant"] == "no_scaling")
+    alone = effects.copy()
+    alone.loc[place, ["delta_loss", "delta_loss_low", "delta_loss_high", "p_mean"]] = 0.0436, 0.013, 0.087, 0.13
+    card = made_of(report, alone)
+    assert card.sentences[0].endswith(
+        "at attention alone +0.044 nats per token (+1 %), not told from chance among the 6 changes tested."
+    )
+    assert [b.told for b in card.bars] == [True, False, False, False]
+
+
+def test_directions_and_what_a_few_prompts_carry(report: Report, effects: pd.DataFrame) -> None:
+    none = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, p_mean=np.nan)
+    card = made_of(report, none.assign(prompts=20, prompts_worse=19, p_adjusted=1e-4))
+    assert card.sentences[0].startswith(
+        "Freezing every norm’s scaling: +0.33 nats per token (+7.6 %) on average, the loss rises on 19 of 20 "
+        "prompts, too "
+        "few to say how far beyond them; "
+    )
+    card = made_of(report, none.assign(prompts=64, p_adjusted=1.0))
+    assert "(+7.6 %) on these 64 prompts, a few of which carry it; " in card.sentences[0]
+    assert not any(b.told for b in card.bars)
+
+
+def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> None:
+    """A card said (+1.9e+02 %)."""
+    large = effects.copy()
+    large.loc[large["variant"] == "no_scaling", ["delta_loss", "delta_loss_low", "delta_loss_high", "loss"]] = (
+        246.4, 200.0, 300.0, 2.0 + 246.4,
+    )  # fmt: skip
+    (bar, *_), said = made_of(report, large).bars, made_of(report, large).sentences[0]
+    assert (bar.value, bar.share, bar.interval) == ("+246 nats", "+12320 %", "95 %: +200 to +300")
+    assert "e+" not in said
 
 
 def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:

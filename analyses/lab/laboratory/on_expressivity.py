@@ -89,8 +89,8 @@ def _beyond_by_seeds_and_depth() -> Iterator[str]:
     rows = []
     for order in ("post", "pre"):
         for term in ("scaling", "projection"):
-            part = rows_where(beyond, norm_order=order, term=term).set_index("depth")
-            cells = (with_interval(part.loc[depth], 100, 1, sign=True) for depth in ("1", "2", "3"))
+            part = rows_where(beyond, norm_order=order, term=term)
+            cells = (with_interval(only_row(part, depth=depth), 100, 1, sign=True) for depth in ("1", "2", "3"))
             rows.append((f"{order}-norm, {term}", *cells))
     yield from markdown(("by depth, points", "1, L4", "2, L5", "3, L6"), rows)
 
