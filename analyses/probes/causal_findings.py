@@ -75,7 +75,7 @@ def is_effect(row: Any) -> bool:
 def is_direction(row: Any) -> bool:
     """Whether its prompts tell which way the loss goes, and nothing tells how far: there is no interval."""
     signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_adjusted"]) < SIGNIFICANCE
-    return signs and abs(float(row["delta_loss"])) >= LEAST_CHANGE
+    return signs and not pd.isna(row["prompts_worse"]) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
 
 
 def detectable(row: Any, tests: int = 1) -> float:
