@@ -161,7 +161,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     if not len(seen):
         text = (
             f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none costs "
-            f"{MATTERS:g} nats per token or more on enough prompts to be told from chance (largest: {place}, "
+            f"{MATTERS:g} nats per token or more and is worse on more prompts than chance allows (largest: {place}, "
             f"{top['delta_loss']:+.2g} from a loss of {top['loss']:.3g})."
         )
         return [Finding(text, "by-head", NO_EFFECT)]
@@ -174,7 +174,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     text = (
         f"The head that needs its norm's scaling most is L{int(worst['layer'])}H{int(worst['head'])}: "
         f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
-        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more on enough prompts to be told from "
-        "chance."
+        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more and are worse on more prompts than chance "
+        "allows."
     )
     return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]

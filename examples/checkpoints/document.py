@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ln_probe.analyses.prompt_intervals import interval
+from ln_probe.analyses.prompt_intervals import SIGNIFICANCE, interval
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -60,7 +60,9 @@ def _of_prompts(case: str, sites: str, column: str) -> str:
 def _cell(row: pd.Series) -> str:
     if row["no_op"]:
         return f"nothing: {str(row['no_op']).split('; ')[0].split(': ')[-1]}"
-    return change(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
+    told = change(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
+    among = row["p_mean"] >= SIGNIFICANCE and row["delta_loss_low"] * row["delta_loss_high"] > 0
+    return f"{told} (p {row['p_mean']:.2f})" if among else told
 
 
 def groups_table() -> str:

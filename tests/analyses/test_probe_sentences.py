@@ -231,8 +231,8 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
     (finding,) = head_effects._leading(table)
     assert finding.text == (
         "The head that needs its norm's scaling most is L1H0: +0.2 nats per token without it (95 % interval +0.1 to "
-        "+0.3), from a loss of 2; 1 of 4 heads run this way cost 0.001 or more on enough prompts to be told from "
-        "chance."
+        "+0.3), from a loss of 2; 1 of 4 heads run this way cost 0.001 or more and are worse on more prompts "
+        "than chance allows."
     )
     assert (finding.size, finding.rank) == (pytest.approx(0.1), EFFECT)
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.2, math.nan, p=0.01)]))
@@ -240,7 +240,7 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
     assert finding.text == (
         "No single head is seen to need its norm's scaling: of 2 heads run without it none costs 0.001 nats per token "
-        "or more on enough prompts to be told from chance (largest: L1H3, +0.2 from a loss of 2)."
+        "or more and is worse on more prompts than chance allows (largest: L1H3, +0.2 from a loss of 2)."
     )
     assert finding.rank == NO_EFFECT
     assert not head_effects._leading(None)
