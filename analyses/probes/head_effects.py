@@ -174,7 +174,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     text = (
         f"The head that needs its norm's scaling most is L{int(worst['layer'])}H{int(worst['head'])}: "
         f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
-        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more and are worse on more prompts than chance "
-        "allows."
+        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more and are worse on more prompts than "
+        "chance allows."
     )
     return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]
