@@ -135,9 +135,10 @@ def _together(
 
 def _not_told(groups: pd.DataFrame, places: Mapping[str, str], tests: int, *, anything: bool) -> list[Finding]:
     """What was looked for and cannot be spoken of: projection everywhere, whatever comes of it (the question of this
-    project); scaling at the norms that attention reads, or everywhere where nothing at all is seen."""
+    project); scaling everywhere, and at the norms that attention reads if there is anything else to say."""
     found = []
-    for sites, variant in (("all", "no_projection"), ("attention" if anything else "all", "no_scaling")):
+    looked_for = [("all", "no_projection"), ("all", "no_scaling"), *([("attention", "no_scaling")] if anything else [])]
+    for sites, variant in looked_for:
         row = _row(groups, sites, variant)
         if row is not None and not is_effect(row) and not is_direction(row):
             text = f"Without {_TERMS[variant]} {places[sites]} {_nothing(row, tests)}"
