@@ -41,7 +41,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.majority_gate import gate_table
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import doubt, holm
+from ln_probe.analyses.lab.intervals import Kind, doubt, holm
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import ModelSpec, Task, TrainConfig
@@ -61,7 +61,10 @@ PUBLISHED = {
     ("anbnaS", "qrnn x2"): (100, 98.1, 91.6, 89.6, 84.9, 78.7),
 }
 PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
-TRAINED = 0.01  # a model this far below its published accuracy where it was trained is not compared beyond
+TRAINED = (
+    0.01  # a model this far below its published accuracy where it was trained is not compared beyond; and one that is
+)
+# not this far above a constant answer's is not told from it
 CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # (cell, layers) of each recurrent model by the name it has in the tables.
@@ -226,14 +229,17 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     values = table.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     published = published_table()
-    summary = pd.concat(
-        [
-            summarize(values[shares], [*KEYS, "measure"], published, kind="share"),
-            summarize(values[~shares], [*KEYS, "measure"], published),
-        ],
-        ignore_index=True,
-    ).sort_values([*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable")
+    kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
+    if not values.empty:  # (what is empty has no types, and would take the other's)
+        kinds = [(some, kind) for some, kind in kinds if len(some)]
+    parts = [summarize(some, [*KEYS, "measure"], published, kind=kind) for some, kind in kinds]
+    summary = pd.concat(parts, ignore_index=True)
+    summary = summary.sort_values(
+        [*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable"
+    )
     tagged = sorted(set(values["task"]) - set(LETTERS))
+    least = values.groupby([*KEYS, "measure"], as_index=False)["value"].min().rename(columns={"value": "least"})
+    summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
     constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tagged] or [constant_answers("L5")[:0]])
     summary = summary.merge(constant, on=["task", "measure"], how="left")
     changed, fresh = _tested(values), _tested(values[_fresh(values)])
@@ -295,15 +301,19 @@ def published_table() -> pd.DataFrame:
 
 
 def better_than(constant: float, row: Mapping[Any, Any] | pd.Series) -> bool:
-    """Whether an accuracy is above a constant answer's as far as its seeds tell (one seed: whether it is above)."""
-    return bool(row["mean" if math.isnan(row["ci_low"]) else "ci_low"] > constant)
+    """Whether an accuracy is above a constant answer's, by a point or more in every seed.
+
+    (Networks that answer the same everywhere differ from it by hundredths of a point either way; an interval over
+    three seeds that agree says nothing of it.)
+    """
+    return bool(row["least"] >= constant + TRAINED)
 
 
 def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     """Where the order of the published models holds at each length and where it is inverted.
 
     Models that are not trained to their published accuracy at the training length are named and left out: an order
-    beyond it would compare budgets. So are pairs of which one cannot be told from a constant answer.
+    beyond it would compare budgets. So are pairs of which one is not a point above a constant answer in every seed.
     """
     shown = summary.dropna(subset="published")
     at_training = shown[shown["measure"] == f"accuracy_{TRAIN_LENGTH}"]
@@ -327,7 +337,7 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
         for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
             names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
             said += f"; {word}: {', '.join(names)}" if names else ""
-        said += f"; not told from a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
+        said += f"; not a point above a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
         if pairs or idle:
             yield f"{task}, {measure}: {said}."
 

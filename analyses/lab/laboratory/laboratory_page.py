@@ -197,7 +197,7 @@ def _verdicts() -> Iterator[str]:
          "ReLU-RNN and show it of the LSTM: no ReLU-RNN of theirs contradicts ours"),
         ("The published orderings hold at every length but L5's 1024 …", "withdrawn",
          "QRNN and QRNN+ were not trained to the published accuracy at the training length, and several networks "
-         "cannot be told from a constant answer; what is left is in the section on counting"),
+         "are no better than a constant answer in some seed; what is left is in the section on counting"),
         ("Majority gate without training", "kept", "it is arithmetic"),
         ("Random keys: the published map is the share of draws with any unselectable key", "kept",
          "with binomial intervals; the heat map cannot be read to two digits, so \"0.93\" is about that"),
