@@ -261,16 +261,37 @@ def test_bad_input(call: object, said: str) -> None:
     (1.0, 0.9, 0.6, ["L5, accuracy_64: 1 of 1 published orderings hold."]),
     (1.0, 0.8, 0.6, ["L5, qrnn: 80.0 % at length 64, published 90.2 %: this budget does not reach it, so nothing is "
                      "said of it beyond."]),
-    (1.0, 0.9, 0.95, ["L5, accuracy_64: 0 of 0 published orderings hold; no better than a constant answer (95.0 %): "
-                      "qrnn."]),
+    (1.0, 0.9, 0.95, ["L5, accuracy_64: none to compare; not a point above a constant answer (95.0 %): qrnn."]),
+    (1.0, 0.9, 0.895, ["L5, accuracy_64: none to compare; not a point above a constant answer (89.5 %): qrnn."]),
 ])  # fmt: skip
 def test_ordering_sentences(lstm: float, qrnn: float, constant: float, said: list[str]) -> None:
     means = {"lstm": lstm, "qrnn": qrnn, "gru": 1.0}
     rows = [("L5", model, "none", "none", "accuracy_64", mean) for model, mean in means.items()]
     summary = pd.DataFrame(rows, columns=[*counting.KEYS, "measure", "mean"])
     summary = summary.merge(counting.published_table(), how="left", on=[*counting.KEYS, "measure"])
-    summary = summary.assign(constant_yes=constant, constant_no=1 - constant)
+    summary = summary.assign(constant_yes=constant, constant_no=1 - constant, least=summary["mean"])
     assert list(counting._ordering(summary)) == said
+
+
+def test_one_seed_at_a_constant_answer_is_not_better_than_it() -> None:
+    """Two seeds far above, one a hundredth of a point above: not better."""
+    row = {"mean": 0.9, "least": 0.8001}
+    assert not counting.better_than(0.8, row)
+    assert counting.better_than(0.79, row)
+
+
+def test_tagging_alone_has_tables_and_pictures() -> None:
+    """Nothing of a^n b^n among the runs: columns keep their types."""
+    rows = [
+        (task, "lstm", "none", "none", seed, 10, f"accuracy_{n}", 0.9 + 0.01 * seed)
+        for task in ("L5", "anbnaS")
+        for seed in (0, 1)
+        for n in (64, 2048)
+    ]
+    found = counting.findings(pd.DataFrame(rows, columns=[*counting.KEYS, "seed", "step", "measure", "value"]))
+    assert found.summary["ci_low"].dtype == float
+    assert found.summary["least"].tolist() == [0.9] * 4
+    assert "lengths" in found.figures
 
 
 def test_the_grid_has_what_must_be_shown() -> None:

@@ -47,8 +47,8 @@ def test_it_goes_on_and_can_be_collected(
 
 def test_what_a_qrnn_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qrnn_budget, "training", lambda quick, seed, lr: TrainConfig(4, 2, seed=seed, evaluate_every=2))
-    monkeypatch.setitem(qrnn_budget.PUBLISHED, ("L5", "qrnn"), (0, 0, 0, 0, 0))  # reached at once
-    monkeypatch.setitem(qrnn_budget.PUBLISHED, ("L5", "qrnn+"), (101, 0, 0, 0, 0))  # never
+    monkeypatch.setitem(qrnn_budget.PUBLISHED, ("L5", "qrnn"), (0,) * 6)  # reached at once
+    monkeypatch.setitem(qrnn_budget.PUBLISHED, ("L5", "qrnn+"), (101,) * 6)  # never
     request = Request(tmp_path / "budget", (0, 1), quick=True, progress=False)
     results = run("counting_budget", request, command="", ln_probe_version="0")
     read = results.tables["readings"]

@@ -352,7 +352,9 @@ def test_c08_a_data_set_that_brings_a_script(tmp_path: Path) -> None:
 def test_c07_c08_programs_that_nest_too_deep(program: str) -> None:
     with (
         soon(),
-        pytest.raises(CRaspError, match=f"this is nested too deep; expected at most {DEEPEST} levels") as caught,
+        pytest.raises(
+            CRaspError, match=f"this is nested too deep; expected at most {DEEPEST} brackets or operators"
+        ) as caught,
     ):
         parse(program)
     assert len(str(caught.value)) < 700
