@@ -238,7 +238,7 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
         [*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable"
     )
     tagged = sorted(set(values["task"]) - set(LETTERS))
-    least = values.groupby([*KEYS, "measure"], as_index=False)["value"].min().rename(columns={"value": "least"})
+    least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
     summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
     constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tagged] or [constant_answers("L5")[:0]])
     summary = summary.merge(constant, on=["task", "measure"], how="left")
