@@ -51,6 +51,14 @@ class Stage:
     until: int | None = None
     kept: bool = False
 
+    @property
+    def span(self) -> str:
+        """Its seeds in words: "0", "3-9", "3, 4, 9"."""
+        first, last = self.seeds[0], self.seeds[-1]
+        if self.seeds != tuple(range(first, last + 1)):
+            return ", ".join(map(str, self.seeds))
+        return str(first) if first == last else f"{first}-{last}"
+
 
 def _counter(keys: Keys) -> bool:
     return keys["task"] in COUNTED and keys["model"] in ("lstm", "gru", "rnn_relu")
@@ -111,7 +119,8 @@ STAGES = (
     Stage("majority", TEN[5:], _to_the_end, 61, "the published comparison to 17,000 steps, ten seeds", kept=True),
     Stage("counting_budget", THREE, lambda k: k["task"] == "anbnaS", 43, "QRNNs on a^n b^n a S*"),
     Stage("counting", (1, 2), _counter, 132, "weights of two more seeds", kept=True),
-    Stage("depth", TEN[3:], _depth("pre", 3, (1, 2, 3)), 164, "beyond the boundary, pre-norm, ten seeds", kept=True),
+    Stage("depth", (3, 4, 5, 6, 9), _depth("pre", 3, (1, 2, 3)), 117, "beyond the boundary, pre-norm", kept=True),
+    Stage("depth", (7, 8), _depth("pre", 3, (1, 2, 3)), 47, "beyond the boundary, pre-norm, ten seeds"),
     Stage("depth", TEN[3:], _depth("pre", 2, (1, 2, 3)), 164, "at the boundary, pre-norm, ten seeds"),
     Stage("depth_deep", THREE, lambda k: True, 98, "depths 4 to 6, rotary and ALiBi positions", kept=True),
     Stage("counting", TEN, _plain_tagger, 20, "networks without a norm to 2048 letters", kept=True),
@@ -169,9 +178,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for number, (stage, runs) in enumerate(stages(args.out, tuple(args.text)), start=1):
         left = [run for run in runs if not _done(stage, run)]
-        seeds = f"{stage.seeds[0]}-{stage.seeds[-1]}"
         print(
-            f"stage {number} of {sum(not s.kept for s in STAGES)}, {stage.experiment}, seeds {seeds}: {stage.why}; "
+            f"stage {number} of {sum(not s.kept for s in STAGES)}, {stage.experiment}, seeds {stage.span}: "
+            f"{stage.why}; "
             f"{len(runs) - len(left)} of {len(runs)} runs done; all of them about {stage.minutes} min",
             flush=True,
         )

@@ -217,12 +217,11 @@ def _long() -> Iterator[str]:
     rows = []
     for number, stage in enumerate(STAGES, start=1):
         total += 0 if stage.kept else stage.minutes
-        seeds = str(stage.seeds[0]) if len(stage.seeds) == 1 else f"{stage.seeds[0]}–{stage.seeds[-1]}"
         rows.append(
             (
                 str(number),
                 stage.experiment,
-                seeds,
+                stage.span.replace("-", "–"),
                 stage.why,
                 str(stage.minutes),
                 "kept" if stage.kept else f"{total / 60:.1f}",
