@@ -258,3 +258,12 @@ def test_fresh_seeds_are_tested_by_themselves() -> None:
     assert abs(fresh["mean"].iloc[0]) < 0.02
     np.testing.assert_allclose(fresh["p_holm"], holm(fresh["p"].to_numpy()))
     assert fresh_terms(table[table["seed"] < 3]).empty
+
+
+def test_pre_norm_runs_alone_can_be_collected() -> None:
+    rows = [
+        (1, k, norm, "pre", "none", seed, depth.measure(b), 0.5)
+        for k in (3, 4) for norm in ("layernorm", "none") for seed in (0, 1) for b in depth.BINS
+    ]  # fmt: skip
+    found = findings(pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"]))
+    assert set(found.figures) == {"boundary"}

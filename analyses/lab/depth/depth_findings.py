@@ -82,7 +82,7 @@ def findings(
             "effects": effects(values, [*KEYS, "measure"], ["norm"]),
             "hand_built": hand_built,
         },
-        figures={} if table.empty else {"boundary": _heat_maps(summary), "lengths": _length_curves(summary)},
+        figures=_figures(summary),
         conclusions=(
             *_conclusions(table, failed),
             *_separations(swept),
@@ -299,6 +299,14 @@ def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
             f"Hand-built COMPARE of depth 2 with {row.norm} (eps {row.eps:g}): {row.accuracy:.2%} of answers right, "
             f"{row.words_right:.0%} of words of 300 letters entirely."
         )
+
+
+def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
+    """The boundary as a map; curves over length of the post-norm runs, where there are any."""
+    found = {} if summary[summary["positions"] == "none"].empty else {"boundary": _heat_maps(summary)}
+    if ((summary["norm_order"] == "post") & (summary["positions"] == "none")).any():
+        found["lengths"] = _length_curves(summary)
+    return found
 
 
 def _heat_maps(summary: pd.DataFrame) -> Figure:
