@@ -164,7 +164,7 @@ EXPERIMENTS = {
         seeds=3,
         quick_seeds=1,
         duration="about an hour (21 runs of 2-3 minutes)",
-        quick_duration="1 minute",
+        quick_duration="2 minutes",
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",
@@ -212,7 +212,7 @@ EXPERIMENTS = {
         seeds=3,
         quick_seeds=1,
         duration="10 minutes (36 runs of 15 seconds)",
-        quick_duration="20 seconds",
+        quick_duration="1 minute",
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.compiler.compiler",
