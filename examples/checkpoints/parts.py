@@ -22,13 +22,13 @@ SITES = {"mgm": "blocks.2.ln1", "smollm2-135m": "blocks.16.ln1"}
 WAYS = (None, "queries", "keys", "values")
 
 
-def losses(model: object, prompts: list[list[int]]) -> list[float]:
-    """Mean loss of each prompt, nats per token."""
+def losses(model: object, prompts: list[list[int]], read: int = 1) -> list[float]:
+    """Mean loss of each prompt, nats per token; its first `read` tokens are read and not counted."""
     found = []
     for row in prompts:
         tokens = torch.tensor([row])
-        logits = run(model, tokens, return_type="logits")[0, :-1].double()
-        found.append(float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:])))
+        logits = run(model, tokens, return_type="logits")[0, read - 1 : -1].double()
+        found.append(float(torch.nn.functional.cross_entropy(logits, tokens[0, read:])))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 from measure import CASES, HERE, PROMPTS, SHARED, load
+from parts import losses
 
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.default_tokens import special_tokens
@@ -43,15 +44,6 @@ def draw(model: Any, count: int, seed: int) -> list[list[int]]:
     return found
 
 
-def losses(model: Any, rows: list[list[int]]) -> list[float]:
-    """Mean loss of each plan, nats per token; the description is read and not counted."""
-    found = []
-    for row in rows:
-        logits = run(model, torch.tensor([row]), return_type="logits")[0, len(KINDS) - 1 : -1].double()
-        found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(row[len(KINDS) :]))))
-    return found
-
-
 def main() -> None:
     torch.set_num_threads(1)
     model = load(CASES["capp-gpt-own"])
@@ -59,7 +51,7 @@ def main() -> None:
         rows = draw(model, PROMPTS, 0)
         calibration = (torch.tensor(row) for row in draw(model, CALIBRATION, 1))
         sigmas = mean_sigmas(model, find_sites(model), calibration)
-        base = losses(model, rows)
+        base = losses(model, rows, read=len(KINDS))
         two = {name: {"first": c.first, "rest": c.rest} for name, c in sigmas.items()}
         one = {name: {"first": c.rest, "rest": c.rest} for name, c in sigmas.items()}
         ways = (("scaling", "two", two), ("scaling", "one", one), ("projection", "", "frozen"), ("both", "two", two))
@@ -67,7 +59,7 @@ def main() -> None:
         for sites in GROUPS:
             for what, constants, scale in ways:
                 with without(model, what, sites=sites, scale=scale):
-                    changed = losses(model, rows)
+                    changed = losses(model, rows, read=len(KINDS))
                 for prompt, (row, before, after) in enumerate(zip(rows, base, changed, strict=True)):
                     found.append((sites, what, constants, prompt, len(row) - len(KINDS), before, after - before))
     columns = ["sites", "without", "constants", "prompt", "predicted", "loss", "delta_loss"]
