@@ -323,6 +323,29 @@ def folded_effect() -> str:
     )
 
 
+def _coverage() -> pd.DataFrame:
+    found = pd.read_csv(ROOT / "bench" / "coverage.csv")
+    return found.replace({"effects": {"outliers": "outliers 10 %"}})
+
+
+def coverage_given() -> str:
+    """What intervals and p are worth where intervals are given."""
+    lines = ["| effects | prompts | coverage | given | coverage were all given | p < 0.05/12 |", "|---" * 6 + "|"]
+    for kind, prompts, given, coverage, every, first in _coverage().dropna().itertuples(index=False):
+        lines.append(f"| {kind} | {prompts} | {coverage:.3f} | {given:.4f} | {every:.3f} | {first:.4f} |")
+    return "\n".join(lines)
+
+
+def coverage_of_all() -> str:
+    """What intervals of any number of prompts would cover, without the rules that leave them out."""
+    wide = _coverage().pivot(index="effects", columns="prompts", values="coverage_were_all_given")
+    wide = wide.loc[list(dict.fromkeys(_coverage()["effects"]))]
+    lines = ["| effects | " + " | ".join(map(str, wide.columns)) + " |", "|---" * (1 + len(wide.columns)) + "|"]
+    return "\n".join(
+        [*lines, *(f"| {k} | " + " | ".join(f"{x:.3f}" for x in row) + " |" for k, row in wide.iterrows())]
+    )
+
+
 def compiler_bits() -> str:
     rows = pd.read_parquet(COMPILER / "agreement.parquet", columns=["program", "bits"]).dropna()
     bits = rows.groupby("program")["bits"].first().astype(int)
@@ -418,6 +441,8 @@ def coverage() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "attribution-cost": attribution_cost,
     "batch": batch,
+    "coverage-given": coverage_given,
+    "coverage": coverage_of_all,
     "compiler-bits": compiler_bits,
     "compiler-eps": compiler_eps,
     "decomposition": decomposition,

@@ -281,14 +281,6 @@ def overflow_list() -> str:
     return "\n".join(f"* {line}" for line in found)
 
 
-def coverage_table() -> str:
-    """Simulated coverage of the interval over prompts."""
-    found = pd.read_csv(HERE / "tables" / "coverage.csv")
-    lines = ["| effects | " + " | ".join(c for c in found.columns if c != "effects") + " |", "|---|" + "---|" * 5]
-    lines += ["| " + " | ".join(str(v) for v in row) + " |" for row in found.astype(str).to_numpy()]
-    return "\n".join(lines)
-
-
 def head_estimates() -> dict[str, pd.DataFrame]:
     """First-order and exact effects of every head, by model."""
     return {p.stem.removeprefix("heads-"): pd.read_csv(p) for p in sorted((HERE / "tables").glob("heads-*.csv"))}
@@ -371,5 +363,4 @@ BLOCKS = {
     "plans": plans_table,
     "findings": findings_list,
     "singles": singles_table,
-    "coverage": coverage_table,
 }

