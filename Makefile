@@ -4,14 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Tests run side by side, a file to a process; the processes' own threads would only get in each other's way.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: report test slow lint bench docs clean
 
-# (The first 64 tokens of each prompt: a minute and a half on two cores, where whole prompts take four.)
 report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoints
-	$(BIN)/ln-probe report --out reports --max-tokens 64
+	$(BIN)/ln-probe report --out reports
 
 test: $(VENV)/.installed-dev    ## the fast tests
 	$(PYTEST)

@@ -13,9 +13,11 @@ from torch import Tensor
 from ln_probe.analyses import attention_spread
 from ln_probe.analyses.attention_spread import Uniformity
 from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.geometry.any_position import QuerySets
 from ln_probe.analyses.variant_outputs import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
+from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED
 
@@ -31,6 +33,7 @@ class Attended:
         read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
             space then).
         calibration: of the model.
+        prompt: the prompt's number: its constants replace sigma.
         wanted: heads looked at; None: all.
     """
 
@@ -39,9 +42,11 @@ class Attended:
         seen: AttentionInput,
         read: Callable[[], Heads | None],
         calibration: Calibration,
+        prompt: int,
         wanted: Sequence[int] | None = None,
     ) -> None:
         self.seen, self._read, self.calibration, self.wanted = seen, read, calibration, wanted
+        self.prompt = prompt
         self._keys: dict[str, Tensor] = {}
         self._spread: dict[str, tuple[Uniformity, np.ndarray]] = {}
         self._ellipsoids: dict[int, tuple[Tensor, Tensor] | None] = {}
@@ -75,10 +80,14 @@ class Attended:
         return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
 
     @cached_property
+    def constant(self) -> Constant:
+        """What replaces the norm's sigma on this prompt."""
+        return self.calibration.constants.of(self.prompt)[self.site.name]
+
+    @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        constant = 1.0 if self.site.stands_in else self.calibration.constants[self.site.name]
-        return variant_outputs(self.site, self.seen.x, constant)
+        return variant_outputs(self.site, self.seen.x, 1.0 if self.site.stands_in else self.constant)
 
     @cached_property
     def key_sets(self) -> list[slice]:
@@ -127,6 +136,29 @@ class Attended:
             center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
             self._sets["empirical", position] = self._of_chosen(*self.heads.turned(center, axes, position))
         return self._sets["empirical", position]
+
+    def observed(self, row: int) -> QuerySets | None:
+        """The observed queries of a chosen head (by its place among them), as a function of positions.
+
+        The reachable set shrunk about its center by rho; where nothing bounds queries the empirical set. None if
+        calibration saw none. Without rotary positions there is one set for all positions.
+        """
+        assert self.heads is not None
+        heads, head = self.heads, self.chosen[row]
+        reached = heads.reached(self.site)
+        if reached is not None and self.layer in self.calibration.radii:
+            shrunk = float(self.calibration.radii[self.layer][head]) / heads.divisor
+            center, axes = reached.center[head] / heads.divisor, reached.axes[head] * shrunk
+        elif reached is None and self.layer in self.calibration.empirical:
+            center, axes = (torch.from_numpy(part[head]) for part in self.calibration.empirical[self.layer])
+        else:
+            return None
+
+        def at(positions: Int64[np.ndarray, " set"]) -> tuple[np.ndarray, np.ndarray]:
+            turned = heads.turned_to(center, axes, torch.from_numpy(positions))
+            return turned[0].numpy(), turned[1].numpy()
+
+        return at
 
     def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,11 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses import empirical_queries
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.key_sample import KeySample
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.frozen_scale import Constant, Sigmas
+from ln_probe.hooks.fitted_constants import Halves
+from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.site import Site
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
@@ -27,26 +29,33 @@ class Calibration:
 
     Attributes:
         norms: a row per norm that was looked at (columns of the `layernorms` table).
-        constants: what stands for sigma at each of them, by name; from calibration prompts.
+        constants: of every prompt: what replaces the sigma of each norm.
         radii: rho of each layer whose queries are bounded, by head.
         unsupported: why head space is left out, by layer.
         notes: what a reader has to know about this model, in sentences.
-        sigmas: of each norm over the calibration prompts, to draw from.
-        calibrated_on: source, counts and hash of those prompts.
+        calibrated_on: source, counts and hash of the calibration prompts, where constants come from some.
         empirical: the queries that occurred, by layer (`empirical_queries`): center and axes by head, before rotary
             positions, over the divisor.
         sample: which keys are measured; None: all.
+        optimal: loss-optimal constants, by group of norms ("attention", "all"); empty: they were not fitted.
     """
 
     norms: pd.DataFrame
-    constants: Mapping[str, Constant]
+    constants: Constants
     radii: Mapping[int, Float64[np.ndarray, " head"]]
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
-    sigmas: Mapping[str, Sigmas] = field(default_factory=dict)
     calibrated_on: Mapping[str, Any] = field(default_factory=dict)
     empirical: Mapping[int, empirical_queries.Set] = field(default_factory=dict)
     sample: KeySample | None = None
+    optimal: Mapping[str, Halves] = field(default_factory=dict)
+
+    @property
+    def optimal_of(self) -> Callable[[str, int], Mapping[str, Constant]] | None:
+        """Loss-optimal constants of a group of norms for a prompt, fitted on other prompts; None: there are none."""
+        if not self.optimal:
+            return None
+        return lambda group, prompt: self.optimal[group].of(prompt) if group in self.optimal else {}
 
     def queries(self, layer: int, head: int) -> str:
         """Which set of queries a head's margins are measured over: "reachable", where queries are bounded, else

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_NAME = re.compile(r"(?:step|checkpoint)?[-_ ]?(\d+)")
+_NAME = re.compile(r"(?:step|checkpoint)?[-_ ]?([0-9]{1,18})")
 
 
 def step_named(name: str) -> int | None:

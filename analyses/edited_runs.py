@@ -1,21 +1,23 @@
-"""What a model loses when projection, scaling or both are taken away: the loss, the predictions, the attention.
+"""How the loss, the predictions and the attention change when projection, scaling or both are removed.
 
-Every norm alone, and every group of them (what attention reads, what MLPs read, the final norm, all), is run under the
-four variants with scale frozen at the site's two mean sigmas, at position 0 and elsewhere (`ln_probe.hooks.without`).
-On each prompt, against the unedited model:
+Every norm alone, and every group of norms (those that attention reads, those that MLPs read, the final norm, all), is
+run under the four variants. Frozen scaling divides by two constants a norm, one at position 0 and one elsewhere: the
+prompt's own (`ln_probe.analyses.constants`). On each prompt, against the intact model:
 
-    delta_loss       change of the mean next-token loss, nats
+    delta_loss       change of the mean loss: of the next token in nats, or of the user's objective
     kl               KL(unedited ‖ edited) of the next-token distributions, mean over positions, nats
     top1_agreement   share of positions with the same most likely token
     entropy_change   change of attention entropy over log(visible keys), mean over layers, heads and queries
 
-and of groups also with the other ways of taking scaling away:
+and of groups also with other constants:
 
-    delta_loss_uniform    one constant everywhere: makes an attention sink's vectors longer by as much as its sigma is
-                          larger, and measures that (SmolLM2-135M, layer 16: +32.1 nats, +0.003 with two constants)
-    delta_loss_resampled  every token with the sigma of a calibration token drawn at random
+    delta_loss_uniform    one constant for all positions: an attention sink's vectors become longer by as much as its
+                          sigma is larger (SmolLM2-135M, layer 16: +32.1 nats; with two constants +0.003)
+    delta_loss_optimal    loss-optimal constants, fitted on other prompts (primary contrasts, where there are some)
 
-Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS).
+Of the primary contrasts that freeze scaling, the derivatives of the loss by the constants are kept: the interval of
+`causal` includes the choice of constants by them. Single norms are measured on the first prompts alone
+(SINGLE_NORM_PROMPTS).
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
 once (`shared_passes`).
@@ -26,7 +28,7 @@ Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers D
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +41,36 @@ from ln_probe.analyses.attention_spread import entropy_ratio
 from ln_probe.analyses.next_tokens import Sums
 from ln_probe.analyses.shared_passes import Job, SharedPasses
 from ln_probe.hooks.edits import Edit
-from ln_probe.hooks.frozen_scale import FROZEN, RESAMPLED, SCALES, UNIFORM, Constant, Divisor, Resampled, Sigmas
+from ln_probe.hooks.frozen_scale import FROZEN, OPTIMAL, UNIFORM, Constant
 from ln_probe.hooks.interventions import GROUPS, make_edit, members, why_nothing
 from ln_probe.hooks.masks import is_causal, window_of
-from ln_probe.hooks.model import HookedModel, blocks, evaluating, vocabulary_size
+from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
+from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
 
-MEASURES = ("nll", "nll_uniform", "nll_resampled", "predicted", "kl", "agree", "positions", "entropy", "queries")
-PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "divisor", "divisor_first", "matched", "no_op")
-_OF_GROUPS = ("nll_uniform", "nll_resampled")
+MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
+PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
+GRADIENT_COLUMNS = ("prompt", "sites", "site", "first", "rest")
+_OF_GROUPS = {"nll_uniform": UNIFORM, "nll_optimal": OPTIMAL}
+
+# The contrasts that are fixed before the data: {attention, all} × {scaling frozen, projection removed}. All others are
+# exploratory.
+PRIMARY_SITES = ("attention", "all")
+PRIMARY_VARIANTS = ("no_scaling", "no_projection")
 
 # Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
 # correction over a hundred norms.
 SINGLE_NORM_PROMPTS = 12
+
+# A whole pass and shared passes with the same constants give one loss, to rounding (relative; float32: 2e-6 measured).
+_SAME_LOSS, _SAME_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 3e-2
+
+# A derivative by the constants that promises a larger change than freezing itself and this, nats a token, is checked.
+STEEP = 0.05
 
 # (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
 _Signature = tuple[tuple[str, bool, bool], ...]
@@ -83,12 +99,16 @@ class EditedRuns:
     Args:
         model: any hooked model.
         sites: its norms (those of some layers alone: groups then hold only these).
-        constants: what replaces sigma, by site (a number: the same at position 0).
-        sigmas: to draw resampled ones from; without them there are none.
-        seed: of resampled sigmas.
+        constants: what replaces sigma, by site (a number: the same at position 0); or a function that gives this for
+            the number of a prompt (`Constants.of`).
+        optimal: loss-optimal constants for a group of norms on a prompt, `optimal(group, prompt)`; None: there are
+            none.
         single_norm_prompts: on how many of the first prompts norms are taken one by one.
-        scales: what is tried in place of the sigmas of groups, FROZEN among them.
-        matched: whether the constants are the sites' own mean sigmas.
+        uniform: whether groups are run with one constant for all positions too.
+        primary_only: whether nothing but the primary contrasts is run, and of them the loss alone.
+        errors: standard errors of the constants, by site, at position 0 and elsewhere: derivatives of the primary
+            contrasts are kept, as they hold over steps of this size; None: no derivatives.
+        objective: the loss.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
     """
 
@@ -96,23 +116,33 @@ class EditedRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, Constant | float],
+        constants: Mapping[str, Constant | float] | Callable[[int], Mapping[str, Constant]],
         *,
-        sigmas: Mapping[str, Sigmas] | None = None,
-        seed: int = 0,
+        optimal: Callable[[str, int], Mapping[str, Constant]] | None = None,
         single_norm_prompts: int = SINGLE_NORM_PROMPTS,
-        scales: Collection[str] = SCALES,
-        matched: bool = True,
+        uniform: bool = True,
+        primary_only: bool = False,
+        errors: Mapping[str, tuple[float, float]] | None = None,
+        objective: Objective | None = None,
         meaningless: str = "",
     ) -> None:
-        self.model, self.matched, self.meaningless, self.seed = model, matched, meaningless, seed
-        self.constants = {name: Constant.of(given) for name, given in constants.items()}
-        self.sigmas, self.single_norm_prompts, self.scales = sigmas or {}, single_norm_prompts, scales
+        self.model, self.meaningless = model, meaningless
+        self.objective = Objective() if objective is None else objective
+        self.constants_of = constants if callable(constants) else _always(constants)
+        self.optimal, self.single_norm_prompts, self.uniform = optimal, single_norm_prompts, uniform
+        self.errors = errors
+        self.no_gradient = ""  # why there is no gradient by the constants; known after the first prompt
+        self.gradients: list[dict[str, Any]] = []
+        self.too_steep: list[str] = []  # the primary contrasts with a derivative that holds over smaller steps alone
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
         chosen = [(g, found) for g, found in groups if found] + [(s.name, (s,)) for s in sites]
         self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS]
+        self.whole = not primary_only
+        if primary_only:
+            wanted = ("intact", *PRIMARY_VARIANTS)
+            self.rows = [r for r in self.rows if r.sites in PRIMARY_SITES and r.variant in wanted]
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
@@ -125,13 +155,14 @@ class EditedRuns:
 
     @property
     def no_loss(self) -> str:
-        """Why the model has no next-token loss; empty if it has one. Known after the first prompt."""
+        """Why the model has no next-token loss; empty if it has one, or the user gave a loss. Known after the first
+        prompt."""
+        if self.objective.function is not None:
+            return ""
         if self.causal is False:
-            return "attention is bidirectional, so the model sees the tokens that a next-token loss asks for"
+            return BIDIRECTIONAL
         if self.outputs < vocabulary_size(self.model):
-            return (
-                f"the model has {self.outputs} outputs for {vocabulary_size(self.model)} tokens, so no next-token loss"
-            )
+            return too_few_outputs(self.outputs, vocabulary_size(self.model))
         return ""
 
     def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
@@ -140,7 +171,9 @@ class EditedRuns:
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
         """
         with evaluating(self.model), torch.no_grad():
-            passes = SharedPasses(self.model, list(self.sites.values()), self.attentions, self._entropies)
+            passes = SharedPasses(
+                self.model, list(self.sites.values()), self.attentions, self._entropies, self.objective
+            )
             unedited = passes.unedited(tokens)
             self.outputs = unedited.vocabulary
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
@@ -149,49 +182,116 @@ class EditedRuns:
                 if row.signature and not self._is_lost(row):
                     jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
             effects = passes.effects(tokens, unedited, jobs)
-            intact = unedited.reference.itself() | dict(
+            intact = unedited.sums | dict(
                 zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
             )
+        self._differentiate(prompt, tokens, effects, intact["nll"])
         rows = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant}
-            | self._sums(row, intact, effects, len(tokens))
-            | self._about(row)
+            | self._sums(row, intact, effects, tokens)
+            | {"no_op": self._no_op(row)}
             for row in wanted
         ]
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
+
+    def _differentiate(
+        self,
+        prompt: int,
+        tokens: Int[Tensor, " pos"],
+        effects: Mapping[tuple[_Signature, str], Sums],
+        intact: float,
+    ) -> None:
+        """Keep the derivatives of the primary contrasts by the constants.
+
+        Raises:
+            ValueError: the loss of this pass is not that of the shared passes, which had the same constants.
+        """
+        if self.errors is None or self.no_gradient or self.no_loss or self.meaningless or len(tokens) < 2:
+            return
+        constants = self.constants_of(prompt)
+        for row in self.rows:
+            if row.sites not in PRIMARY_SITES or row.variant != "no_scaling" or not row.signature or self._is_lost(row):
+                continue
+            frozen = [s for s in row.members if takes_scaling(s, row.variant)]
+            try:
+                loss, found = loss_and_gradients(self.model, frozen, tokens, constants, objective=self.objective)
+            except GradientError as error:
+                self.no_gradient = str(error)
+                return
+            shared = effects[row.signature, FROZEN]["nll"]
+            if abs(loss - shared) > _SAME_LOSS.get(_dtype(self.model), _SAME_HALF) * max(1.0, abs(shared)):
+                raise ValueError(
+                    f"prompt {prompt}, scaling frozen at {row.sites}: with the same constants a whole pass gives "
+                    f"a loss of {loss:.6g} and shared passes give {shared:.6g}. Please report this with the output of "
+                    "`ln-probe env`"
+                )
+            holds = self._holds(frozen, tokens, constants, found, loss, loss - intact)
+            if holds < 1 and row.sites not in self.too_steep:
+                self.too_steep.append(row.sites)
+            self.gradients += [
+                dict(zip(GRADIENT_COLUMNS, (prompt, row.sites, site, holds * first, holds * rest), strict=True))
+                for site, (first, rest) in found.items()
+            ]
+
+    def _holds(
+        self,
+        sites: Sequence[Site],
+        tokens: Int[Tensor, " pos"],
+        constants: Mapping[str, Constant],
+        gradients: Mapping[str, tuple[float, float]],
+        loss: float,
+        change: float,
+    ) -> float:
+        """Which part of a derivative holds when every constant moves by its standard error, the steepest way up.
+
+        1, unless the derivative promises a change larger than that of freezing scaling itself (and than STEEP a token):
+        in a deep model with outlier tokens it can be a million times too large.
+        """
+        assert self.errors is not None
+        promised = sum(abs(g) * e for s in sites for g, e in zip(gradients[s.name], self.errors[s.name], strict=True))
+        if not promised > abs(change) + STEEP * len(tokens):
+            return 1.0
+        moved = {}
+        for s in sites:
+            held = (constants[s.name].first, constants[s.name].rest)
+            steps = zip(held, gradients[s.name], self.errors[s.name], strict=True)
+            moved[s.name] = Constant(*(max(c + math.copysign(e, g), c / 2) for c, g, e in steps))
+        with torch.no_grad():
+            rows = tokens[None].to(device_of(self.model))
+            after = float(edited_loss(self.model, sites, rows, moved, "no_scaling", self.objective))
+        return min(1.0, abs(after - loss) / promised) if math.isfinite(after) else 1.0
 
     def _is_lost(self, row: _Row) -> bool:
         return bool(row.signature) and any(s.name in self.lost for s in row.members)
 
     def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
-        """The ways in which a row is run: of groups whose scaling goes, more than one."""
-        yield FROZEN, Job(self._edits(row, FROZEN, length, prompt))
+        """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
+        constants = self.constants_of(prompt)
+        yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
         taken = [s for s in row.members if takes_scaling(s, row.variant)]
         if row.is_group and taken and not self.no_loss:
-            if UNIFORM in self.scales:
-                yield UNIFORM, Job(self._edits(row, UNIFORM, length, prompt), whole=False)
-            if RESAMPLED in self.scales and all(s.name in self.sigmas for s in taken):
-                yield RESAMPLED, Job(self._edits(row, RESAMPLED, length, prompt), whole=False)
+            if self.uniform:
+                one = {name: Constant.of(c).uniform for name, c in constants.items()}
+                yield UNIFORM, Job(self._edits(row, one, length), whole=False)
+            if self.optimal is not None and row.sites in PRIMARY_SITES and row.variant == "no_scaling":
+                best = self.optimal(row.sites, prompt)
+                if all(s.name in best for s in taken):
+                    yield OPTIMAL, Job(self._edits(row, best, length), whole=False)
 
-    def _edits(self, row: _Row, scale: str, length: int, prompt: int) -> list[Edit]:
+    def _edits(self, row: _Row, constants: Mapping[str, Constant], length: int) -> list[Edit]:
         positions = Positions()
         positions.shape = (1, length)  # of its own row of the batch
         return [
-            make_edit(
-                s, row.variant, self._divisor(s, scale, prompt) if takes_scaling(s, row.variant) else None, positions
-            )
+            make_edit(s, row.variant, constants.get(s.name) if takes_scaling(s, row.variant) else None, positions)
             for s in row.members
         ]
 
-    def _divisor(self, site: Site, scale: str, prompt: int) -> Divisor | None:
-        constant = self.constants.get(site.name)
-        if scale == RESAMPLED:
-            # Drawn anew for every prompt, and the same whoever measures it.
-            return Resampled(self.sigmas[site.name], f"{self.seed}/{site.name}/{prompt}")
-        return constant.uniform if constant is not None and scale == UNIFORM else constant
-
     def _sums(
-        self, row: _Row, intact: Sums, effects: Mapping[tuple[_Signature, str], Sums], length: int
+        self,
+        row: _Row,
+        intact: Sums,
+        effects: Mapping[tuple[_Signature, str], Sums],
+        tokens: Int[Tensor, " pos"],
     ) -> dict[str, float]:
         """The sums of one row over one prompt."""
         if self._is_lost(row):
@@ -200,9 +300,8 @@ class EditedRuns:
         losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
         if row.is_group:
             if any(takes_scaling(s, row.variant) for s in row.members):
-                ways = {"nll_uniform": UNIFORM, "nll_resampled": RESAMPLED}
                 losses |= {
-                    m: effects[row.signature, w]["nll"] for m, w in ways.items() if (row.signature, w) in effects
+                    m: effects[row.signature, w]["nll"] for m, w in _OF_GROUPS.items() if (row.signature, w) in effects
                 }
             else:
                 losses |= dict.fromkeys(_OF_GROUPS, found["nll"])
@@ -215,24 +314,16 @@ class EditedRuns:
         return {
             **losses,
             **compared,
-            "predicted": float(length - 1),
-            "positions": float(length),
+            "predicted": float(self.objective.weight(tokens)),
+            "positions": float(len(tokens)),
             "entropy": math.nan if overflowed else found.get("entropy", math.nan),
             "queries": found.get("queries", 0.0),
         }
 
-    def _about(self, row: _Row) -> dict[str, Any]:
-        """What is known of a row without running it; `no_op`: why nothing changes at any member, empty if it does."""
+    def _no_op(self, row: _Row) -> str:
+        """Why nothing changes at any member; empty if something does."""
         reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
-        alone = row.members[0] if len(row.members) == 1 else None
-        return {
-            "divisor": self.constants[alone.name].rest if alone and takes_scaling(alone, row.variant) else math.nan,
-            "divisor_first": (
-                self.constants[alone.name].first if alone and takes_scaling(alone, row.variant) else math.nan
-            ),
-            "matched": self.matched,
-            "no_op": "; ".join(sorted(set(reasons))) if all(reasons) else "",
-        }
+        return "; ".join(sorted(set(reasons))) if all(reasons) else ""
 
     def notes(self) -> list[str]:
         """What a reader has to know about this model; complete once a prompt was measured."""
@@ -245,7 +336,14 @@ class EditedRuns:
         if self.meaningless:
             said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
         elif self.no_loss:
-            said.append(f"causal: losses are left out: {self.no_loss}")
+            said.append(f"causal: the loss is not applicable: {self.no_loss}")
+        if self.too_steep:
+            said.append(
+                f"causal: the loss is too steep in the constants for a derivative ({', '.join(self.too_steep)}): the "
+                "intervals use the change over one standard error of the constants instead"
+            )
+        if self.no_gradient:
+            said.append(f"causal: intervals do not include the choice of constants: {self.no_gradient}")
         return said
 
     def _entropies(self, layer: int, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
@@ -258,6 +356,16 @@ class EditedRuns:
                 return entropy_ratio(wide, window=window_of(self._layers[layer], wide))[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
+
+
+def _dtype(model: HookedModel) -> torch.dtype:
+    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+
+
+def _always(constants: Mapping[str, Constant | float]) -> Callable[[int], Mapping[str, Constant]]:
+    """The same constants for every prompt."""
+    same = {name: Constant.of(given) for name, given in constants.items()}
+    return lambda _prompt: same
 
 
 def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:

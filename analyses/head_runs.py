@@ -1,4 +1,4 @@
-"""What the loss loses when one head alone reads its norm without a term: exactly, and to first order for all at once.
+"""How the loss changes when one head alone reads its norm without a term: exactly, and to first order for all heads.
 
 Of one head: its queries, keys and values are made of the edited norm's output, so what it hands on (z) changes; nothing
 else does. One pass gives every head's z and edited z and the gradient of the loss at z:
@@ -13,7 +13,7 @@ returned in the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,17 +21,17 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.shared_passes import passed_over
-from ln_probe.hooks.default_tokens import calibration_tokens
-from ln_probe.hooks.edits import Change
+from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
+from ln_probe.hooks.edits import Change, LostEditError
 from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import make_edit, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.sentinel import lost_edits
 from ln_probe.hooks.sites import Site
 
@@ -67,9 +67,12 @@ class HeadRuns:
     Args:
         model: any hooked model.
         sites: its norms.
-        constants: what replaces sigma at position 0 and elsewhere, by site.
+        constants: what replaces sigma, by site; or a function that gives this for the number of a prompt
+            (`Constants.of`).
+        pooled: the constants that leading heads are chosen with; None: `constants`, which are then the same for all.
         layers, heads: looked at (heads None: all).
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
+        objective: the loss.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
 
     Raises:
@@ -80,22 +83,30 @@ class HeadRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, Constant],
+        constants: Mapping[str, Constant] | Callable[[int], Mapping[str, Constant]],
         *,
         layers: Sequence[int],
+        pooled: Mapping[str, Constant] | None = None,
         heads: Sequence[int] | None = None,
         exact: Collection[tuple[int, int]] | None = None,
+        objective: Objective | None = None,
         meaningless: str = "",
     ) -> None:
-        self.model, self.constants = model, constants
-        reading = {layer: s for s in sites for layer in s.attention_layers if s.name in constants}
+        self.model = model
+        self.objective = Objective() if objective is None else objective
+        self.constants_of = constants if callable(constants) else lambda _prompt: constants
+        if pooled is None:
+            assert not callable(constants), "constants of each prompt come with pooled ones"
+            pooled = constants
+        self.constants: Mapping[str, Constant] = pooled  # of the prompt that is measured
+        reading = {layer: s for s in sites for layer in s.attention_layers if s.name in pooled}
         self.sites = {layer: reading[layer] for layer in sorted(set(layers) & set(reading))}
         self.heads = {
             layer: [h for h in range(head_count(model, layer)) if heads is None or h in heads] for layer in self.sites
         }
         self.nothing = {v: why_nothing(model, list(self.sites.values()), v) for v in EDITED}
         self.lost: dict[str, str] = {}
-        self.silent = meaningless or (_no_loss(model) if self.sites else "")
+        self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
         self.asked_for = exact is not None
         if self.sites and not self.silent:
@@ -106,7 +117,11 @@ class HeadRuns:
             def make(site: Site, change: Change, label: str) -> HeadEdit:
                 return HeadEdit(site, change, label, heads=by_site[site.name])
 
-            self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
+            try:
+                self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
+            except LostEditError as error:  # of all heads alike: no site is to blame
+                self.silent = str(error)
+        if self.sites and not self.silent:
             there = {(layer, head) for layer, heads in self.heads.items() for head in heads}
             if exact is not None and (unknown := sorted(set(exact) - there)):
                 raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is looked at")
@@ -118,8 +133,12 @@ class HeadRuns:
         if len(every) * weights <= EXACT_WORK:
             return every
         sums: dict[tuple[int, int, str], float] = {}
-        for tokens in calibration_tokens(self.model)[:CHOOSING]:
-            for row in self.measure(0, tokens).to_dict("records"):
+        try:
+            other = default_tokens(self.model, CALIBRATION)[:CHOOSING]
+        except UnsampledError:  # no prompts but the measured ones, which must not choose: estimates alone
+            return []
+        for tokens in other:
+            for row in self._measure(0, tokens).to_dict("records"):
                 key = (int(row["layer"]), int(row["head"]), str(row["variant"]))
                 sums[key] = sums.get(key, 0.0) + float(row["estimate"])
         size = {pair: max(abs(sums.get((*pair, v), 0.0)) for v in EDITED) for pair in every}
@@ -143,8 +162,12 @@ class HeadRuns:
         """Sums over one prompt, a row per (layer, head, variant); columns COLUMNS.
 
         `nll` and `intact`: of the edited and the unedited model; `estimate`: of their difference. What it gives depends
-        on the prompt alone.
+        on the prompt and the constants alone.
         """
+        self.constants = self.constants_of(prompt)
+        return self._measure(prompt, tokens)
+
+    def _measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
         if self.silent or len(tokens) < 2 or not self.sites:
             return pd.DataFrame(columns=list(COLUMNS))
         with evaluating(self.model):
@@ -164,7 +187,8 @@ class HeadRuns:
                         nll = math.nan
                     if site.name in self.lost:
                         estimate = nll = math.nan
-                    rows.append((prompt, layer, head, variant, nll, estimate, first.nll, len(tokens) - 1, no_op))
+                    weight = self.objective.weight(tokens)
+                    rows.append((prompt, layer, head, variant, nll, estimate, first.nll, weight, no_op))
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def _first(self, tokens: Int[Tensor, " pos"]) -> _First:
@@ -213,8 +237,8 @@ class HeadRuns:
             for block in blocks(self.model):
                 stack.callback(block.register_forward_hook(done).remove)
             with torch.enable_grad():
-                logits = self.model(tokens[None].to(device_of(self.model)), return_type="logits")
-                loss = _nll(logits, tokens).sum()
+                row = tokens[None].to(device_of(self.model))
+                loss = self.objective.sums(self.model(row, return_type="logits"), row).sum()
             gradients = torch.autograd.grad(loss, list(shifts.values()))
         found.nll = float(loss.detach())
         for layer, gradient in zip(shifts, gradients, strict=True):
@@ -266,8 +290,9 @@ class HeadRuns:
             passed_over(blocks(self.model)[:start], first.outputs, len(rows)),
             _hooked(z_point(self.model, layer), replaced),
         ):
-            logits = run(self.model, tokens.expand(len(rows), -1), return_type="logits")
-        return [float(x) for x in _nll(logits, tokens).sum(-1, dtype=torch.float64)]
+            batch = tokens.expand(len(rows), -1).to(device_of(self.model))
+            output = run(self.model, batch, return_type="logits")
+        return [float(x) for x in self.objective.sums(output, batch)]
 
 
 def _hooked(module: nn.Module, hook: Any) -> ExitStack:
@@ -283,27 +308,3 @@ def _mapped(change: Any, output: Any) -> Any:
     if isinstance(output, tuple | list):
         return type(output)(_mapped(change, part) for part in output)
     return output
-
-
-def _nll(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, " pos"]) -> Float[Tensor, "batch later"]:
-    """Next-token losses of one prompt in each row, nats."""
-    wide = logits[:, :-1] if logits.dtype in (torch.float32, torch.float64) else logits[:, :-1].float()
-    wanted = tokens[1:].to(logits.device).expand(len(logits), -1)
-    return F.cross_entropy(wide.flatten(0, 1), wanted.flatten(), reduction="none").view(len(logits), -1)
-
-
-def _no_loss(model: HookedModel) -> str:
-    """Why a model has no next-token loss; empty if it has one. Two short passes."""
-    tokens = torch.linspace(1, vocabulary_size(model) - 1, 4).long().repeat(2, 1)
-    tokens[1, -1] = 0
-    with evaluating(model):
-        logits = run(model, tokens, return_type="logits").float()
-    if logits.shape[-1] < vocabulary_size(model):
-        return f"the model has {logits.shape[-1]} outputs for {vocabulary_size(model)} tokens, so no next-token loss"
-    if float((logits[0, :-1] - logits[1, :-1]).abs().max()) > SAME * float(logits.abs().max().clamp_min(1.0)):
-        return "attention is bidirectional, so the model sees the tokens that a next-token loss asks for"
-    return ""
-
-
-# A later token moves nothing in a causal model but what rounding of another batch row does (1e-2 in bf16).
-SAME = 2e-2

@@ -188,7 +188,12 @@ BY_HEAD = Table(
         Column("loss", "float", "of the unedited model, to compare with", "nats per token"),
         Column("entropy_ratio", "float", "attention entropy over log(visible keys): 1 is uniform"),
         Column("entropy_change", "float", "what keys without scaling do to it"),
-        Column("attainable", "float", "median attention a key can get from queries of the size that occur", "share"),
+        Column(
+            "attainable",
+            "float",
+            "median attention that a key can receive at the last position from queries of the size that occur",
+            "share",
+        ),
         Column("attainable_change", "float", "what keys without scaling do to it", "share"),
         Column("received", "float", "median over keys of the largest weight they really received", "share"),
         Column("margin", "float", "median margin of the keys", "nats"),

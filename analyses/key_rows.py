@@ -18,8 +18,8 @@ from ln_probe.hooks.variants import VARIANTS
 
 NORMALIZED, HEAD = "normalized", "head"
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
-# prompt costs some hundred forward passes, so 8 of them say more about keys than 32 would.
-GEOMETRY_PROMPTS = 8
+# prompt costs some hundred forward passes, so 4 of them say enough about keys.
+GEOMETRY_PROMPTS = 4
 
 
 @dataclass(frozen=True, eq=False)

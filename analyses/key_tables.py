@@ -41,7 +41,9 @@ def tables(
         keys += _key_rows(block, token, every=every, seed=seed)
     if not keys:
         return heads, KEYS.empty()
-    return heads, pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
+    table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
+    known = table["reachable"].to_numpy()
+    return heads, table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
 
 
 def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
@@ -64,29 +66,37 @@ def _summary(found: Mapping[str, np.ndarray], *, sampled: bool) -> dict[str, flo
     names = NAMES[found["verdict"]]
     counts = {v: int((names == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
     middle = (found["margin_lower"] + found["margin_upper"]) / 2
+    known = found["reachable"][found["reachable"] >= 0]
     return {
         "keys": len(names),
         **counts,
         "unselectable_fraction": counts["unselectable"] / len(names),
+        "unreachable_fraction": float((known == 0).mean()) if len(known) else math.nan,
         "margin_median": _quantile(middle, 0.5),
         "margin_p05": _quantile(middle, 0.05),
         "attainable_median": _quantile(found["attainable"], 0.5),
         "attainable_p05": _quantile(found["attainable"], 0.05),
+        "attainable_last_median": _quantile(found["attainable_last"], 0.5),
+        "attainable_last_p05": _quantile(found["attainable_last"], 0.05),
         "attainable_reachable_median": _quantile(found["attainable_reachable"], 0.5),
         "pattern_max_median": _quantile(found["pattern_max"], 0.5),
-    } | _intervals(found, middle, counts["unselectable"], sampled=sampled)
+    } | _intervals(found, middle, counts["unselectable"], known, sampled=sampled)
 
 
 def _intervals(
-    found: Mapping[str, np.ndarray], margin: np.ndarray, unselectable: int, *, sampled: bool
+    found: Mapping[str, np.ndarray], margin: np.ndarray, unselectable: int, reachable: np.ndarray, *, sampled: bool
 ) -> dict[str, float]:
     """How far a sample's figures may be from those of all keys; NaN where all were measured."""
     ends = {"unselectable_fraction": fraction_interval(unselectable, len(margin))} if sampled else {}
+    if sampled and len(reachable):
+        ends["unreachable_fraction"] = fraction_interval(int((reachable == 0).sum()), len(reachable))
     for name, values, q in (
         ("margin_median", margin, 0.5),
         ("margin_p05", margin, 0.05),
         ("attainable_median", found["attainable"], 0.5),
         ("attainable_p05", found["attainable"], 0.05),
+        ("attainable_last_median", found["attainable_last"], 0.5),
+        ("attainable_last_p05", found["attainable_last"], 0.05),
     ):
         if sampled:
             ends[name] = quantile_interval(values, q)
@@ -136,8 +146,9 @@ def _key_rows(
 
 
 def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Smaller is harder: attainable attention where it is known, else the margin; unselectable before the rest."""
-    value = np.where(np.isnan(found["attainable"]), found["margin_upper"], found["attainable"])
+    """Smaller is harder: unselectable before the rest, then by attainable attention at the last position, where all
+    keys compete; by the margin where that is not known."""
+    value = np.where(np.isnan(found["attainable_last"]), found["margin_upper"], found["attainable_last"])
     value = np.where(np.isnan(value), np.inf, value)
     return np.where(np.isin(found["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + 1e-9 * value, value)
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.machinery.compiled import compiled, room
 from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.sites import Site
@@ -122,8 +123,14 @@ class SiteStatistics:
         bias = torch.zeros(site.d) if site.bias is None else site.bias
         self._gain, self._bias = (t.detach().to("cpu", torch.float64).contiguous().numpy() for t in (gain, bias))
 
-    def add(self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1) -> None:
-        """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention."""
+    def add(
+        self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1
+    ) -> tuple[tuple[float, float], tuple[int, int]]:
+        """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention.
+
+        Returns:
+            the sums of sigma at position 0 and elsewhere, and how many each is a sum of.
+        """
         size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
         before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
         values = np.empty((len(before), 6))
@@ -148,6 +155,8 @@ class SiteStatistics:
         self.tail.add(values[heads:])
         self.out_count += y.numel()
         self.dtype = y.dtype
+        first, rest = values[:heads, 5], values[heads:, 5]
+        return (float(first.sum()), float(rest.sum())), (len(first), len(rest))
 
     @property
     def out_rms(self) -> float:
@@ -166,11 +175,6 @@ class SiteStatistics:
         if self.dtype in RECONSTRUCTION_BOUND:
             return RECONSTRUCTION_BOUND[self.dtype]
         return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.out_rms
-
-    @property
-    def constant(self) -> float:
-        """c: the mean divisor over tokens other than position 0 (over all, if there are no others)."""
-        return self.tail.mean(5) if self.tail.count else self.everywhere.mean(5)
 
     def row(self) -> dict[str, object]:
         site = self.site
@@ -210,6 +214,12 @@ class SiteStatistics:
         return row
 
 
-def table(statistics: list[SiteStatistics]) -> pd.DataFrame:
+def table(statistics: list[SiteStatistics], constants: Constants) -> pd.DataFrame:
     """The `layernorms` table: a row per site."""
-    return LAYERNORMS.frame([s.row() for s in statistics])
+    ratios = constants.ratios()
+    blank = dict.fromkeys(ratios.columns, math.nan)
+    known = {
+        str(site): dict(zip(ratios.columns, row, strict=True))
+        for site, row in zip(ratios.index, ratios.to_numpy(), strict=True)
+    }
+    return LAYERNORMS.frame([s.row() | known.get(s.site.name, blank) for s in statistics])

@@ -10,6 +10,7 @@ it, so the difference of the two norms' inputs is what was written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -19,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
+from ln_probe.hooks.frozen_scale import token_rows
 from ln_probe.hooks.model import check_model, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.one_line import OneLine
 from ln_probe.hooks.sites import Site, find_sites
@@ -199,12 +201,15 @@ class OutlierTokens(OneLine):
     dimensions: tuple[frozenset[tuple[str, int]], ...] = ()
 
 
-def outlier_tokens(model: object, tokens: Int[Tensor, "batch pos"]) -> OutlierTokens:
+def outlier_tokens(
+    model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
+) -> OutlierTokens:
     """Which tokens are outliers at some norm of the model: a mask for other tools, and the sizes behind it.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
-        tokens: [batch pos], at least LEAST_TOKENS of them a row: fewer have no outliers.
+        tokens: [batch pos], or a list of rows of their own lengths; at least LEAST_TOKENS of them a row: fewer have no
+            outliers. Behind the end of a shorter row masks are False and sizes NaN.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -212,26 +217,22 @@ def outlier_tokens(model: object, tokens: Int[Tensor, "batch pos"]) -> OutlierTo
         ActivationError: a norm's input or output is not finite.
     """
     hooked = check_model(model)
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
-        shape = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be whole numbers [batch pos], got {shape}")
-    if not tokens.numel():
+    if isinstance(tokens, Tensor) and not tokens.numel():
         raise ValueError(f"tokens are empty: {list(tokens.shape)}")
-    if tokens.shape[1] > context_length(hooked):
-        raise ValueError(
-            f"{tokens.shape[1]} tokens are more than the context of {context_length(hooked)}: cut the prompts"
-        )
-    size = vocabulary_size(hooked)
-    if bool(((tokens < 0) | (tokens >= size)).any()):
-        wrong = int(tokens[(tokens < 0) | (tokens >= size)][0])
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {size} (0 … {size - 1})")
+    prompts = token_rows(tokens)
+    size, limit = vocabulary_size(hooked), context_length(hooked)
+    for row in prompts:
+        if len(row) > limit:
+            raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompts")
+        if len(wrong := row[(row < 0) | (row >= size)]):
+            raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
     sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
     seen: dict[str, dict[str, list[Tensor]]] = {
         n: {s.name: [] for s in sites} for n in ("sigma", "before", "after", "ratio")
     }
     masks, massive, dimensions = [], [], []
     with evaluating(hooked):
-        for row in tokens:
+        for row in prompts:
             found = PromptOutliers(sites)
 
             def look(site: Site, x: Tensor, y: Tensor, found: PromptOutliers = found) -> None:
@@ -245,5 +246,11 @@ def outlier_tokens(model: object, tokens: Int[Tensor, "batch pos"]) -> OutlierTo
             masks.append(mask)
             massive.append(torch.zeros(len(row), dtype=torch.bool) if found.massive is None else found.massive.cpu())
             dimensions.append(frozenset(found.dimensions))
-    joined = {n: {site: torch.stack(rows) for site, rows in by_site.items() if rows} for n, by_site in seen.items()}
-    return OutlierTokens(torch.stack(masks), torch.stack(massive), **joined, dimensions=tuple(dimensions))
+    joined = {
+        n: {site: _padded(rows, math.nan) for site, rows in by_site.items() if rows} for n, by_site in seen.items()
+    }
+    return OutlierTokens(_padded(masks), _padded(massive), **joined, dimensions=tuple(dimensions))
+
+
+def _padded(rows: Sequence[Tensor], filled: float = False) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filled)

@@ -44,11 +44,14 @@ class Judged:
         low, high: ends of its 95 % interval; NaN where there is none.
         p: two-sided, of the mean being 0, from the same resamples: below SIGNIFICANCE where the interval excludes 0 and
             nowhere else; NaN where there is no interval.
+        bound: the smallest number whose negative and itself enclose the 90 % interval: the mean is equivalent to 0
+            within it (two one-sided tests at 5 %); NaN where there is no interval.
     """
 
     low: float
     high: float
     p: float
+    bound: float = math.nan
 
 
 _NOTHING = Judged(math.nan, math.nan, math.nan)
@@ -102,7 +105,7 @@ def judged(
     scale = prompts / (prompts - 1)
     error = math.sqrt(scale * float(residual @ residual)) / w.sum()
     if error <= 1e-15 * max(abs(estimate), 1e-300):  # all prompts agree but for rounding
-        return Judged(estimate, estimate, _p(np.full(len(drawn), estimate)))
+        return Judged(estimate, estimate, _p(np.full(len(drawn), estimate)), abs(estimate))
     columns = np.stack([w, residual, residual**2, residual * w, w**2], axis=1)
     total, moved, square, mixed, weights = np.moveaxis(drawn @ columns, 1, 0)
     shift = moved / total
@@ -111,17 +114,18 @@ def judged(
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(errors > 1e-6 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
     truths = estimate - t * error
-    last = _beyond(len(truths)) - 1  # as many lie beyond each end as p allows
-    low, high = np.partition(truths, [last, len(truths) - 1 - last])[[last, len(truths) - 1 - last]]
+    low, high = _ends(truths, BEYOND)  # as many lie beyond each end as p allows
     values = residual * prompts / w.sum()
     if max(estimate - low, high - estimate) > reach * np.ptp(values):
         return _NOTHING
-    return Judged(float(low), float(high), _p(truths))
+    return Judged(low, high, _p(truths), max(map(abs, _ends(truths, 2 * BEYOND))))
 
 
-def _beyond(resampled: int) -> int:
-    """The least number of resamples on the other side of 0 at which p is not below 1 - CONFIDENCE."""
-    return max(1, math.ceil(BEYOND / 2 * (resampled + 1)) - 1)
+def _ends(truths: Float[np.ndarray, " resample"], beyond: float) -> tuple[float, float]:
+    """Both ends of the interval that leaves out this share of the truths."""
+    last = max(1, math.ceil(beyond / 2 * (len(truths) + 1)) - 1) - 1
+    low, high = np.partition(truths, [last, len(truths) - 1 - last])[[last, len(truths) - 1 - last]]
+    return float(low), float(high)
 
 
 def _p(truths: Float[np.ndarray, " resample"]) -> float:

@@ -37,7 +37,8 @@ class Column:
 
     Attributes:
         name: as in the frame.
-        kind: "int" (float where a value is missing: NaN), "float", "text" or "bool".
+        kind: "int" (float where a value is missing: NaN), "float", "text" or "bool" (pandas' "boolean" where a value is
+            missing).
         meaning: a sentence; where it can be NaN, when.
         unit: of its numbers; empty for counts and text.
         shown: whether a page shows it.

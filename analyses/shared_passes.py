@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.next_tokens import Reference, Sums, find_unembedding, wide
 from ln_probe.hooks.edits import Edit, LostEditError, installed
-from ln_probe.hooks.model import HookedModel, blocks, run
+from ln_probe.hooks.model import HookedModel, blocks, device_of, run, vocabulary_size
+from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.sites import Site
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
@@ -52,14 +53,16 @@ class Unedited:
         outputs: of every block; empty if blocks cannot be passed over.
         starts: the block in which each norm runs, or before which.
         entropy: sum and count of entropy ratios, by layer.
-        reference: its next-token distributions.
+        reference: its next-token distributions; None where the output is no logits of tokens.
+        sums: of the intact model on this prompt, as `SharedPasses.effects` gives them.
         vocabulary: number of outputs.
     """
 
     outputs: list[Any]
     starts: dict[str, int]
     entropy: dict[int, tuple[float, float]]
-    reference: Reference
+    reference: Reference | None
+    sums: Sums
     vocabulary: int
 
 
@@ -71,6 +74,7 @@ class SharedPasses:
         sites: its norms.
         attentions: hook points of attention patterns, by layer.
         entropies: of the queries of a layer's pattern.
+        objective: the loss.
     """
 
     def __init__(
@@ -79,8 +83,10 @@ class SharedPasses:
         sites: Sequence[Site],
         attentions: Sequence[tuple[int, nn.Module]],
         entropies: Callable[[int, Float[Tensor, "head query key"]], Float[Tensor, "head later"]],
+        objective: Objective,
     ) -> None:
         self.model, self.sites, self.attentions, self.entropies = model, sites, attentions, entropies
+        self.objective = objective
 
     def unedited(self, tokens: Int[Tensor, " pos"]) -> Unedited:
         """The first pass over a prompt."""
@@ -111,12 +117,20 @@ class SharedPasses:
                 stack.callback(site.module.register_forward_hook(norm(site.name)).remove)
             stack.enter_context(self._watching(found))
             read = stack.enter_context(_reading(self.model, skip=False))
-            logits = wide(run(self.model, tokens[None], return_type="logits").detach())
+            output = run(self.model, tokens[None], return_type="logits")
         if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
             outputs = []
         entropy = {layer: sums[0] for layer, sums in found.items()}
-        reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
-        return Unedited(outputs, starts, entropy, reference, int(logits.shape[-1]))
+        vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
+        own = self.objective.function is None
+        reference, sums = None, _unknown()
+        if own or vocabulary >= vocabulary_size(self.model):
+            logits = wide(output.detach())
+            reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
+            sums = reference.itself()
+        if not own:
+            sums["nll"] = float(self.objective.sums(output, tokens[None].to(device_of(self.model)))[0])
+        return Unedited(outputs, starts, entropy, reference, sums, vocabulary)
 
     def effects(self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
         """Of each job: `nll`, `kl` and `agree` (NaN if only the loss is wanted), `entropy` and `queries`: sums over
@@ -151,11 +165,20 @@ class SharedPasses:
             stack.enter_context(installed(self.model, edits))
             if whole:
                 stack.enter_context(self._watching(seen))
-            read = stack.enter_context(_reading(self.model, skip=unedited.reference.unembedding is not None))
-            logits = run(self.model, tokens.expand(rows, -1), return_type="logits").detach()
+            reference, own = unedited.reference, self.objective.function is None
+            blockwise = reference is not None and reference.unembedding is not None
+            read = stack.enter_context(_reading(self.model, skip=blockwise and own))
+            output = run(self.model, tokens.expand(rows, -1), return_type="logits")
         if idle := next((e for e in edits if not e.calls), None):
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
-        made = unedited.reference.compare(wide(logits) if unedited.reference.unembedding is None else read[0], whole)
+        if reference is None:
+            made = [_unknown() for _ in jobs]
+        else:
+            made = reference.compare(read[0] if blockwise else wide(output.detach()), whole)
+        if not own:
+            losses = self.objective.sums(output, tokens.expand(rows, -1).to(device_of(self.model)))
+            for sums, loss in zip(made, losses.tolist(), strict=True):
+                sums["nll"] = loss
         for row, sums in enumerate(made):
             entropy = {layer: sum_ for layer, sum_ in unedited.entropy.items() if layer < start}
             entropy |= {layer: each[row] for layer, each in seen.items()}
@@ -178,6 +201,10 @@ class SharedPasses:
             for layer, module in self.attentions:
                 stack.callback(module.register_forward_hook(hook(layer)).remove)
             yield
+
+
+def _unknown() -> Sums:
+    return dict.fromkeys(("nll", "kl", "agree"), math.nan)
 
 
 @contextmanager

@@ -65,11 +65,15 @@ LAYERNORMS = Table(
         _column("reconstruction_error", "float", "max |LN(x) − sum of its terms| over the RMS of LN(x)"),
         *map(_without_first, (_MEAN_SHARE, _ANGLE, _BEFORE, _BEFORE_CV, _AFTER, _SCALE, _SCALE_CV)),
         _column("sigma_mean", "float", "mean divisor"),
+        _column("sigma_mean_tail", "float", "`sigma_mean` without position 0"),
+        _column("constant_first", "float", "constant that replaces sigma at position 0, pooled over all prompts"),
+        _column("constant_rest", "float", "the same at the other positions"),
         _column(
-            "sigma_mean_tail",
+            "constant_ratio_first",
             "float",
-            "`sigma_mean` without position 0 (the constants of variants without scaling come from other prompts)",
+            "`constant_first` over the mean sigma of the measured prompts at position 0: 1 for leave-one-out means",
         ),
+        _column("constant_ratio_rest", "float", "the same at the other positions"),
         _column("eps", "float", "inside the square root of sigma; NaN where the norm does not scale"),
         _column(
             "reconstruction_bound",
@@ -98,10 +102,13 @@ _PLACE = (
 # Estimates over keys that have an interval where keys were sampled, with their units.
 INTERVALS = {
     "unselectable_fraction": "share",
+    "unreachable_fraction": "share",
     "margin_median": "nats; normalized: relative",
     "margin_p05": "nats; normalized: relative",
     "attainable_median": "share",
     "attainable_p05": "share",
+    "attainable_last_median": "share",
+    "attainable_last_p05": "share",
 }
 
 HEADS = Table(
@@ -112,10 +119,21 @@ HEADS = Table(
     (
         *_PLACE,
         _column("keys", "int", "keys measured, of all prompts; NaN where selectability was not measured"),
-        _column("unselectable", "int", "keys in the convex hull of their prompt's others: no query puts them on top"),
+        _column(
+            "unselectable",
+            "int",
+            "keys in the convex hull of their prompt's other keys: no query of any length selects them",
+        ),
         _column("duplicate", "int", "keys on the hull that occur more than once"),
         _column("undecided", "int", "keys whose verdict could not be proved within the tolerance"),
-        _column("unselectable_fraction", "float", "unselectable / keys"),
+        _column("unselectable_fraction", "float", "unselectable / keys", "share"),
+        _column(
+            "unreachable_fraction",
+            "float",
+            "share of keys that no query of the set that `queries` names gives strictly the highest score (`reachable` in the "
+            "keys table); includes unselectable keys and exact copies; NaN in normalized space",
+            "share",
+        ),
         _column(
             "margin_median",
             "float",
@@ -127,29 +145,36 @@ HEADS = Table(
         _column(
             "margin_p05",
             "float",
-            "the same of the hardest twentieth of keys (5 % quantile)",
+            "5th percentile of the same",
             "nats; normalized: relative",
         ),
         _column(
             "attainable_median",
             "float",
-            "median over keys of the largest softmax weight from queries of the size that occur (the observed set; without a "
-            "bound on queries the empirical one)",
+            "median over keys of `attainable` in the keys table: the largest softmax weight at any position that sees the key",
             "share",
         ),
-        _column("attainable_p05", "float", "the same of the hardest twentieth of keys (5 % quantile)", "share"),
+        _column("attainable_p05", "float", "5th percentile of the same", "share"),
+        _column(
+            "attainable_last_median",
+            "float",
+            "median over keys of `attainable_last` in the keys table: the largest softmax weight at the last position, which "
+            "sees all keys, from queries of the size that occur",
+            "share",
+        ),
+        _column("attainable_last_p05", "float", "5th percentile of the same", "share"),
         _column(
             "attainable_reachable_median",
             "float",
-            "the same median over every query the head can make from any residual vector (reachable set); NaN without a "
-            "bound on queries",
+            "the median at the last position over every query the head can make from any residual vector (reachable set); NaN "
+            "without a bound on queries",
             "share",
         ),
         _column(
             "pattern_max_median",
             "float",
-            "median over keys of the largest weight they really received from any query that sees them: attainable weights "
-            "are of queries at the last position, which sees more keys, so the two are not to be compared",
+            "median over keys of the largest weight they really received from any query that sees them and another key: "
+            "compare it with attainable_median; attainable_last_median is about the last position, which sees more keys",
             "share",
         ),
         _column(
@@ -221,8 +246,10 @@ KEYS = Table(
         _column(
             "verdict",
             "text",
-            "selectable: some query (of any length) gives it strictly the highest score; unselectable: in the hull of the "
-            "others; duplicate: selectable but for keys within the tolerance of it; undecided",
+            "selectable: some query of any length gives it strictly the highest score; unselectable: it lies in the convex "
+            "hull of the others; duplicate: selectable but for keys within the tolerance of it; undecided. Keys are judged "
+            "in their own coordinates, less the directions that W_Q removes (relative singular value below 1e-9), as "
+            "`key_geometry` judges them",
         ),
         _column(
             "margin_lower",
@@ -234,30 +261,53 @@ KEYS = Table(
         ),
         _column("margin_upper", "float", "upper bound of the same", "nats; normalized: relative"),
         _column(
+            "reachable",
+            "bool",
+            "whether some query of the head's set (`queries` in the heads table) gives it strictly the highest score: its "
+            "margin is above tau (1e-7) times the RMS norm, in nats, of the keys as the set sees them. A selectable key that "
+            "is not reachable is selected only by queries that the head cannot produce. False for an exact copy; missing in "
+            "normalized space",
+        ),
+        _column(
             "attainable",
             "float",
-            "largest softmax weight found from queries of the observed set (of the empirical one where nothing bounds "
-            "queries): a proven lower bound",
+            "largest softmax weight found at any position that sees it and another key, from queries of the observed set (of "
+            "the empirical one where nothing bounds queries) and those that occurred: a proven lower bound of the maximum",
             "share",
         ),
         _column(
             "attainable_upper",
             "float",
-            "what no query of that set exceeds (proven): at most 0.01 more, in absolute terms, so a small weight is "
+            "what no query of that set at any of these positions, and none that occurred, exceeds (proven). At most 0.01 "
+            "above the maximum (absolute) without rotary positions and windows. Else looser: with rotary positions the "
+            "bound of one convex combination of the keys before it at every position, with a window of the keys that all "
+            "positions of half a window see",
+            "share",
+        ),
+        _column(
+            "attainable_last",
+            "float",
+            "the same as `attainable` for queries of that set at the position `judged_at` alone: the last one, where all keys "
+            "compete",
+            "share",
+        ),
+        _column(
+            "attainable_last_upper",
+            "float",
+            "what no query of that set at that position exceeds (proven): at most 0.01 more (absolute), so a small weight is "
             "known less well relative to itself",
             "share",
         ),
         _column(
             "attainable_reachable",
             "float",
-            "largest softmax weight found from queries of the reachable set; NaN if unbounded",
+            "largest softmax weight found at that position from queries of the reachable set; NaN if unbounded",
             "share",
         ),
         _column(
             "pattern_max",
             "float",
-            "the largest weight it really received from any query that sees it and another key; verdict and attainable "
-            "are of queries at the last position, which sees more keys",
+            "the largest weight it really received from any query that sees it and another key; at most `attainable_upper`",
             "share",
         ),
         _column(
@@ -287,52 +337,70 @@ CAUSAL = Table(
     (
         _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
         _column("variant", "text", "what is left there: intact, no_scaling, no_projection or neither"),
-        _column("loss", "float", "mean next-token loss; NaN where the model has none", "nats per token"),
-        _column("delta_loss", "float", "its change against the unedited model", "nats per token"),
+        _column(
+            "family",
+            "text",
+            "which rows its p-values are Holm-adjusted with: primary ({attention, all} × {scaling frozen, projection "
+            "removed}), or an exploratory family; empty for intact",
+        ),
+        _column("loss", "float", "mean loss; NaN where it is not applicable", "nats per token, or the user's loss"),
+        _column("delta_loss", "float", "its change against the intact model, with mean constants", "as loss"),
         _column(
             "delta_loss_low",
             "float",
-            "lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer than 32 prompts, and where an end "
-            "would lie farther from the mean than half the range of the prompts' values: a few prompts then carry it",
-            "nats per token",
+            "lower end of its 95 % CI over prompt groups (bootstrap-t). Where a primary contrast freezes scaling it includes "
+            "the choice of the constants. NaN with fewer than 32 groups, and where an end would lie farther from the mean "
+            "than half the range of the groups' values: a few prompts then carry it",
+            "as loss",
         ),
-        _column("delta_loss_high", "float", "upper end of the same", "nats per token"),
+        _column("delta_loss_high", "float", "upper end of the same", "as loss"),
         _column(
             "p_mean",
             "float",
-            "two-sided p of delta_loss being 0, from the interval's own resamples (alone it is below 0.05 where the "
-            "interval excludes 0); Holm-adjusted for the groups under every variant together, or for the single norms under "
-            "the same variant; NaN where there is no interval. Findings speak of an effect only below 0.05",
+            "two-sided p of delta_loss being 0, from the interval's own resamples, Holm-adjusted within its family; NaN "
+            "where there is no interval. A change is called significant below 0.05",
+        ),
+        _column(
+            "equivalence_bound",
+            "float",
+            "smallest number within which the change is equivalent to 0: its 90 % CI lies between minus and plus this",
+            "as loss",
         ),
         _column(
             "delta_loss_median",
             "float",
             "median over prompts of the prompt's mean change; delta_loss is the mean over all their tokens",
-            "nats per token",
+            "as loss",
         ),
         _column(
             "delta_loss_uniform",
             "float",
-            "delta_loss with one constant, that of the other positions, at position 0 too: what attention sinks, whose "
-            "vectors it leaves as much too long as their sigma is larger, add to it; of groups and where scaling goes",
-            "nats per token",
+            "delta_loss with one constant for all positions, that of the positions after 0: an attention sink's vectors "
+            "become longer by as much as its sigma is larger; of groups, where scaling is frozen",
+            "as loss",
         ),
         _column(
-            "delta_loss_resampled",
+            "delta_loss_optimal",
             "float",
-            "delta_loss with the sigma of a calibration token drawn at random for each token instead of constants; of "
-            "groups and where scaling goes",
-            "nats per token",
+            "delta_loss with loss-optimal constants, fitted on the other half of the prompt groups; of primary contrasts "
+            "that freeze scaling; NaN where they were not fitted",
+            "as loss",
         ),
+        _column("delta_loss_optimal_low", "float", "lower end of its 95 % CI over prompt groups", "as loss"),
+        _column("delta_loss_optimal_high", "float", "upper end of the same", "as loss"),
         _column("prompts_worse", "int", "prompts whose loss rises"),
         _column(
             "p_adjusted",
             "float",
-            "sign test of that number: of the median, not of the mean, and of its direction, not of its size "
-            "(Holm-adjusted for the groups, or the single norms, of the same variant); NaN where nothing changes by "
-            "construction or there is no loss",
+            "sign test over prompt groups: of the direction of the median, not of the size of the mean; Holm-adjusted "
+            "within its family; NaN where nothing changes by construction or there is no loss",
         ),
-        _column("kl", "float", "KL(unedited ‖ edited) of next-token distributions, mean over positions", "nats"),
+        _column(
+            "kl",
+            "float",
+            "KL(intact ‖ edited) of next-token distributions, mean over positions; NaN where outputs are no token logits",
+            "nats",
+        ),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
         _column(
             "entropy_change",
@@ -344,15 +412,24 @@ CAUSAL = Table(
             "int",
             "prompts whose loss was taken, all where there is none: fewer for single norms than groups",
         ),
-        _column(
-            "divisor",
-            "float",
-            "what stands for sigma but at position 0: its mean over calibration prompts; NaN for groups and where scaling "
-            "stays",
-        ),
-        _column("divisor_first", "float", "the same at position 0"),
-        _column("matched", "bool", "whether the divisor is the site's own mean sigma"),
+        _column("groups", "int", "prompt groups that these prompts form"),
         _column("no_op", "text", "why nothing changes by construction; empty if something does"),
+    ),
+)
+
+SCALE_SUMS = Table(
+    "scale_sums",
+    "Sums of sigma",
+    "A row per prompt and norm: what the constants of the other prompts are means of (`report.constants`).",
+    ("prompt", "site"),
+    (
+        _column("prompt", "int", "number of the prompt, from 0"),
+        _column("group", "int", "its group: the constants of a prompt are means over the other groups"),
+        _column("site", "text", "the norm's name"),
+        _column("sum_first", "float", "sum of sigma at position 0 (over heads, for norms inside attention)"),
+        _column("count_first", "int", "how many it is a sum of"),
+        _column("sum_rest", "float", "sum of sigma at the other positions"),
+        _column("count_rest", "int", "how many it is a sum of"),
     ),
 )
 
@@ -363,13 +440,21 @@ CAUSAL_PROMPTS = Table(
     ("prompt", "sites", "variant"),
     (
         _column("prompt", "int", "number of the prompt, from 0"),
+        _column("group", "int", "its prompt group"),
         _column("sites", "text", "a norm, or a group: attention, mlp, final, all"),
         _column("variant", "text", "what is left there: no_scaling, no_projection or neither"),
-        _column("predicted", "int", "tokens that are predicted: all but the first"),
-        _column("loss", "float", "mean next-token loss of the unedited model on this prompt", "nats per token"),
-        _column("delta_loss", "float", "its change", "nats per token"),
-        _column("delta_loss_uniform", "float", "the same with one constant everywhere", "nats per token"),
-        _column("delta_loss_resampled", "float", "the same with resampled sigmas", "nats per token"),
+        _column("predicted", "int", "tokens that are predicted: all but the first; 1 under a loss of the user's"),
+        _column("loss", "float", "mean loss of the intact model on this prompt", "nats per token, or the user's loss"),
+        _column("delta_loss", "float", "its change", "as loss"),
+        _column(
+            "shift",
+            "float",
+            "what the prompt adds to the summed loss change through the other prompts' constants, to first order; the "
+            "interval resamples delta_loss × predicted + shift",
+            "as loss, summed",
+        ),
+        _column("delta_loss_uniform", "float", "the same with one constant for all positions", "as loss"),
+        _column("delta_loss_optimal", "float", "the same with loss-optimal constants", "as loss"),
         _column("kl", "float", "KL(unedited ‖ edited), mean over positions", "nats"),
         _column("top1_agreement", "float", "share of positions with the same most likely token", "share"),
         _column("entropy_change", "float", "change of attention entropy over log(visible keys)"),
@@ -483,13 +568,16 @@ TOKENS = Table(
         _column(
             "place",
             "text",
-            "position 0, sink (over 30 % from the average query that sees it, of at least ten), or elsewhere",
+            "position 0, sink (a token that the table sinks calls one), or elsewhere",
         ),
         _column("keys", "int", "(layer, head, prompt, position) counted"),
         _column("unselectable", "float", "of them, in the hull of the others; NaN where not measured"),
         _column("unselectable_no_scaling", "float", "the same with scaling replaced by a constant"),
         _column(
-            "attainable_median", "float", "median attention a key can get from queries of the size that occur", "share"
+            "attainable_median",
+            "float",
+            "median attention that a key can receive at the last position from queries of the size that occur",
+            "share",
         ),
         _column("attainable_no_scaling_median", "float", "the same with scaling replaced by a constant", "share"),
         _column(
@@ -516,7 +604,7 @@ SUMMARY = Table(
         _column("mean_share", "float", "median over norms of layernorms.mean_share"),
         _column("unselectable", "float", "share of keys that no query can select, head space", "share"),
         _column("unselectable_no_scaling", "float", "the same with scaling replaced by a constant", "share"),
-        _column("attainable", "float", "median over heads of heads.attainable_median", "share"),
+        _column("attainable", "float", "median over heads of heads.attainable_last_median", "share"),
         _column("attainable_no_scaling", "float", "the same with scaling replaced by a constant", "share"),
         _column("margin", "float", "median over heads of heads.margin_median", "nats"),
         _column("margin_no_scaling", "float", "the same with scaling replaced by a constant", "nats"),
@@ -561,7 +649,7 @@ PAIRED = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES, SCALE_SUMS)
 # Of probes that run when they are asked for: in reports where they did.
 ON_REQUEST = (WRITERS, ATTRIBUTION)
 

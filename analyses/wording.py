@@ -51,3 +51,14 @@ def signed_percent(share: float) -> str:
     """A change in per cent: "+7.6 %", "-190 %"."""
     text = percent(abs(share))
     return text if share == 0 or text.startswith("less") else f"{'-' if share < 0 else '+'}{text}"
+
+
+def quoted(text: str, most: int = 60) -> str:
+    """The same in quotes; what has no character of its own is escaped."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}… ({len(text)} characters)"
+
+
+def whole_number(text: str, digits: int = 9) -> int | None:
+    """The number that a text of at most so many ASCII digits says; None if it says something else."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None

@@ -22,10 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ln_probe
 from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.protocol import View
 from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.tables import LAYERNORMS
@@ -52,7 +54,9 @@ def gpt2_small(vocabulary: int = 50257) -> Any:
 
 def view_of(model: Any) -> View:
     sites = find_sites(model)
-    calibration = Calibration(LAYERNORMS.empty(), {s.name: 1.0 for s in sites}, {}, {}, ())
+    ones = np.ones((1, len(sites), 2))  # the sums and counts of sigma of one prompt: every constant is 1
+    constants = Constants(tuple(s.name for s in sites), np.zeros(1, np.int64), ones, ones)
+    calibration = Calibration(LAYERNORMS.empty(), constants, {}, {}, ())
     return View(model, sites, range(model.cfg.n_layers), None, calibration, str)
 
 

@@ -324,15 +324,80 @@ def folded_effect() -> str:
 
 
 def _coverage() -> pd.DataFrame:
-    found = pd.read_csv(ROOT / "bench" / "coverage.csv")
+    found = pd.read_csv(ROOT / "bench" / "interval_coverage.csv")
     return found.replace({"effects": {"outliers": "outliers 10 %"}})
 
 
 def coverage_given() -> str:
     """What intervals and p are worth where intervals are given."""
-    lines = ["| effects | prompts | coverage | given | coverage were all given | p < 0.05/12 |", "|---" * 6 + "|"]
+    lines = ["| effects | prompts | coverage | given | coverage were all given | p < 0.05/4 |", "|---" * 6 + "|"]
     for kind, prompts, given, coverage, every, first in _coverage().dropna().itertuples(index=False):
         lines.append(f"| {kind} | {prompts} | {coverage:.3f} | {given:.4f} | {every:.3f} | {first:.4f} |")
+    return "\n".join(lines)
+
+
+def coverage_with_constants() -> str:
+    """Coverage where the constants are estimated from the same prompts, by how sigma and effects are correlated."""
+    table = pd.read_csv(ROOT / "bench" / "interval_coverage_constants.csv").replace(
+        {"effects": {"outliers": "outliers 10 %"}}
+    )
+    lines = ["| effects | prompts | correlation with sigma | coverage | over prompts alone |", "|---" * 5 + "|"]
+    for row in table.itertuples(index=False):
+        lines.append(
+            f"| {row.effects} | {row.prompts} | {row.correlation:g} | {row.coverage:.3f} | "
+            f"{row.coverage_over_prompts_alone:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def refits() -> str:
+    """Standard errors against exact refits."""
+    lines = [
+        "| model | norms | loss increase | half-width of the 95 % CI | its standard error, over that of exact refits "
+        "| over that of prompts alone |",
+        "|---" * 6 + "|",
+    ]
+    for row in read("intervals"):
+        change, half, exact, alone = (
+            float(row[c])
+            for c in ("delta_loss", "half_width", "linearized_over_exact", "linearized_over_prompts_alone")
+        )
+        lines.append(f"| `{row['model']}` | {row['sites']} | {change:+.3f} | {half:.3f} | {exact:.2f} | {alone:.2f} |")
+    return "\n".join(lines)
+
+
+def headline() -> str:
+    """Loss increases with constants of three kinds."""
+    lines = [
+        "| model | norms | intact loss | constants as in version 0.2 | leave-one-out | of held-out prompts "
+        "| difference of the last two | half-width of the 95 % CI | … over prompts alone |",
+        "|---" * 9 + "|",
+    ]
+    for row in read("headline"):
+        kinds = ("delta_before", "delta_leave_one_out", "delta_held_out")
+        cells = [f"{float(row[c]):+.3f}" if row[c] else "–" for c in kinds]
+        ends = "logits not finite"
+        if row["difference"]:
+            ends = f"{float(row['difference']):+.4f} [{float(row['low']):.4f}, {float(row['high']):.4f}]"
+        widths = ["–" if not row[c] else f"{float(row[c]):.3f}" for c in ("half_width", "half_width_prompts")]
+        cells = [row["model"], row["group"], f"{float(row['loss']):.3f}", *cells, ends, *widths]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def optimal() -> str:
+    """Both estimates of the bundled models, and whether the fits converged."""
+    lines = [
+        "| model | norms | pooled mean constants (the start) | loss-optimal constants "
+        "| … on the prompts they were fitted on | fits that converged |",
+        "|---" * 6 + "|",
+    ]
+    for row in read("optimal"):
+        cells = [f"{float(row[c]):+.3f}" for c in ("delta_mean", "delta_optimal", "delta_optimal_same_prompts")]
+        lines.append(
+            f"| `{row['model']}` | {row['group']} | " + " | ".join(cells) + f" | {row['converged']} of "
+            f"{row['descents']} |"
+        )
     return "\n".join(lines)
 
 
@@ -441,6 +506,10 @@ def coverage() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "attribution-cost": attribution_cost,
     "batch": batch,
+    "coverage-constants": coverage_with_constants,
+    "refits": refits,
+    "headline": headline,
+    "optimal": optimal,
     "coverage-given": coverage_given,
     "coverage": coverage_of_all,
     "compiler-bits": compiler_bits,

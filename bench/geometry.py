@@ -197,7 +197,7 @@ def worst() -> None:
                 keys = family(rng, n, d)
                 bias = rng.standard_normal(n) if biased else None
                 where = judged(keys, bias, None)
-                sets, checker = coordinates(where.rows, where.lift), Checker(keys, bias, None, TAU)
+                sets, checker = coordinates(keys, bias), Checker(keys, bias, None, TAU)
                 everything = prove_verdicts(checker, sets, decide(sets, 1)).verdicts
                 none = processor_seconds(decide, sets, 1, np.empty(0, np.int64))  # white queries alone
                 left = np.flatnonzero(decide(sets, 1, np.empty(0, np.int64)).code == UNDECIDED)

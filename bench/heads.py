@@ -24,7 +24,6 @@ from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
-from ln_probe.measuring import passes as passes_module
 from ln_probe.measuring.passes import Passes
 from ln_probe.measuring.settings import Settings
 
@@ -70,7 +69,6 @@ def main() -> None:
         tokens[0] = 0
         print(f"GPT-2 small's shape, {TOKENS} tokens")
         if args.part != "estimates":
-            passes_module.calibration_tokens = lambda _model: [tokens]  # not to sample them from a model of this size
             passes = Passes(model, Settings(probes=("sinks",)), probes=chosen(["sinks"]))
             calibration = passes.calibrate([(0, tokens)])
             bare, watched = seconds(

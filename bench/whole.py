@@ -4,7 +4,7 @@ Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_
 every stage in a process of its own: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
 types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
 what all its processes hold of their own (`sum`: proportional set sizes, twice a second), and when its page is there for
-the first time (`page`: the first look). `planned`: what `ln-probe plan` says of the same command beforehand.
+the first time (`page`). `planned`: what `ln-probe plan` says of the same command beforehand.
 
     python bench/whole.py                         this checkout
     python bench/whole.py --against ../before     and another one, taking turns, for comparison

@@ -24,37 +24,36 @@ import torch.nn.functional as F
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.prompting.prompts import make_prompts
 
 # %% [markdown]
-# ## 1. Take it away
+# ## 1. Remove it
 #
-# `without` edits the running model: `scaling` divides by one constant per norm (its mean sigma), `projection` leaves
-# the mean in. On entering it proves that the edit reaches the output, and afterwards the model is what it was.
+# `freezing_cost` measures the primary contrasts of every report: scaling frozen (each norm divides by two constants,
+# its mean sigmas over the other prompts at position 0 and elsewhere) and projection removed (the mean stays in), at
+# every norm and at the norms that attention reads. The prompts are 64 held-out windows of the model's training books.
 
 # %%
 model = ln_probe.load_model("lm-layernorm")
-prompts = make_prompts(model, max_tokens=192).tokens[:8]  # of the bundled texts
-
-
-def loss() -> float:
-    with torch.no_grad():
-        return float(torch.stack([model(row[None], return_type="loss") for row in prompts]).mean())
-
-
-intact = loss()
-rows = []
-for term in ("projection", "scaling", "both"):
-    for sites in ("attention", "all"):
-        with hooks.without(model, term, sites=sites):
-            rows.append({"without": term, "sites": sites, "change of loss": loss() - intact})
-changes = pd.DataFrame(rows).pivot(index="without", columns="sites", values="change of loss")
-print(f"intact: {intact:.3f} nats per token")
-assert loss() == intact
+cost = ln_probe.freezing_cost(model)
+print(cost)
+changes = cost.table.pivot(index="variant", columns="sites", values="delta_loss")
 changes
 
 # %% [markdown]
-# In this model the mean is nearly nothing: projection takes off a fraction of a percent of a vector's squared length,
+# `without` edits the running model in the same way. With the constants of a prompt it reproduces that prompt's number;
+# afterwards the model is as it was.
+
+# %%
+first = model.bundled_prompts.measured[0][None]
+with torch.no_grad():
+    intact = float(model(first, return_type="loss"))
+    with hooks.without(model, "scaling", sites="all", scale=cost.constants.of(0)):
+        frozen = float(model(first, return_type="loss"))
+    assert float(model(first, return_type="loss")) == intact
+print(f"prompt 0: {intact:.3f} nats/token, with scaling frozen {frozen:.3f}")
+
+# %% [markdown]
+# In this model the mean is nearly nothing: projection removes a fraction of a percent of a vector's squared length,
 # so it could hardly matter.
 
 # %%

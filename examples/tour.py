@@ -23,7 +23,7 @@ from ln_probe.render.norm_geometry import geometry
 from ln_probe.reporting.token_places import by_token
 
 model = ln_probe.load_model("lm-layernorm")  # or "gpt2", a Hugging Face folder, a .gguf, a lab run
-report = ln_probe.analyze(model, max_tokens=64, progress=False)
+report = ln_probe.analyze(model, progress=False)
 
 # %% [markdown]
 # The report in a cell: findings in sentences, the median head of each variant, one picture. Everything is computed
@@ -57,7 +57,7 @@ geometry(report, "blocks.1.ln1")
 
 # %%
 heads = report.heads[report.heads["space"] == "head"]
-measures = ["unselectable_fraction", "margin_median", "attainable_median", "entropy_ratio"]
+measures = ["unselectable_fraction", "margin_median", "attainable_last_median", "entropy_ratio"]
 heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]
@@ -73,7 +73,7 @@ figure
 # attention once scaling is gone.
 
 # %%
-tokens = by_token(report.exhibits)
+tokens = by_token(report.exhibits, report.sinks)
 tokens[tokens["place"] == "elsewhere"].head(8)
 
 # %% [markdown]
@@ -118,7 +118,7 @@ print(sorted(p.name for p in folder.iterdir()))
 report = ln_probe.load_report(folder)
 
 # %%
-other = ln_probe.analyze(ln_probe.load_model("lm-projection_only"), max_tokens=64, progress=False)
+other = ln_probe.analyze(ln_probe.load_model("lm-projection_only"), progress=False)
 both = ln_probe.compare([report, other])
 both.summary.T
 

@@ -52,16 +52,31 @@ class Rotary:
 
     def __call__(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
         """Rotate row p of x by the position positions[p]."""
+        turning, rest = x[..., : self.cos.shape[-1]], x[..., self.cos.shape[-1] :]
+        cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
+        return torch.cat([turning * cos + self._turned(turning) * sin, rest], dim=-1)
+
+    def to_each(
+        self, x: Float[Tensor, "row d_head"], positions: Int[Tensor, " pos"]
+    ) -> Float[Tensor, "pos row d_head"]:
+        """Rotate all rows of x by each of some positions."""
         size = self.cos.shape[-1]
-        turning, rest = x[..., :size], x[..., size:]
-        turned = torch.empty_like(turning)
+        turning = x[:, :size]
+        cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
+        found = x.new_empty(len(positions), *x.shape)
+        torch.mul(turning, cos, out=found[..., :size])
+        found[..., :size].addcmul_(self._turned(turning), sin)
+        found[..., size:] = x[:, size:]
+        return found
+
+    def _turned(self, turning: Float[Tensor, "*batch rotary_dim"]) -> Float[Tensor, "*batch rotary_dim"]:
+        """Each pair of coordinates turned by 90 degrees."""
+        turned, half = torch.empty_like(turning), turning.shape[-1] // 2
         if self.adjacent:
             turned[..., ::2], turned[..., 1::2] = -turning[..., 1::2], turning[..., ::2]
         else:
-            half = size // 2
             turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
-        cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
-        return torch.cat([turning * cos + turned * sin, rest], dim=-1)
+        return turned
 
     def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
         """The transpose of the rotation: R_pᵀ applied to row p."""
@@ -221,6 +236,16 @@ class Heads:
         center, axes = self.turned(center + self.b_Q.cpu(), axes, position)
         return center / self.divisor, _compact(axes / self.divisor)
 
+    def turned_to(
+        self, center: Float[Tensor, " d_head"], axes: Float[Tensor, "d_head axis"], positions: Int[Tensor, " set"]
+    ) -> tuple[Float[Tensor, "set d_head"], Float[Tensor, "set d_head axis"]]:
+        """A head's set of queries before rotary positions, as it is at each of some positions; a single set, the same
+        for all of them, without rotary positions."""
+        if self.rotary is None:
+            return center[None], axes[None]
+        table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
+        return table.to_each(center[None], positions)[:, 0], table.to_each(axes.T, positions).mT
+
     def turned(
         self, center: Float[Tensor, "head d_head"], axes: Float[Tensor, "head d_head axis"], position: int
     ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
@@ -338,6 +363,7 @@ def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
     for form in forms:
         yield form
         yield form / divisor  # Falcon divides the bias with the scores
+        yield 2 * form / divisor  # its eager attention in transformers 5 adds it twice: in the mask, and to the scores
     yield None  # a config may say so, and the model not do it
 
 

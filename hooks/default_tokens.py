@@ -1,15 +1,16 @@
-"""What a model is run on when nobody says what: the bundled passages, or sequences sampled from the model itself.
+"""What a model is run on when the user does not say: its own held-out text, bundled passages, or its own samples.
 
-In two parts that have no prompt in common: *calibration*, from which constants come, and *measured*, on which effects
-are measured.
+In two parts that have no prompt in common: *measured*, on which effects are measured, and *calibration*.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -19,7 +20,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, run, vocabulary_size, world
+from ln_probe.hooks.model import (
+    HookedModel,
+    context_length,
+    device_of,
+    evaluating,
+    missing_head,
+    run,
+    vocabulary_size,
+    world,
+)
 
 MAX_TOKENS = 512  # longer texts are cut
 CALIBRATION, MEASURED = "calibration", "measured"
@@ -69,7 +79,8 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     `prepend_bos`: whether that first token stands there, whatever the model was trained with.
 
     Raises:
-        ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty.
+        ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty or one
+            that the tokenizer fails on.
     """
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
@@ -79,7 +90,7 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
         )
     if not text.strip():
         raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")
-    ids = [int(i) for i in tokenizer(text)["input_ids"]]
+    ids = _ids(tokenizer, text)
     first = getattr(tokenizer, "bos_token_id", None)
     wanted = bool(getattr(model.cfg, "default_prepend_bos", True)) if prepend_bos is None else prepend_bos
     if prepend_bos and first is None:
@@ -89,6 +100,29 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     elif prepend_bos is False and first is not None and ids[:1] == [first] and len(ids) > 1:
         ids = ids[1:]
     return torch.tensor(ids)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """A text's token ids; ValueError if it is no text, or the tokenizer fails on it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        raise ValueError(f"it holds half of a surrogate pair (U+{half:04X}), which is no character") from error
+    try:
+        return [int(i) for i in tokenizer(text)["input_ids"]]
+    except BaseException as error:
+        check_contained(error)
+        raise ValueError(f"the tokenizer fails on it ({type(error).__name__}: {error})") from error
+
+
+def check_contained(error: BaseException) -> None:
+    """Raise an error again if it is meant to end the process.
+
+    A tokenizer written in Rust raises PanicException, which is no Exception and ends nothing but its own work.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
 
 
 # How vocabulary files call them, in lower case.
@@ -119,6 +153,20 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
     return found
 
 
+class UnsampledError(ValueError):
+    """A model that no sequences can be sampled from (says why, and what to give instead)."""
+
+
+class _CacheError(Exception):
+    """Generation with a key-value cache does not give the logits of whole passes."""
+
+
+# Largest difference between a drawn token's log-probability with a key-value cache and in a whole pass, relative to
+# the largest logit. Measured on tiny random models: up to 4e-6 in float32, 2e-2 in bfloat16; where a cache is wrong
+# (positions or ALiBi's distances counted from the last token alone) it is 0.1 and more.
+CACHE_BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+
+
 def sample(
     model: HookedModel,
     *,
@@ -128,40 +176,66 @@ def sample(
     ends: Collection[int] | None = None,
     count: int | None = None,
 ) -> list[Int[Tensor, " _"]]:
-    """Sequences of the model's own, at temperature 1, each up to and with an end token.
+    """Sample sequences from the model at temperature 1, each up to and with an end token.
 
     They begin with the model's first token if it has one, otherwise with a token drawn evenly from the vocabulary (no
-    end token and no padding). More are drawn until there are enough sequences and enough tokens.
+    end token and no padding). More are drawn until there are enough sequences and enough tokens. A key-value cache is
+    used where its logits prove to be those of whole passes.
 
     Args:
-        limit: longest sequence, in tokens.
+        limit: longest sequence, in tokens; never more than the model's context and SAMPLED_TOKENS.
         seed: of the draws.
         split: which part (they are drawn independently).
         ends: ids of end tokens; None: the model's own.
         count: this many sequences, however short; None: as many as it takes.
 
     Raises:
+        UnsampledError: the model's outputs are not the next token's logits: there are more or fewer of them than tokens
+            (a classifier), or its head was not in the checkpoint.
         ValueError: the model's logits are not finite.
+
+    Warns:
+        UserWarning: the model's key-value cache gives other logits than whole passes, so it is not used.
     """
-    stops = set(special_tokens(model, "eos") if ends is None else ends)
-    generator = torch.Generator().manual_seed(seed + (_OTHER_SEED if split == CALIBRATION else 0))
-    wanted = SAMPLED_SEQUENCES[split] if count is None else count
-    tokens = SAMPLED_LEAST_TOKENS[split] if count is None else 0
-    found: list[Tensor] = []
-    with evaluating(model):
+    if reason := missing_head(model):
+        raise UnsampledError(f"{reason}, so no sequences can be sampled from it: {_GIVE_TOKENS}")
+
+    def drawn(*, cached: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed + (_OTHER_SEED if split == CALIBRATION else 0))
+        stops = set(special_tokens(model, "eos") if ends is None else ends)
+        wanted = SAMPLED_SEQUENCES[split] if count is None else count
+        tokens = SAMPLED_LEAST_TOKENS[split] if count is None else 0
+        length = min(limit, context_length(model), SAMPLED_TOKENS)
+        rows: list[Tensor] = []
         for _ in range(SAMPLED_ROUNDS):
-            found += _drawn(model, wanted, min(limit, SAMPLED_TOKENS), stops, generator)
-            if sum(map(len, found)) >= min(tokens, wanted * limit):
+            rows += _drawn(model, wanted, length, stops, generator, cached=cached)
+            if sum(map(len, rows)) >= min(tokens, wanted * length):
                 break
-    return found
+        return rows
+
+    with evaluating(model):
+        try:
+            return drawn(cached=True)
+        except _CacheError as error:
+            warnings.warn(
+                f"sequences are sampled without a key-value cache, which is slower: {error}",
+                stacklevel=2,
+            )
+            return drawn(cached=False)
+
+
+_GIVE_TOKENS = "give token ids (prompts= of analyze, tokens= of without)"
 
 
 def _drawn(
-    model: HookedModel, count: int, length: int, stops: set[int], generator: torch.Generator
+    model: HookedModel, count: int, length: int, stops: set[int], generator: torch.Generator, *, cached: bool
 ) -> list[Int[Tensor, " _"]]:
     """Some sequences, drawn side by side; those that have ended are not run further.
 
     They come in the order in which they were begun: the first few of them are as long as any.
+
+    Raises:
+        _CacheError: they were drawn with a key-value cache from other logits than those of whole passes.
     """
     size = vocabulary_size(model)
     first = special_tokens(model, "bos")
@@ -170,118 +244,169 @@ def _drawn(
     else:
         allowed = [i for i in range(size) if i not in {*stops, *special_tokens(model, "pad")}] or list(range(size))
         rows = torch.tensor(allowed)[torch.randint(len(allowed), (count, 1), generator=generator)]
-    drawn: dict[int, Tensor] = {}
+    complete: dict[int, tuple[Tensor, Tensor]] = {}
     alive = torch.arange(count)
-    next_logits = _Generating(model)
+    log_probs = torch.zeros(count, 0)  # of the tokens that were drawn
+    next_logits = NextLogits(model, cached=cached)
     while len(rows) and rows.shape[1] < length:
-        logits = next_logits(rows)[:, :size].float().cpu()
+        logits = next_logits(rows).float().cpu()
         if not torch.isfinite(logits).all():
+            if next_logits.cached:
+                raise _CacheError("with one, this model's logits are NaN or infinite")
             raise ValueError("the model's logits are NaN or infinite: its weights or its precision are damaged")
-        rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+        tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        log_probs = torch.cat([log_probs, logits.log_softmax(-1).gather(1, tokens)], dim=1)
+        rows = torch.cat([rows, tokens], dim=1)
         ended = torch.tensor([int(row[-1]) in stops for row in rows])
-        drawn |= zip(alive[ended].tolist(), rows[ended], strict=True)
-        alive, rows = alive[~ended], rows[~ended]
+        complete |= _numbered(alive[ended], rows[ended], log_probs[ended])
+        alive, rows, log_probs = alive[~ended], rows[~ended], log_probs[~ended]
         next_logits.keep(~ended)
-    drawn |= zip(alive.tolist(), rows, strict=True)
-    return [drawn[number] for number in range(count)]
+    complete |= _numbered(alive, rows, log_probs)
+    if next_logits.cached:
+        # Of the longest rows the last one: whenever a row before it ended, its place in the cache changed.
+        _check_cache(model, *complete[max(complete, key=lambda number: (len(complete[number][0]), number))])
+    return [complete[number][0] for number in range(count)]
 
 
-class _Generating:
-    """Logits of what comes next; with a key-value cache where a bridge's original or a HookedTransformer has one."""
+def _numbered(
+    numbers: Int[Tensor, " row"], rows: Int[Tensor, "row pos"], log_probs: Float[Tensor, "row later"]
+) -> dict[int, tuple[Int[Tensor, " pos"], Float[Tensor, " later"]]]:
+    """Sequences with the log-probabilities of their tokens, by their numbers."""
+    return dict(zip(numbers.tolist(), zip(rows, log_probs, strict=True), strict=True))
 
-    def __init__(self, model: HookedModel) -> None:
+
+def _check_cache(model: HookedModel, row: Int[Tensor, " pos"], log_probs: Float[Tensor, " later"]) -> None:
+    """Compare the log-probabilities with which a sequence was drawn with those of one whole pass over it.
+
+    Raises:
+        _CacheError: they differ by more than rounding explains.
+    """
+    if not len(log_probs):
+        return
+    logits = run(model, row[None], return_type="logits")[0, :-1].float().cpu()
+    expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    difference = float((log_probs - expected).abs().max())
+    dtype = next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+    if not difference <= CACHE_BOUND[dtype] * max(1.0, float(logits.abs().max())):
+        raise _CacheError(
+            f"with one, this model gives other logits than in whole passes (the log-probability of a token differs by "
+            f"{difference:.2g} nats)"
+        )
+
+
+class NextLogits:
+    """Logits of the token that comes next, of some rows that grow by a token a call.
+
+    Attributes:
+        cached: whether a key-value cache is used, which a bridge's original or a HookedTransformer may have.
+    """
+
+    def __init__(self, model: HookedModel, *, cached: bool = True) -> None:
         self.model = model
         self.hooked = world(model) == "HookedTransformer"
-        original = getattr(model, "original_model", None)
-        takes = inspect.signature(original.forward).parameters if original is not None else {}
-        self.original = original if {"past_key_values", "use_cache"} <= set(takes) else None
+        self.original = getattr(model, "original_model", None)
+        takes = inspect.signature(self.original.forward).parameters if self.original is not None else {}
+        self.cached = cached and (self.hooked or {"past_key_values", "use_cache"} <= set(takes))
         self.cache: Any = None
 
     def __call__(self, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch vocab"]:
+        """Return the logits of what follows each row.
+
+        Raises:
+            UnsampledError: the model does not give a logit for each token.
+            _CacheError: the model fails with its cache.
+        """
         ids = rows.to(device_of(self.model))
-        if self.hooked:
-            return self._hooked(ids)
-        if self.original is None:
-            logits: Tensor = run(self.model, ids, return_type="logits")[:, -1]
-            return logits
-        with torch.no_grad():
-            new = ids if self.cache is None else ids[:, -1:]
-            found = self.original(new, past_key_values=self.cache, use_cache=True)
-        self.cache = getattr(found, "past_key_values", None)
-        if self.cache is None or not hasattr(self.cache, "batch_select_indices"):
-            self.original = self.cache = None  # not a causal decoder: whole passes from here on
-            return self(rows)
-        out: Tensor = found.logits[:, -1]
-        return out
+        logits: Any = None
+        if self.cached:
+            with _cache_errors():
+                logits = self._with_cache(ids)
+        if logits is None:
+            logits = run(self.model, ids, return_type="logits")
+        size = vocabulary_size(self.model)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] != size:
+            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UnsampledError(
+                f"the model's outputs are no logits of its {size} tokens (expected [batch pos {size}], got {shape}), "
+                f"so no sequences can be sampled from it: {_GIVE_TOKENS}"
+            )
+        last: Tensor = logits[:, -1]
+        return last
 
-    def _hooked(self, ids: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch vocab"]:
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
+    def _with_cache(self, ids: Int[Tensor, "batch pos"]) -> Any:
+        """The model's outputs for the last token of each row; None where its cache turns out not to be one."""
         new = ids if self.cache is None else ids[:, -1:]
-        if self.cache is None:
-            self.cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, device_of(self.model), len(ids))
         with torch.no_grad():
-            logits: Tensor = self.model(new, past_kv_cache=self.cache, attention_mask=torch.ones_like(new))
-        return logits[:, -1]
+            if self.hooked:
+                from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+                if self.cache is None:
+                    self.cache = TransformerLensKeyValueCache.init_cache(
+                        self.model.cfg, device_of(self.model), len(ids)
+                    )
+                return self.model(new, past_kv_cache=self.cache, attention_mask=torch.ones_like(new))
+            assert self.original is not None, "a bridge without an original is run whole"
+            output = self.original(new, past_key_values=self.cache, use_cache=True)
+        self.cache = getattr(output, "past_key_values", None)
+        if not hasattr(self.cache, "batch_select_indices"):  # not a causal decoder
+            self.cached, self.cache = False, None
+            return None
+        return output.logits
 
     def keep(self, rows: Bool[Tensor, " batch"]) -> None:
         """Go on with these rows alone."""
         if self.cache is None or bool(rows.all()):
             return
         kept = rows.nonzero()[:, 0].to(device_of(self.model))
-        if not self.hooked:
-            self.cache.batch_select_indices(kept)
-            return
-        self.cache.previous_attention_mask = self.cache.previous_attention_mask[kept]
-        for entry in self.cache.entries:
-            entry.past_keys, entry.past_values = entry.past_keys[kept], entry.past_values[kept]
+        with _cache_errors():
+            if not self.hooked:
+                self.cache.batch_select_indices(kept)
+                return
+            self.cache.previous_attention_mask = self.cache.previous_attention_mask[kept]
+            for entry in self.cache.entries:
+                entry.past_keys, entry.past_values = entry.past_keys[kept], entry.past_values[kept]
+
+
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Whatever a key-value cache stumbles over, whole passes do without one."""
+    try:
+        yield
+    except Exception as error:
+        raise _CacheError(f"with one, this model raises {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class BundledPrompts:
+    """Prompts that a bundled model brings: held-out text of the kind that it was trained on.
+
+    Attributes:
+        measured, calibration: token ids of each prompt.
+        source: what provenance and pages call them.
+    """
+
+    measured: tuple[Int[Tensor, " _"], ...]
+    calibration: tuple[Int[Tensor, " _"], ...]
+    source: str
+
+
+def bundled_prompts(model: HookedModel) -> BundledPrompts | None:
+    """The prompts that the loader left on a bundled model; None for other models."""
+    found = getattr(model, "__dict__", {}).get("bundled_prompts")
+    return found if isinstance(found, BundledPrompts) else None
 
 
 def default_tokens(
     model: HookedModel, split: str = MEASURED, *, limit: int = MAX_TOKENS, seed: int = 0
 ) -> list[Int[Tensor, " _"]]:
-    """One part of the bundled texts, or of sequences sampled from the model if it has no tokenizer."""
+    """One part of a bundled model's own prompts, of the bundled texts, or of sequences sampled from the model if it has
+    no tokenizer."""
     limit = min(limit, context_length(model))
+    if (own := bundled_prompts(model)) is not None:
+        return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
     if tokenizer_of(model) is None:
         return sample(model, limit=limit, seed=seed, split=split)
     return [encode(model, text)[:limit] for text in bundled_texts(split)]
-
-
-def calibration_tokens(model: HookedModel) -> list[Int[Tensor, " _"]]:
-    """What the constants of a frozen scale are measured on; no prompt of it is measured without being asked for."""
-    return default_tokens(model, CALIBRATION)
-
-
-def begun_like(
-    firsts: Sequence[int], rows: list[Int[Tensor, " _"]], special: Iterable[int]
-) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
-    """Calibration rows that begin as the measured prompts do, so that the constants of position 0 are of its kind.
-
-    Args:
-        firsts: the first token of every measured prompt.
-        rows: calibration tokens.
-        special: tokens that the model takes for a beginning.
-
-    Returns:
-        the rows, with a token in front that all prompts begin with or without one that none does; and what is to be
-        said of it.
-    """
-    if not firsts:
-        return rows, ()
-    starts = {int(row[0]) for row in rows}
-    if len(starts) == 1:
-        (start,) = starts
-        other = sum(first != start for first in firsts)
-        if other == len(firsts) and min(map(len, rows)) > 1:
-            return [row[1:] for row in rows], (
-                f"no prompt begins with token {start}: the constants of position 0 are of texts without it, too",
-            )
-        note = f"{other} of {len(firsts)} prompts do not begin with token {start}, as the texts do that the constants "
-        return rows, (f"{note}of position 0 come from",) * (other > 0)
-    begun = set(firsts)
-    if len(begun) == 1 and begun <= set(special):
-        return [torch.cat([row.new_tensor(list(begun)), row]) for row in rows], ()
-    return rows, ()
 
 
 def commonest(rows: Iterable[Sequence[int] | Int[Tensor, " _"]], most: int = 12) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[
 # What reads a norm in attention, in the order in which HookedTransformer calls the norm for them; and how the inputs of
 # an attention module and the projections of a bridge's are called.
 PARTS = ("queries", "keys", "values")
-_INPUT = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
+INPUTS = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
 _PROJECTION = {"queries": "q", "keys": "k", "values": "v"}
 
 
@@ -109,7 +109,7 @@ def edits_on(module: nn.Module) -> list[Edit]:
 
 
 @contextmanager
-def suspended(model: HookedModel) -> Iterator[None]:
+def suspended(model: HookedModel | nn.Module) -> Iterator[None]:
     """Without any edit, while it lasts: to look at the unedited model from inside an intervention."""
     asleep = [e for _, module in model.named_modules() for e in edits_on(module) if not e.suspended]
     for edit in asleep:
@@ -156,7 +156,7 @@ def _unread(edit: PartEdit) -> str:
 
 def _watch_part(attn: nn.Module, part: str, edits: Sequence[PartEdit]) -> Iterator[Callable[[], None]]:
     """Put hooks where this attention layer projects a part; the functions that remove them."""
-    name = _INPUT[part]
+    name = INPUTS[part]
 
     def replaced(read: object) -> Tensor | None:
         if not isinstance(read, Tensor):

@@ -1,12 +1,13 @@
 """One at a time: what is measured through hooks on a model must not be mixed with another thread's.
 
 Hooks belong to the model and not to whoever put them on, so two passes at once would each see the other's activations.
-A thread that wants a model which another is looking at waits. (Running the model's own forward pass meanwhile, without
-ln_probe, is not kept from anybody.)
+A thread that wants a model which another is looking at waits. The model's own forward pass in another thread, without
+ln_probe, is refused while `analyze` measures (`hooks.cover`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
@@ -17,6 +18,16 @@ from torch import nn
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # RLocks
 _GUARD = Lock()
+
+
+def _forget_locks() -> None:
+    """Start with new locks in a forked process: the threads that held the old ones do not exist there."""
+    global _LOCKS, _GUARD
+    _LOCKS, _GUARD = WeakKeyDictionary(), Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextmanager

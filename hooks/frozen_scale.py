@@ -7,6 +7,7 @@ first position apart for the same reason). Beside them (`scale=` of `without`):
     frozen      the two constants
     uniform     the constant of the other positions everywhere
     resampled   each token gets the sigma of a calibration token, drawn at random; position 0 of one at position 0
+    optimal     two constants that minimize the loss (`ln_probe.hooks.optimal_constants`)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.sites import Site
 
-FROZEN, UNIFORM, RESAMPLED = "frozen", "uniform", "resampled"
-SCALES = (FROZEN, UNIFORM, RESAMPLED)
+FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
+FROM_SIGMAS = (FROZEN, UNIFORM, RESAMPLED)  # those for which sigmas are measured
+SCALES = (*FROM_SIGMAS, OPTIMAL)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,13 @@ class Resampled:
         return drawn
 
 
-Divisor = Constant | Resampled
+@runtime_checkable
+class Divisor(Protocol):
+    """What a norm divides by instead of its sigma."""
+
+    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """The divisor of every vector, given which belong to position 0; in the precision of `like`."""
+        ...
 
 
 def calibration_sigmas(
@@ -153,41 +161,67 @@ def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int
     return {name: found.constant for name, found in calibration_sigmas(model, sites, prompts).items()}
 
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """The rows of calibration tokens a user gave.
+    """The rows of calibration tokens a user gave: a tensor [batch pos], or a list of rows of their own lengths.
 
     Raises:
-        ValueError: not whole numbers [batch pos], empty, outside the vocabulary, or longer than the context.
-        TypeError: not a tensor.
+        ValueError: not whole numbers, empty, outside the vocabulary, or longer than the context.
+        TypeError: neither a tensor nor a list of rows.
     """
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor of token ids [batch pos], got {type(tokens).__name__}")
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+    rows = token_rows(tokens)
+    if max(map(len, rows)) < 2:
         raise ValueError(
-            f"tokens must be whole numbers [batch pos], got {str(tokens.dtype).removeprefix('torch.')} "
-            f"{list(tokens.shape)}"
+            f"tokens {[len(rows), max(map(len, rows))]} hold no position besides 0: frozen scales are means over the "
+            "others, so give at least two positions"
         )
-    if tokens.numel() == 0 or tokens.shape[1] < 2:
+    size, limit = vocabulary_size(model), context_length(model)
+    for row in rows:
+        if len(row) > limit:
+            raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut them")
+        if len(wrong := row[(row < 0) | (row >= size)]):
+            raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+    return rows
+
+
+def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
+    """Token ids as one tensor a prompt, from a tensor [batch pos] or a list of rows of their own lengths.
+
+    Raises:
+        ValueError: something else than whole numbers, other axes, or an empty row.
+        TypeError: neither a tensor nor a list of rows.
+    """
+    if not isinstance(tokens, Tensor | list | tuple):
+        raise TypeError(
+            f"tokens must be a tensor of token ids [batch pos] or a list of rows, got {type(tokens).__name__}"
+        )
+    if isinstance(tokens, Tensor):
+        found = list(tokens) if tokens.ndim == 2 else [tokens]
+        shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+    else:
+        try:
+            found = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
+        except (TypeError, ValueError, RuntimeError):
+            found = []
+        shape = f"a list of {len(tokens)}"
+    proper = [r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in found]
+    if not found or not all(proper) or (isinstance(tokens, Tensor) and tokens.ndim != 2):
         raise ValueError(
-            f"tokens {list(tokens.shape)} hold no position besides 0: frozen scales are means over the others, so give "
-            "at least two positions"
+            f"tokens must be whole numbers [batch pos], got {shape} (prompts of several lengths: a list of rows, none "
+            "of them empty)"
         )
-    if tokens.shape[1] > context_length(model):
-        raise ValueError(f"{tokens.shape[1]} tokens are more than the context of {context_length(model)}: cut them")
-    size = vocabulary_size(model)
-    wrong = tokens[(tokens < 0) | (tokens >= size)]
-    if len(wrong):
-        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
-    return list(tokens.long())
+    return [row.long() for row in found]
 
 
 def divisors_of(
     scale: object, names: Sequence[str], sigmas: Callable[[], Mapping[str, Sigmas]], *, seed: int = 0
-) -> dict[str, Divisor]:
+) -> Mapping[str, Constant | Resampled]:
     """What each of these norms divides by; `sigmas` are measured if `scale` needs them.
 
     Args:
-        scale: one of SCALES, a number, or constants by name (as `Constant.of` takes them).
+        scale: one of FROM_SIGMAS, a number, or constants by name (as `Constant.of` takes them).
         names: of the norms.
         sigmas: measures the sigmas of these norms.
         seed: of resampled sigmas.
@@ -195,9 +229,9 @@ def divisors_of(
     Raises:
         ValueError: something else; a name is missing, or a divisor is no positive finite number.
     """
-    found: dict[str, Divisor]
+    found: dict[str, Constant]
     if isinstance(scale, str):
-        if scale not in SCALES:
+        if scale not in FROM_SIGMAS:
             raise ValueError(_unknown(scale))
         measured = sigmas() if names else {}
         if scale == RESAMPLED:
@@ -216,7 +250,6 @@ def divisors_of(
         if not (scale > 0 and np.isfinite(scale)):
             raise ValueError(f"scale must be a positive finite number, got {scale!r}")
     for name, value in found.items():
-        assert isinstance(value, Constant)
         if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
             raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
     return found

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ln_probe.hooks.edits import Change, Edit, InterventionError, LostEditError
+from ln_probe.hooks.edits import INPUTS, Change, Edit, InterventionError, LostEditError
 from ln_probe.hooks.model import HookedModel, blocks
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.site import Site
@@ -73,6 +73,7 @@ def z_instead(
 
     Raises:
         InterventionError: attention goes on from keys and values that it keeps in a cache.
+        LostEditError: only some of queries, keys and values are made of something that `instead` knows.
     """
     put = 0
 
@@ -86,6 +87,13 @@ def z_instead(
     named = {k: changed(v) for k, v in kwargs.items()}
     if not put:
         return None
+    left = [p for p, name in INPUTS.items() if isinstance(kwargs.get(name), Tensor) and named[name] is kwargs[name]]
+    if left:
+        raise LostEditError(
+            f"single heads of block {layer} cannot be edited: the norm's output is not what its {' and '.join(left)} "
+            "are made of (positional_embedding_type='shortformer' adds position embeddings to it). Edit the whole norm "
+            "with heads=None"
+        )
     for name in _CACHES:
         if named.get(name) is not None:
             if _kept(named[name], layer):

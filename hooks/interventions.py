@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.hooks.default_tokens import calibration_tokens
+from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.edits import (
     PARTS,
     Edit,
@@ -37,23 +36,25 @@ from ln_probe.hooks.edits import (
 from ln_probe.hooks.exclusive import exclusive
 from ln_probe.hooks.frozen_scale import (
     FROZEN,
+    OPTIMAL,
     SCALES,
     Constant,
-    Divisor,
     Resampled,
     Sigmas,
     calibration_sigmas,
     check_tokens,
     divisors_of,
+    mean_sigmas,
 )
 from ln_probe.hooks.head_edits import HeadEdit, head_count
-from ln_probe.hooks.held_sigma import LinearEdit, held
+from ln_probe.hooks.held_sigma import LinearEdit
 from ln_probe.hooks.model import HookedModel, active_dropout, check_model, n_layers
 from ln_probe.hooks.one_line import OneLine
+from ln_probe.hooks.optimal_constants import fit
 from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sentinel import ignored_means, prove
 from ln_probe.hooks.sites import Site, Survey, class_of, known, survey
-from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, no_op, takes_projection, takes_scaling
+from ln_probe.hooks.variants import VARIANT_WITHOUT, make_edit, no_op, takes_projection, takes_scaling
 
 __all__ = [
     "FROZEN",
@@ -110,7 +111,7 @@ def without(
     *,
     sites: str | Sequence[str] = "attention",
     scale: str | float | Mapping[str, object] = FROZEN,
-    tokens: Int[Tensor, "batch pos"] | None = None,
+    tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]] | None = None,
     only: str | None = None,
     seed: int = 0,
     heads: Sequence[tuple[int, int]] | None = None,
@@ -129,11 +130,17 @@ def without(
         scale: c, what is divided by instead of sigma. "frozen": two numbers a site, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model; "uniform": the second of them everywhere, which
             leaves an attention sink's vectors as much too long as its sigma is larger; "resampled": each token gets the
-            sigma of a calibration token drawn at random (position 0 of one at position 0); a mapping from site names:
-            constants measured before, as in a report's `provenance["constants"]`; a number: that number everywhere
-            (`matched` is then False).
-        tokens: calibration tokens, [batch pos], for the first three. None: the bundled calibration texts, or where the
-            model has no tokenizer sequences sampled from it: those that `analyze` takes its constants from.
+            sigma of another token drawn at random (position 0 of one at position 0); "optimal": the two numbers a site
+            that minimize the model's next-token loss with all these norms edited together. A bundled model brings them
+            for "attention" and "all"; otherwise they are fitted on entering, which takes minutes (hundreds of forward
+            and backward passes over `tokens`): to use them again, pass `divisors` of what this yields. Also a mapping
+            from site names:
+            constants measured before, such as `report.constants.of(i)`; a number: that number everywhere (`matched` is
+            then False).
+        tokens: tokens that the first four are measured or fitted on, [batch pos], or a list of rows of their own
+            lengths. None: the model's default prompts,
+            those that `analyze` measures (a bundled model's held-out text, the bundled passages, or sequences sampled
+            from a model without a tokenizer).
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
@@ -146,17 +153,23 @@ def without(
     Raises:
         TypeError: not a TransformerLens model, or tokens that are no tensor.
         InterventionError: an unknown term, site or scale; no norm to edit; a site that is under an intervention
-            already; a part of attention that cannot be edited alone.
+            already; a part of attention that cannot be edited alone; loss-optimal constants for some readers alone, or
+            of a loss that the model does not have or that has no gradient.
         LostEditError: an edit does not reach the model's output (tried out on entering); names the site.
 
     Warns:
         NoOpWarning: the edit changes nothing by construction (no projection in an RMSNorm, a centred stream, folded
             weights that ignore the mean).
-        UserWarning: dropout is on, so that every pass differs.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
     """
     if what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked = check_model(model)
+    if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
+        raise InterventionError(
+            'scale="optimal" is fitted with norms edited for everything that reads them: leave out only and heads, or '
+            "pass constants by site name"
+        )
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with exclusive(hooked), suspended(hooked):
@@ -172,7 +185,7 @@ def without(
         )
         prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
-        divisors = _divisors(hooked, [s for s in chosen if takes_scaling(s, variant)], scale, tokens, seed)
+        divisors = _divisors(hooked, chosen, variant, scale, tokens, seed)
     _warn(hooked, what, chosen, no_ops, _left_out(looked_at, sites))
     positions = Positions()
     edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
@@ -186,35 +199,6 @@ def without(
 def _left_out(found: Survey, sites: str | Sequence[str]) -> list[Site]:
     """What a group would hold if it were a norm."""
     return members(found.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
-
-
-def make_edit(
-    site: Site,
-    variant: str,
-    divisor: Divisor | None,
-    positions: Positions | None = None,
-    *,
-    label: str = "",
-    make: Callable[..., Edit] = Edit,
-) -> Edit:
-    """The edit that gives one norm a variant.
-
-    Args:
-        divisor: what stands for sigma; needed where the variant takes this norm's scaling.
-        positions: shared by the edits of one intervention; None: its own.
-        make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
-    """
-    where = positions or Positions()
-
-    def change(x: Tensor, y: Tensor) -> Tensor:
-        rows = None
-        if divisor is not None and takes_scaling(site, variant):
-            wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-            rows = divisor.at(where.first(site, x), wide)
-        linear = held(site.module)
-        return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
-
-    return make(site, change, label or variant, where)
 
 
 def _of_heads(
@@ -337,26 +321,50 @@ def _refuse_other_readers(chosen: Sequence[Site], only: str) -> None:
 
 def _divisors(
     model: HookedModel,
-    sites: Sequence[Site],
+    chosen: Sequence[Site],
+    variant: str,
     scale: str | float | Mapping[str, object],
-    tokens: Int[Tensor, "batch pos"] | None,
+    tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]] | None,
     seed: int,
-) -> dict[str, Divisor]:
-    """What each of these sites divides by instead of its sigma."""
+) -> Mapping[str, Constant | Resampled]:
+    """What each of these sites that scales divides by instead of its sigma."""
+    sites = [s for s in chosen if takes_scaling(s, variant)]
     given = None if tokens is None else check_tokens(model, tokens)
     if given is not None and scale not in SCALES:
         named = ", ".join(map(repr, SCALES))
         raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
 
     def sigmas() -> dict[str, Sigmas]:
-        return calibration_sigmas(model, sites, calibration_tokens(model) if given is None else given)
+        return calibration_sigmas(model, sites, default_tokens(model) if given is None else given)
 
     try:
+        if isinstance(scale, str) and scale == OPTIMAL:
+            return _optimal(model, chosen, variant, given) if sites else {}
         return divisors_of(scale, [s.name for s in sites], sigmas, seed=seed)
     except ActivationError:
         raise
     except ValueError as error:
         raise InterventionError(str(error)) from None
+
+
+def _optimal(
+    model: HookedModel, chosen: Sequence[Site], variant: str, given: Sequence[Int[Tensor, " _"]] | None
+) -> dict[str, Constant]:
+    """The loss-optimal constants that the model brings for these norms, or those of a fit.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    frozen = [s for s in chosen if takes_scaling(s, variant)]
+    if given is None and variant == VARIANT_WITHOUT["scaling"]:
+        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
+        if (mine := next((c for c in shipped.values() if set(c) == {s.name for s in frozen}), None)) is not None:
+            return dict(mine)
+    prompts = default_tokens(model) if given is None else given
+    found = fit(model, chosen, prompts, start=mean_sigmas(model, frozen, prompts), variant=variant)
+    if not found.converged:
+        warnings.warn(f"the fit of loss-optimal constants did not converge: {found.best.reason}", stacklevel=5)
+    return found.constants
 
 
 def _warn(

@@ -107,7 +107,7 @@ def world(model: object) -> str:
     return next((n for n in names if n in ("HookedTransformer", "TransformerBridge")), names[0])
 
 
-def blocks(model: HookedModel) -> Sequence[nn.Module]:
+def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
@@ -115,14 +115,42 @@ def n_layers(model: HookedModel) -> int:
     return len(blocks(model))
 
 
-def device_of(model: HookedModel) -> torch.device:
+def device_of(model: HookedModel | nn.Module) -> torch.device:
     return next((p.device for _, p in model.named_parameters()), torch.device("cpu"))
 
 
+# Names under which Hugging Face configs keep the largest number of positions.
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def context_of_config(config: object) -> int | None:
+    """The largest number of positions that a Hugging Face config names; None if it names none (BLOOM, Mamba)."""
+    values = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    return next((int(v) for v in values if isinstance(v, int) and v > 0), None)
+
+
 def context_length(model: HookedModel) -> int:
-    own = getattr(getattr(getattr(model, "original_model", None), "config", None), "max_seq_len", None)
-    longest = int(model.cfg.n_ctx)
-    return min(longest, own) if isinstance(own, int) else longest  # MPT's own name, which its bridge does not read
+    """The largest number of positions that a model takes.
+
+    A bridge is asked through its original's config, because TransformerLens does not read every name there is (MPT's).
+    A HookedTransformer is asked for `cfg.n_ctx`, which `load_model` sets from the checkpoint's config.
+    """
+    own = context_of_config(getattr(getattr(model, "original_model", None), "config", None))
+    return int(model.cfg.n_ctx) if own is None else own
+
+
+def missing_head(model: object) -> str:
+    """Why a model's logits mean nothing: its head was not in the checkpoint; empty if it was.
+
+    `load_model` leaves the reason on models that it made of such a checkpoint. Of other models it cannot be known.
+    """
+    return str(getattr(model, "__dict__", {}).get("missing_head", ""))
+
+
+def in_missing_head(model: HookedModel, module: nn.Module) -> bool:
+    """Whether a module belongs to a head that was not in the checkpoint (BERT's has a norm)."""
+    body = getattr(getattr(model, "original_model", None), "base_model", None)
+    return bool(missing_head(model)) and isinstance(body, nn.Module) and all(m is not module for m in body.modules())
 
 
 def vocabulary_size(model: HookedModel) -> int:
@@ -149,7 +177,7 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def stretches_positions(model: HookedModel) -> bool:
+def stretches_positions(model: HookedModel | nn.Module) -> bool:
     """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
     configs = (getattr(m, "config", None) for m in (model, getattr(model, "original_model", None)))
     for config in (*configs, getattr(model, "cfg", None)):
@@ -184,6 +212,18 @@ def transformed_logits(model: HookedModel) -> str:
             if isinstance(value, int | float) and value not in (plain, 0.0):
                 return f"{name} is {value:g}"
     return ""
+
+
+def logit_factor(model: HookedModel) -> float:
+    """What W_U's logits are multiplied by, as the config says it (Granite divides by `logits_scaling`); 1 if nothing is
+    said."""
+    factor = 1.0
+    configs = [getattr(m, "config", None) for m in (model, getattr(model, "original_model", None))]
+    for name, power in (("logit_scale", 1.0), ("lm_head_multiplier", 1.0), ("logits_scaling", -1.0)):
+        values = (getattr(config, name, None) for config in (*configs, getattr(model, "cfg", None)))
+        value = next((v for v in values if isinstance(v, int | float) and v > 0), 1.0)
+        factor *= float(value) ** power
+    return factor
 
 
 def read_unembedding(

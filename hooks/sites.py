@@ -45,7 +45,7 @@ PROBE_TOKENS = 3
 _LISTED = 6  # layers named one by one in a sentence
 
 
-def site_modules(model: HookedModel) -> dict[str, nn.Module]:
+def site_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
     """Modules that normalize, by hook name, in the order of `named_modules`."""
     found: dict[str, nn.Module] = {}
     for _, module in model.named_modules():

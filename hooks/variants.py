@@ -5,15 +5,21 @@
     no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
     neither           x / c
 
-before gain and bias.
+before gain and bias. `make_edit` is the hook that puts one of them in place of a norm's output.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ln_probe.hooks.edits import Edit
+from ln_probe.hooks.frozen_scale import Divisor
+from ln_probe.hooks.held_sigma import held
+from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.sites import Site
 
 VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
@@ -62,6 +68,35 @@ def changed_output(
     back = wide.mean(-1, keepdim=True) / (site.sigma(wide) if sigma is None else sigma.to(wide))
     back = back if site.gain is None else back * site.gain.to(back)
     return (y.to(back.dtype) + back).to(y.dtype)
+
+
+def make_edit(
+    site: Site,
+    variant: str,
+    divisor: Divisor | None,
+    positions: Positions | None = None,
+    *,
+    label: str = "",
+    make: Callable[..., Edit] = Edit,
+) -> Edit:
+    """The edit that gives one norm a variant.
+
+    Args:
+        divisor: what stands for sigma; needed where the variant takes this norm's scaling.
+        positions: shared by the edits of one intervention; None: its own.
+        make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
+    """
+    where = positions or Positions()
+
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        rows = None
+        if divisor is not None and takes_scaling(site, variant):
+            wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+            rows = divisor.at(where.first(site, x), wide)
+        linear = held(site.module)
+        return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
+
+    return make(site, change, label or variant, where)
 
 
 # Why a norm whose readers are centred loses nothing with its projection.

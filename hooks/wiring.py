@@ -238,6 +238,13 @@ def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
 
     def at_the_end(args: Any, kwargs: Any) -> None:
         x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+        if x.shape[-1] != writers.d_model:
+            search.open[END] = (
+                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a "
+                "projection stands between them (as in OPT-350m), so what is written to the stream is no part of a "
+                "logit"
+            )
+            return
         expression = search.see(END, flat(x, length).double())
         if expression is not None:
             reads[END] = expression

@@ -80,8 +80,11 @@ def _child(owner: object, *path: str) -> nn.Module | None:
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
     """Every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
     for name in EMBEDDINGS:
-        # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it.
-        module = _child(model, name, "hook_out") or _child(model, f"hook_{name}")
+        # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
+        # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
+        own = _child(model, name)
+        scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
+        module = own if scaled else _child(own, "hook_out") or _child(model, f"hook_{name}")
         if module is not None and (name == "embed" or _child(model, name) is not None or _has_table(model, name)):
             yield Source(name), module
     for layer, block in enumerate(blocks(model)):

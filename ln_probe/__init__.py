@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.analyses.outliers import outlier_tokens
     from ln_probe.measuring.analyze import analyze
+    from ln_probe.measuring.headline import constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
     from ln_probe.prompting.token_forms import sampled
     from ln_probe.reporting.comparison import Comparison, compare
@@ -32,7 +33,9 @@ _HOME = {
     "attribute_scores": "ln_probe.analyses.attribution.score_parts",
     "analyze": "ln_probe.measuring.analyze",
     "bundled_models": "ln_probe.models",
+    "constants": "ln_probe.measuring.headline",
     "compare": "ln_probe.reporting.comparison",
+    "freezing_cost": "ln_probe.measuring.headline",
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
@@ -52,6 +55,8 @@ __all__ = [
     "attribute_scores",
     "bundled_models",
     "compare",
+    "constants",
+    "freezing_cost",
     "hooks",
     "key_geometry",
     "load_model",

@@ -1,5 +1,22 @@
-"""`python -m ln_probe` is the command line."""
+"""The command line, as `ln-probe` and as `python -m ln_probe`."""
 
-from ln_probe.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command. Ctrl-C while its modules are imported ends it in a sentence, too."""
+    try:
+        from ln_probe.analyses.machinery.worker import stop_on_signals
+
+        stop_on_signals()
+        from ln_probe.cli import main as command
+    except KeyboardInterrupt as stop:
+        print(f"ln-probe: {getattr(stop, 'message', 'stopped')}", file=sys.stderr)
+        sys.exit(getattr(stop, "status", 130))
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import shlex
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
+from ln_probe.analyses.machinery.worker import check_stopped, stop_on_signals
+from ln_probe.analyses.wording import encodable
 from ln_probe.batch import commands, endings
+from ln_probe.batch.options import count_option
 
-TRACEBACK = "LN_PROBE_TRACEBACK"  # set: errors that nothing has caught are shown in full
+
+class _Commands(typer.core.TyperGroup):
+    """All commands: stopped by a signal, each says how to resume."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            try:
+                return super().invoke(context)
+            except typer.Exit:
+                raise
+            except Exception:
+                check_stopped()  # a module that was interrupted while it was imported raises anything
+                raise
+        except KeyboardInterrupt as stop:
+            raise endings.interrupted(stop) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="What does LayerNorm do for this model's attention?",
     no_args_is_help=True,
     add_completion=False,
@@ -26,17 +46,21 @@ app.add_typer(lab, name="lab")
 
 def main() -> None:
     """The command, with a last word for what nothing else has caught."""
+    stop_on_signals()
     try:
         app()
-    except Exception as error:
-        if os.environ.get(TRACEBACK):
+    except (SystemExit, GeneratorExit):
+        raise
+    except KeyboardInterrupt as stop:
+        sys.exit(endings.interrupted(stop).exit_code)
+    except BaseException as error:  # a tokenizer written in Rust raises PanicException, which is no Exception
+        if endings.traceback_wanted():
             raise
-        said = " ".join(str(error).split())[:300]
-        typer.echo(
-            f"ln-probe: {type(error).__name__}: {said}\nThis is a fault of ln_probe; {TRACEBACK}=1 shows where it is.",
-            err=True,
-        )
+        typer.echo(f"ln-probe: {endings.last_words(error)}", err=True)
         sys.exit(endings.SOME_FAILED)
+    finally:  # from here on there is nothing left to save
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @app.callback(invoke_without_command=True)
@@ -99,16 +123,18 @@ def lab_list() -> None:
 @lab.command("run")
 def lab_run(
     name: Annotated[str, typer.Argument(help="One of `ln-probe lab list`.")],
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many; default: the experiment's own.")] = None,
+    seeds: Annotated[
+        int | None, count_option(None, least=1, most=10_000, help="How many; default: the experiment's own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; default lab-runs/NAME.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
     text: Annotated[list[Path] | None, typer.Option(help="A text file (UTF-8); may be repeated.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer's folder; else made from the text.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
+    jobs: Annotated[int, count_option(None, least=1, most=10_000, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
-    """Train an experiment's models and write tables and plots; run again, it goes on where it stopped."""
+    """Train an experiment's models and write tables and plots; re-run the same command to resume."""
     import ln_probe
     from ln_probe.analyses.lab import experiments
 
@@ -136,8 +162,6 @@ def lab_run(
             results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ValueError) as error:
         raise endings.refuse(str(error)) from error
-    except KeyboardInterrupt:
-        raise endings.interrupted() from None
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     for sentence in results.conclusions:
         typer.echo(sentence)
@@ -157,26 +181,28 @@ def lab_compile(
     construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
     norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",
     alphabet: Annotated[str | None, typer.Option(help="Letters of words; default: those of the program.")] = None,
-    letters: Annotated[int, typer.Option(min=1, help="The longest word.")] = 511,
+    letters: Annotated[int, count_option(None, least=1, most=100_000, help="The longest word.")] = 511,
 ) -> None:
     """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
     from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
     from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
     from ln_probe.analyses.lab.depth.crasp import parse
+    from ln_probe.analyses.machinery.files import read_text
+    from ln_probe.batch.option_file import LARGEST
 
     if construction not in (known := ("scaling", "clip", "rounding")):
         raise endings.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
     endings.writable(out.parent)
     try:
-        source = program.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
+        source = read_text(program, LARGEST, "utf-8-sig")  # editors on Windows write a byte order mark
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
     except (OSError, ValueError) as error:
         raise endings.refuse(f"{program}: {error}") from error
     grid = made.precision
     typer.echo(
-        f"{out}: depth {made.depth}, {made.layers} layers ({made.attending} attend), d_model {made.model.cfg.d_model}, "
-        f"tokens BOS {' '.join(made.alphabet)}"
+        f"{encodable(str(out))}: depth {made.depth}, {made.layers} layers ({made.attending} attend), "
+        f"d_model {made.model.cfg.d_model}, tokens BOS {' '.join(made.alphabet)}"
         + ("" if grid is None else f"; fixed precision of {grid.bits} bits, {grid.fraction} behind the point")
     )
 

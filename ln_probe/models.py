@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -9,18 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from ln_probe.analyses.checkpoint_names import step_named
+from ln_probe.analyses.wording import quoted
 from ln_probe.loading.provenance import ModelSource, remember, source_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ln_probe.hooks.default_tokens import BundledPrompts
+    from ln_probe.hooks.fitted_constants import Shipped
     from ln_probe.loading.pretrained import Pretrained
     from ln_probe.loading.worlds import Processing, World
 
 __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+# Characters of a path, and bytes of each of its parts, that file systems take.
+LONGEST_PATH, LONGEST_NAME = 4096, 255
 
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
@@ -34,8 +41,8 @@ FIXED = (
 def load_model(
     name: str | Path,
     *,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
     revision: str | None = None,
     allow_pickle: bool = False,
     world: Literal["hooked", "bridge"] | None = None,
@@ -53,10 +60,10 @@ def load_model(
     Args:
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
             folder, a ``.gguf`` file, a lab run's folder, or a bundled name. A path goes before a name.
-        device: ``cpu``, ``cuda``, ``cuda:1``; by default CUDA where there is a GPU, else the CPU (``mps`` is refused:
-            it has no float64).
-        dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``; by default float32, or what
-            the folder of a compiled program says (float64, and it takes no other).
+        device: ``cpu``, ``cuda``, ``cuda:1``, or a `torch.device`; by default CUDA where there is a GPU, else the CPU
+            (``mps`` is refused: it has no float64).
+        dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``, or that `torch.dtype`; by
+            default float32, or what the folder of a compiled program says (float64, and it takes no other).
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
             ``weights_only=True``.
@@ -86,8 +93,7 @@ def load_model(
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
     given = str(name)
-    if not given.strip():
-        raise ValueError("the model's name is empty: give a hub name, a path or a bundled name.")
+    check_name(given)
     path = Path(os.path.expanduser(given))
     kind = kind_of(given, path)
 
@@ -106,12 +112,48 @@ def load_model(
     return _load_local(given, kind, path, torch_device, torch_dtype, allow_pickle, world, processing)
 
 
+def check_name(given: str) -> None:
+    """Raise ValueError for what can be the name of no model: an empty text, or one that no file system takes."""
+    if not given.strip():
+        raise ValueError("the model's name is empty: give a hub name, a path or a bundled name.")
+    if len(given) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in given.split("/")):
+        raise ValueError(
+            f"{quoted(given)} is no model's name: give a hub name, a path or a bundled name of at most {LONGEST_NAME} "
+            "bytes between slashes."
+        )
+
+
 def bundled_models() -> list[str]:
     """Names of the checkpoints that come with the package, in alphabetical order."""
     home = _bundled_home()
     if not home.is_dir():
         return []
     return sorted(child.name for child in home.iterdir() if (child / _LAB_FILE).is_file())
+
+
+def held_out_windows() -> BundledPrompts:
+    """The default prompts of the bundled models: 64 windows of 128 tokens of the held-out ends of their three books,
+    and 16 windows apart for calibration alone (`bench/windows.py` makes the file)."""
+    import torch
+
+    from ln_probe.hooks.default_tokens import BundledPrompts
+
+    content = json.loads((_bundled_home().parent / "windows.json").read_text())
+    measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
+    return BundledPrompts(measured, calibration, content["source"])
+
+
+def shipped_constants(folder: Path) -> Shipped | None:
+    """The loss-optimal constants in a checkpoint's folder, as `bench/optimal.py` writes them; None: no such file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    from ln_probe.analyses.machinery.files import read_json
+    from ln_probe.hooks.fitted_constants import Shipped
+
+    path = folder / "optimal.json"
+    return Shipped.of_json(read_json(path)) if path.is_file() else None
 
 
 def bundled_folder(name: str) -> Path:
@@ -153,17 +195,19 @@ def _is_known_name(given: str) -> bool:
     return given in bundled_models() or given.lower() in known_hub_names()
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The format of this name; ValueError if there is none."""
+def dtype_named(name: str | torch.dtype) -> torch.dtype:
+    """The format of this name, or a format itself; ValueError if there is none or weights cannot be in it."""
     import torch
 
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
-    return cast("torch.dtype", getattr(torch, name))
+    plain = str(name).removeprefix("torch.") if isinstance(name, torch.dtype) else name
+    if plain not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {plain!r}.")
+    return cast("torch.dtype", getattr(torch, plain))
 
 
-def device_named(name: str | None) -> torch.device:
-    """The device of this name, by default CUDA where there is a GPU, else the CPU; ValueError if it is not there."""
+def device_named(name: str | torch.device | None) -> torch.device:
+    """The device of this name, or a device itself, by default CUDA where there is a GPU, else the CPU; ValueError if it
+    is not there."""
     import torch
 
     if name is None:
@@ -293,6 +337,7 @@ def _source(
         dtype=str(dtype).removeprefix("torch."),
         transformer_lens_version=transformer_lens_version(),
         notes=(*notes, *pretrained.notes),
+        deviations=pretrained.deviations,
     )
 
 
@@ -341,6 +386,11 @@ def _load_lab(
             raise ValueError(other_function(given, own.dtype, dtype))
         model = cast("nn.Module", made).to(device=device, dtype=dtype or own.dtype).eval()
 
+    if kind == "bundled":
+        model.__dict__["bundled_prompts"] = held_out_windows()
+        if (shipped := shipped_constants(folder)) and shipped.weights_sha256 in read.values():
+            model.__dict__["shipped_constants"] = shipped
+            model.__dict__["optimal_constants"] = {group: fit.constants for group, fit in shipped.every.items()}
     remember(
         model,
         ModelSource(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import hypothesis
 import jaxtyping
 import pytest
 import torch
-import transformers
 from jaxtyping import _import_hook, install_import_hook
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, wherever the tests are run from
+from architectures import CONTEXT, HEADS, VOCAB, D, hugging_face
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
@@ -58,47 +61,6 @@ class _AsUsersMeetThem:
 _raises = pytest.raises
 pytest.raises = lambda *expected, **options: _AsUsersMeetThem(_raises(*expected, **options))  # type: ignore[assignment]
 
-D, HEADS, VOCAB, CONTEXT = 32, 4, 50, 32
-_LLAMA = {
-    "hidden_size": D,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-    "intermediate_size": 80,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": CONTEXT,
-}
-CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
-        "n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB,
-    }),
-    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _LLAMA | {"rotary_pct": 0.5}),
-    "opt": ("OPTForCausalLM", "OPTConfig", _LLAMA | {"ffn_dim": 80, "word_embed_proj_dim": D}),
-    "neo": ("GPTNeoForCausalLM", "GPTNeoConfig", {
-        "hidden_size": D, "num_heads": HEADS, "num_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
-        "attention_types": [[["global", "local"], 1]],
-    }),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_key_value_heads": 2}),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"num_key_value_heads": 2, "head_dim": 8}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {
-        "hidden_size": D, "n_head": HEADS, "n_layer": 2, "vocab_size": VOCAB,
-    }),
-    "bert": ("BertForMaskedLM", "BertConfig", _LLAMA),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA | {"num_key_value_heads": 2, "sliding_window": 8}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _LLAMA | {
-        "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "gptj": ("GPTJForCausalLM", "GPTJConfig", {
-        "n_embd": D, "n_head": HEADS, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": VOCAB, "rotary_dim": 4,
-    }),
-    "mpt": ("MptForCausalLM", "MptConfig", {
-        "d_model": D, "n_heads": HEADS, "n_layers": 2, "max_seq_len": CONTEXT, "vocab_size": VOCAB,
-    }),
-}  # fmt: skip
-
 
 def fold(bridge: Any, *, centre: bool = False) -> Any:
     """The bridge itself, folded in place."""
@@ -110,31 +72,6 @@ def fold(bridge: Any, *, centre: bool = False) -> Any:
         fold_value_biases=False,
     )
     return bridge
-
-
-def randomize(model: torch.nn.Module, seed: int = 1) -> None:
-    """Weights of ordinary size with gains near 1 and biases that are not 0 (Gemma's gains are offsets from 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    offset = "Gemma" in type(model).__name__
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
-            if parameter.ndim > 1:
-                parameter.copy_(0.3 * noise)
-            elif "norm" in name.lower() or "ln_" in name:
-                base = 1.0 if name.endswith("weight") and not offset else 0.0
-                parameter.copy_(base + 0.3 * noise)
-            else:
-                parameter.copy_(0.3 * noise)
-
-
-def hugging_face(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    name, config_name, options = CONFIGS[arch]
-    config = getattr(transformers, config_name)(**(options | more))
-    config._attn_implementation = "eager"
-    model = getattr(transformers, name)(config).eval()
-    randomize(model)
-    return model.to(dtype)
 
 
 def bridge_of(hf_model: Any) -> Any:

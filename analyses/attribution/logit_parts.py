@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 import pandas as pd
@@ -34,7 +34,7 @@ from ln_probe.analyses.attribution.asked import (
 from ln_probe.analyses.attribution.bars import TOP, Bar, draw, largest
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.from_cache import CachedPrompt, is_cache
-from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
+from ln_probe.hooks.model import HookedModel, check_model, evaluating, logit_factor, missing_head, n_layers
 from ln_probe.hooks.recorded import Record, Split, record
 from ln_probe.hooks.site import Site
 from ln_probe.hooks.sites import find_sites
@@ -133,11 +133,14 @@ def attribute_logits(
 
     Raises:
         TypeError: not a TransformerLens model.
-        AttributionError: an unknown token, a position out of range, a prompt that cannot be run.
+        AttributionError: an unknown token, a position out of range, a prompt that cannot be run, a head that was not in
+            the checkpoint.
         SplitError: the parts do not add up to what the final norm reads (a writer that is not known, a cache of
             another, folded or centred model): names the place and how much is missing.
     """
     hooked = check_model(model)
+    if reason := missing_head(hooked):
+        raise AttributionError(f"logits of this model cannot be attributed: {reason}")
     with evaluating(hooked):
         sites = find_sites(hooked)
         wiring = find_wiring(hooked, sites)
@@ -154,6 +157,7 @@ def attribute_logits(
             at = place(position, cached.length())
             seen = cached.record([at], sites, wiring, where)
             own = _logits_of_cache(hooked, cached, final, where, at, seen)
+            own *= logit_factor(hooked)
             cap = soft_cap(hooked)  # these logits are made before it
         else:
             ids = prompt(hooked, tokens)
@@ -161,6 +165,7 @@ def attribute_logits(
             seen = record(hooked, ids, [at], sites, neurons=layers)
             assert seen.logits is not None
             own, cap = _uncapped(hooked, seen.logits[0].double(), seen)
+        factor = _factor(hooked, own, seen)
     split = Split(Writers(hooked), wiring, sites, seen)
     split.check(where)
     chosen = [int(own[: outputs(hooked)].argmax())] if target is None else token_ids(hooked, target)
@@ -168,6 +173,7 @@ def attribute_logits(
     if against is not None and not (isinstance(against, str) and against == MEAN):
         other = token_ids(hooked, against)
     asked = direction(hooked, chosen, other, _names(hooked))
+    asked = replace(asked, vector=factor * asked.vector, bias=factor * asked.bias)
     table, total, sigma = _table(split, final, where, asked)
     from_model = float(logit_asked(hooked, own, chosen, other))
     bound, scale = wiring.bound(where, seen.dtype), max(float(own.abs().max()), 1e-300)
@@ -214,6 +220,16 @@ def _uncapped(
     if float((logits - plain).abs().max()) <= float((logits - squashed).abs().max()):
         return logits, 0.0
     return cap * (logits / cap).clamp(-1.0, 1.0).atanh(), cap
+
+
+def _factor(model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record) -> float:
+    """What the model multiplies W_U's logits by: what its config says, where the logits are seen to have it."""
+    factor, W_U, b_U = logit_factor(model), weight(model, "W_U"), weight(model, "b_U")
+    if factor == 1.0 or W_U is None or END not in seen.inputs:
+        return factor
+    plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
+    plain = plain if b_U is None else plain + b_U.double().cpu()
+    return factor if float((logits - factor * plain).abs().max()) < float((logits - plain).abs().max()) else 1.0
 
 
 def _logits_of_cache(

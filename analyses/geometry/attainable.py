@@ -24,7 +24,7 @@ _PROOF = 1 - 1e-4
 
 # Newton steps per key. Heads with scores of tens of nats take 1 to 20. With hundreds of nats log w has kinks
 # and takes a hundred; of 512 lognormal keys with scores of up to 800 nats one was left with a wider bound.
-_STEPS = 400
+STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,18 @@ def attainable(
         only: of these keys (among all of them): the result and `starts` have a row for each.
         budget: multiply-adds per key, after which its bracket stays as wide as it is.
     """
-    rows, gap = where.rows, gap * _PROOF
-    offset = np.zeros(len(rows)) if where.offset is None else where.offset
+    (rows, offset), gap = where.at(0), gap * _PROOF
+    if offset is None:
+        offset = np.zeros(len(rows))
     targets = np.arange(len(rows)) if only is None else only
     first = into_ball(rows[targets])
     both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
     columns = np.ascontiguousarray(rows.T)
-    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, _STEPS, budget)
+    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, STEPS, budget)
     left = np.flatnonzero(upper - weight > gap)
     if len(left):  # once more, from the middle
         middle = np.zeros((1, len(left), rows.shape[1]))
-        again = largest_weights(rows, columns, offset, targets[left], middle, gap, _STEPS, budget)
+        again = largest_weights(rows, columns, offset, targets[left], middle, gap, STEPS, budget)
         better, tighter = again[0] > weight[left], again[1] < upper[left]
         weight[left[better]], point[left[better]] = again[0][better], again[2][better]
         upper[left[tighter]], proof[left[tighter]] = again[1][tighter], again[3][tighter]

@@ -290,6 +290,7 @@ def largest_weights(
     tolerance: float,
     most: int,
     budget: float = BUDGET,
+    counts: Ints | None = None,
 ) -> tuple[Floats, Floats, Floats, Floats, Ints]:
     """Largest softmax weight of each target over the unit ball of `u`, for scores `offset + rows @ u`.
 
@@ -298,6 +299,7 @@ def largest_weights(
         starts: points of the ball, "start target dim"; each target goes on from the best of its own.
         tolerance: stop when the weight is known to this, or after `most` steps.
         budget: multiply-adds per target after which it stops with the bounds found so far.
+        counts: of each target, among how many keys, the first ones, its weight is taken; None: all.
 
     Returns:
         weights found, upper bounds, the points "target dim" that prove the one and the other, steps taken. Bounds
@@ -308,7 +310,8 @@ def largest_weights(
     """
     if not budget > 0.0:
         raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
-    return _largest_weights(rows, columns, offset, targets, starts, tolerance, most, float(budget))
+    among = np.full(len(targets), len(rows)) if counts is None else counts
+    return _largest_weights(rows, columns, offset, targets, starts, tolerance, most, float(budget), among)
 
 
 @compiled
@@ -321,27 +324,30 @@ def _largest_weights(
     tolerance: float,
     most: int,
     budget: float,
+    counts: Ints,
 ) -> tuple[Floats, Floats, Floats, Floats, Ints]:
-    count, dim = rows.shape
+    whole, dim = rows.shape
     number = targets.shape[0]
     found, bound = room(number), room(number)
     points, proofs = table(number, dim), table(number, dim)
     points[:], proofs[:] = 0.0, 0.0
     steps = np.zeros(number, np.int64)
-    scores, change, weight, trial = room(count), room(count), room(count), room(count)
+    all_scores, all_change, all_weight, all_trial = room(whole), room(whole), room(whole), room(whole)
     gradient, v, work, mean = room(dim), room(dim), room(dim), room(dim)
-    spread, size = table(count, dim), max(dim, 1)
-    gram, factor, short = table(size, size), table(size, size), room(count)
-    nothing = np.zeros(count)
+    spread, size = table(whole, dim), max(dim, 1)
+    gram, factor, short = table(size, size), table(size, size), room(whole)
+    nothing = np.zeros(whole)
     for k in range(number):
-        i = targets[k]
+        i, count = targets[k], counts[k]
+        seen, scores, change = rows[:count], all_scores[:count], all_change[:count]
+        weight, trial = all_weight[:count], all_trial[:count]
         u = points[k]
         value = np.inf
         for choice in range(starts.shape[0]):
             scores_of(columns, starts[choice, k], count, change)
             for j in range(count):
                 change[j] += offset[j]
-            other = _log_sum(change, nothing, 0.0, trial) - change[i]
+            other = _log_sum(change, nothing[:count], 0.0, trial) - change[i]
             if other < value or choice == 0:
                 value = other
                 for t in range(dim):
@@ -352,7 +358,7 @@ def _largest_weights(
         spent = float(starts.shape[0] * count * (dim + _EXP))
         for step in range(most):
             steps[k] = step
-            gap, length = _gradient(rows, i, weight, u, gradient, mean)
+            gap, length = _gradient(seen, i, weight, u, gradient, mean)
             found[k] = np.exp(-value)
             reach = min(1.0, np.exp(gap - value))
             if reach <= bound[k]:
@@ -362,7 +368,7 @@ def _largest_weights(
             spent += count * dim
             if bound[k] - found[k] <= tolerance or dim == 0 or spent > budget:
                 break
-            many = _spread(rows, i, weight, mean, model, spread)
+            many = _spread(seen, i, weight, mean, model, spread)
             spent += many * dim * min(many, dim) // 2
             spent += _model_minimum(spread, many, gram, factor, short, u, gradient, v, work)
             slope = 0.0

@@ -1,7 +1,7 @@
 """What does a certificate prove? Nothing leaves the geometry that this did not prove first.
 
 Plain array arithmetic on the keys as the user gave them. Nothing is shared with what found the certificates but
-the compiler and `seen_from`, a matrix product: not the merging of equal keys, not the coordinates keys are solved in,
+the compiler and `products`, of matrices: not the merging of equal keys, not the coordinates keys are solved in,
 no representatives in place of keys.
 
 What is proved is proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
@@ -9,10 +9,11 @@ multiplication, is off by at most m·eps times the sum of their magnitudes (N. H
 Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), taken off lower bounds and
 added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding and that of
 the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and any shift
-common to all keys cancels.
+common to all keys cancels. Keys are first brought to units of their own (`scaling`), which rounds nothing; there all
+that underflows is below `UNDERFLOW`.
 
-The claims, for key i among points z (keys over their RMS norm, or `Aᵀk` over theirs; a bias over its own RMS is one
-more coordinate, in which a query looks upwards only):
+The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
+its own RMS is one more coordinate, in which a query looks upwards only):
 
 * `selects`: a unit query q has q·z_i - q·z_j > tau for every j further than tau from z_i.
 * `reproduces`: convex weights of such keys have their mean within tau of z_i (and at least its bias).
@@ -27,12 +28,14 @@ more coordinate, in which a query looks upwards only):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.products import LEFT_OUT, seen_from
 from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.scaling import UNDERFLOW, Powers, ScaledSet, Units, at_unit, of_unit_size
 from ln_probe.analyses.machinery.compiled import compiled
 
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
@@ -43,6 +46,8 @@ _AMPLE = 2.0
 _LONGEST_UNIT = 1.0 + 1e-12
 # Entries of one block of scores: 8 MB.
 _BLOCK = 1_000_000
+# Heights that differ by less than this much of what they may be off are taken for equal.
+_UNSEEN = 2.0
 # Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
 _LOST = 1e-9
 
@@ -93,6 +98,56 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Heights:
+    """One number for each key, over `2**power`, and how far it may be off."""
+
+    value: Floats
+    noise: Floats
+    power: int
+
+    @classmethod
+    def of(cls, bias: Floats, power: int) -> Heights:
+        """A bias less its mean: any shift is harmless, and each difference is off by half an ulp of itself."""
+        high = bias - bias.mean()
+        return cls(high, _EPS * np.abs(high), power)
+
+    @classmethod
+    def along(
+        cls,
+        keys: Float64[np.ndarray, "key d"],
+        mean: Float64[np.ndarray, " d"],
+        direction: Float64[np.ndarray, " d"],
+        lost: Floats,
+        power: int,
+    ) -> Heights:
+        """Products of `keys - mean` with a direction that is off by at most `lost` in each coordinate."""
+        value, _, _, (_, noise) = through(keys, mean, QuerySet(direction, direction[:, None]))
+        return cls(value[:, 0], noise + _AMPLE * (np.abs(keys - mean) @ lost), power)
+
+    def plus(self, other: Heights | None, power: int) -> Heights:
+        """The sum of both, over `2**power`."""
+        value, noise = (at_unit(part, self.power, power) for part in (self.value, self.noise))
+        if other is not None:
+            value = value + at_unit(other.value, other.power, power)
+            noise = noise + at_unit(other.noise, other.power, power) + _EPS * np.abs(value)
+        return Heights(value, noise, power)
+
+    def over_rms(self) -> Heights | None:
+        """The heights less their mean, over their RMS; None if they are the same for all keys, as far as is known."""
+        largest = float(np.abs(self.value).max())
+        exponent = int(np.frexp(largest)[1])  # (squares of what is far below 1 underflow)
+        high = np.ldexp(self.value, -exponent)
+        if (high == high[0]).all():
+            return None
+        high = high - high.mean()
+        rms = float(np.linalg.norm(high)) / len(high) ** 0.5
+        noise = np.ldexp(self.noise, -exponent)
+        if rms <= _UNSEEN * float(noise.max()):
+            return None
+        return Heights(high / rms, 4 * _EPS * np.abs(high / rms) + _AMPLE * noise / rms, 0)
+
+
+@dataclass(frozen=True)
 class Space:
     """Points, what is added to their products with a query, and the error of both."""
 
@@ -108,8 +163,15 @@ class Space:
         cls, rows: Float64[np.ndarray, "key dim"], offset: Floats | None, noise: Floats, upwards: bool = False
     ) -> Space:
         length = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+        if rows.any():
+            noise = noise + UNDERFLOW
         error = noise + _AMPLE * (rows.shape[1] + 4) * _EPS * (length + (0.0 if offset is None else np.abs(offset)))
         return cls(rows, offset, upwards, length, noise, error)
+
+    @property
+    def size(self) -> float:
+        """The RMS norm of the rows."""
+        return float(np.sqrt(np.mean(self.length**2)))
 
     def scores(self, queries: Float64[np.ndarray, "query dim"]) -> Float64[np.ndarray, "query key"]:
         found = queries @ self.rows.T
@@ -122,10 +184,13 @@ class Checker:
     """The keys of one set, and what certificates prove of them.
 
     Args:
-        keys, bias: as the user gave them, in float64.
+        keys, bias: in float64, as the user gave them.
         queries: the set of queries, if there is one.
         tau: tolerance of verdicts.
         name: of the set, for messages.
+        units: of the set, if they are known already.
+
+    Bounds of margins are in nats over `2**powers.score`.
     """
 
     def __init__(
@@ -135,59 +200,89 @@ class Checker:
         queries: QuerySet | None,
         tau: float,
         name: str = "",
+        units: Units | None = None,
     ) -> None:
         self.tau, self.name, self.number = tau, name, len(keys)
-        together = None if queries is None else 0  # a query set has its own unit in every coordinate
-        exponent = np.frexp(np.abs(keys).max(axis=together, initial=0.0))[1]
-        scaled = np.ldexp(keys, -exponent)
-        mean = scaled.mean(axis=0)
-        mean += (scaled - mean).mean(axis=0)  # far from zero the first is off by its own rounding
-        centred = scaled - mean
-        lift = bias
-        measured: Space | None = None
-        if queries is None:
-            # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
-            left = centred.mean(axis=0)
-            points = centred - left
-            noise = 2 * _EPS * np.linalg.norm(points, axis=1) + _EPS * float(np.linalg.norm(left))
-            if np.linalg.norm(centred) <= 16 * _EPS * len(keys) ** 0.5:  # equal but for rounding
-                points, noise = points * 0.0, noise * 0.0
-        else:
-            with np.errstate(under="ignore"):
-                axes, center = np.ldexp(queries.axes, exponent[:, None]), np.ldexp(queries.center, exponent)
-            seen, noise, slack = _through(scaled, mean, axes, center, queries.slack)
-            points = np.ascontiguousarray(seen[:, :-1])
-            heights, own = seen[:, -1], noise + slack
-            if bias is not None:
-                high = bias - bias.mean()
-                heights = heights + high
-                own = own + 2 * _EPS * (np.abs(heights) + np.abs(high))
-            measured = Space.of(points, heights if np.ptp(heights) > 0.0 else None, own)
-            outside = _outside(axes, center)
-            if outside.any():
-                lift = centred @ outside + (0.0 if bias is None else bias)
-        size = float(np.linalg.norm(points)) / len(keys) ** 0.5  # R; points are of ordinary size
-        self.size = size if size > 0.0 else 1.0
+        self._queries, self._units = queries, units or Units(keys, bias, queries)
         # Without a query set margins are relative to the size, which is itself rounded.
         self.doubt = 0.0 if queries is not None else _AMPLE * (sum(keys.shape) + 8) * _EPS
-        self.judged = self._judged(points, noise, lift)
-        self.measured = self.judged if measured is None else measured
 
-    def _judged(self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Floats | None) -> Space:
-        rows, error = points / self.size, (noise + 2 * _EPS * np.linalg.norm(points, axis=1)) / self.size
+    @cached_property
+    def judged(self) -> Space:
+        """The keys in their own coordinates over their RMS norm, less the directions that the set of queries lacks."""
+        own = self._units.plain
+        mean = _middle(own.keys)
+        centred = own.keys - mean
+        # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
+        left = centred.mean(axis=0)
+        points = centred - left
+        noise = 2 * _EPS * np.linalg.norm(points, axis=1) + _EPS * float(np.linalg.norm(left))
+        if np.linalg.norm(centred) <= 16 * _EPS * self.number**0.5 and (own.keys == own.keys[0]).all():
+            points, noise = points * 0.0, noise * 0.0
+        high = None if own.bias is None else Heights.of(own.bias, own.powers.bias)
+        if self._queries is not None and self._queries.missing.shape[1]:
+            high = self._counting_outside(high, own, mean)
+            noise = noise + projection_noise(points)
+            points = self._queries.keys_in_span(points)
+        size = float(np.linalg.norm(points)) / self.number**0.5  # R; points are of ordinary size
+        return self._judged(points, noise, high, size if size > 0.0 else 1.0)
+
+    def _counting_outside(
+        self, bias: Heights | None, own: ScaledSet, mean: Float64[np.ndarray, " d"]
+    ) -> Heights | None:
+        """The bias, and the scores that the part of the center outside the span of the axes gives."""
+        assert self._queries is not None
+        direction = outside(self._queries, int(own.key_power[0]))
+        if direction is None:
+            return bias
+        found = Heights.along(own.keys, mean, *direction)
+        return found if bias is None or not bias.value.any() else found.plus(bias, max(found.power, bias.power))
+
+    @cached_property
+    def measured(self) -> Space:
+        """The keys as the queries of the set see them, in nats over `2**powers.score`; without a set what is judged."""
+        if self._queries is None:
+            return self.judged
+        own = self._units.measured
+        assert own.queries is not None
+        points, noise, slack, seen = through(own.keys, _middle(own.keys), own.queries)
+        high = None if own.bias is None else Heights.of(own.bias, self.powers.bias)
+        return self._measured(points, noise + slack, Heights(*seen, self.powers.center), high)
+
+    @cached_property
+    def powers(self) -> Powers:
+        """The units of the measured space."""
+        return self._units.measured.powers
+
+    @cached_property
+    def nats(self) -> Space:
+        """The measured space in nats: attention is not the same in another unit."""
+        space, power = self.measured, self.powers.score
+        if power == 0:
+            return space
+        rows, noise = np.ldexp(space.rows, power), np.ldexp(space.noise, power)
+        return Space.of(rows, None if space.offset is None else np.ldexp(space.offset, power), noise)
+
+    def _measured(
+        self, points: Float64[np.ndarray, "key dim"], noise: Floats, seen: Heights, bias: Heights | None
+    ) -> Space:
+        """Where margins are measured, in the unit of all terms of a score together."""
+        unit = self.powers.score
+        heights = seen.plus(bias, unit)
+        level = np.ptp(heights.value) > 0.0
+        own = at_unit(noise, self.powers.axes, unit) + heights.noise
+        return Space.of(at_unit(points, self.powers.axes, unit), heights.value if level else None, own)
+
+    def _judged(
+        self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Heights | None, size: float
+    ) -> Space:
+        rows, error = points / size, (noise + 2 * _EPS * np.linalg.norm(points, axis=1)) / size
         if lift is None:
             return Space.of(rows, None, error)
-        largest = float(np.abs(lift).max())
-        if largest > 0.0:
-            high = lift / largest - (lift / largest).mean()
-            rms = float(np.linalg.norm(high)) / len(high) ** 0.5
-            if rms > 16 * _EPS:
-                high = high / rms
-                rows = np.column_stack([rows, high])
-                # (what is lifted comes from a product where axes do not reach the center; its error is like the rows')
-                error = error + 4 * _EPS * np.abs(high) + 8 * _EPS / rms
-                return Space.of(rows, None, error, upwards=True)
-        return Space.of(np.column_stack([rows, np.zeros(len(rows))]), None, error, upwards=True)
+        found = lift.over_rms()
+        if found is None:
+            return Space.of(np.column_stack([rows, np.zeros(len(rows))]), None, error, upwards=True)
+        return Space.of(np.column_stack([rows, found.value]), None, error + found.noise, upwards=True)
 
     # Verdicts
 
@@ -279,9 +374,11 @@ class Checker:
             scores += error
             scores[here, some] = -np.inf
             lower[block] = own - error[some] - scores.max(axis=1)
-        lower[~np.isfinite(points).all(axis=1)] = -np.inf
         upper = lower + 2 * (error[targets] + error.max())
-        return Between(lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper))
+        lower, upper = lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper)
+        nothing = ~np.isfinite(points).all(axis=1)
+        lower[nothing], upper[nothing] = -np.inf, -np.inf
+        return Between(lower, upper)
 
     def gap_at_most(self, targets: Ints, weights: Rows) -> Between:
         """What the mean over convex weights of other keys allows the best gap to be; infinite without weights."""
@@ -297,6 +394,7 @@ class Checker:
             rounding = _sums(np.abs(share * lead), weights.start) * ((sizes + 8) * _AMPLE * _EPS)
             lower, upper = lower + mean - rounding, upper + mean + rounding
         wrong = ~found.convex | found.own
+        lower[wrong], upper[wrong] = 0.0, 0.0
         lower, upper = lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper)
         lower[wrong], upper[wrong] = -np.inf, np.inf
         return Between(lower, upper)
@@ -315,7 +413,7 @@ class Checker:
         return found, bound
 
     def _attention(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> tuple[Between, Between]:
-        space = self.measured
+        space = self.nats
         usable = np.isfinite(points).all(axis=1)
         inside = _into_ball(np.where(usable[:, None], points, 0.0), False)
         error, length = space.error, space.length
@@ -442,39 +540,52 @@ def _means(
     return convex, length, size, doubt, nearest, last, own
 
 
-def _through(
-    scaled: Float64[np.ndarray, "key d"],
-    mean: Float64[np.ndarray, " d"],
-    axes: Float64[np.ndarray, "d r"],
-    center: Float64[np.ndarray, " d"],
-    slack: float,
-) -> tuple[Float64[np.ndarray, "key r+1"], Floats, Floats]:
-    """Keys as the queries see them (last: under the center), their error, and what the query set's own slack adds."""
-    moving = np.column_stack([axes, center])
-    centred = scaled - mean
-    sizes = np.abs(centred) @ (np.abs(center) + np.sqrt(np.einsum("ij,ij->i", axes, axes)))
-    noise = _AMPLE * (sum(moving.shape) + 4) * _EPS * sizes
+def through(
+    keys: Float64[np.ndarray, "key d"], mean: Float64[np.ndarray, " d"], queries: QuerySet
+) -> tuple[Float64[np.ndarray, "key r"], Floats, Floats, tuple[Floats, Floats]]:
+    """Keys as the queries see them.
+
+    Returns:
+        `Aᵀ(k - mean)`, its error, and what the query set's own slack adds to it; `c·(k - mean)` and its error.
+    """
+    moving = np.column_stack([queries.axes, queries.center])
+    centred = keys - mean
+    far = np.abs(centred)
+    sizes, beside = far @ np.sqrt(np.einsum("ij,ij->i", queries.axes, queries.axes)), far @ np.abs(queries.center)
+    share = _AMPLE * (sum(moving.shape) + 4) * _EPS
+    noise, own = share * sizes, share * beside
     seen = centred @ moving
-    if noise.max(initial=0.0) > _LOST * float(np.linalg.norm(seen[:, :-1])) / len(centred) ** 0.5:
-        seen = seen_from(scaled, mean, moving)
-        largest = np.abs(np.abs(centred).max(axis=0)[:, None] * moving).max(initial=0.0)
-        share = np.abs(centred / np.maximum(np.abs(centred).max(axis=0), np.finfo(np.float64).tiny)).max(axis=1)
-        left_out = moving.shape[0] * moving.shape[1] ** 0.5 * 8 * LEFT_OUT * largest
-        noise = 8 * _EPS * np.sqrt(np.einsum("ij,ij->i", seen, seen)) + left_out * share
-    return seen, noise, slack * sizes
+    extent = float(np.linalg.norm(seen[:, :-1])) / len(centred) ** 0.5
+    if max(noise.max(initial=0.0), own.max(initial=0.0)) > _LOST * extent:
+        seen = seen_from(keys, mean, moving)
+        most = far.max(axis=0)
+        part = (far / np.maximum(most, np.finfo(np.float64).tiny)).max(axis=1) * (8 * LEFT_OUT * moving.shape[0])
+        largest = np.abs(most[:, None] * moving).max(axis=0)
+        noise = 8 * _EPS * np.sqrt(np.einsum("ij,ij->i", seen[:, :-1], seen[:, :-1]))
+        noise += part * (moving.shape[1] ** 0.5 * largest[:-1].max(initial=0.0))
+        own = 8 * _EPS * np.abs(seen[:, -1]) + part * largest[-1]
+    return np.ascontiguousarray(seen[:, :-1]), noise, queries.slack * sizes, (seen[:, -1], own)
 
 
-def _outside(axes: Float64[np.ndarray, "d r"], center: Float64[np.ndarray, " d"]) -> Float64[np.ndarray, " d"]:
-    """What of the center no combination of the axes reaches, by least squares; zero where they reach everything."""
-    lengths = np.linalg.norm(axes, axis=1)
-    scale = np.where(lengths > 0.0, lengths, 1.0)
-    if not center.any() or np.linalg.matrix_rank(axes / scale[:, None], tol=None) == len(center):
-        return np.zeros_like(center)
-    scaled = axes / scale[:, None]
-    solved = np.linalg.lstsq(scaled, center / scale, rcond=None)[0]
-    rest = center / scale - scaled @ solved
-    rest[np.abs(rest) <= 64 * max(axes.shape) * _EPS * np.linalg.norm(center / scale)] = 0.0
-    return np.asarray(rest * scale)
+def _middle(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
+    """The mean key; far from zero the first one is off by its own rounding."""
+    mean = keys.mean(axis=0)
+    return np.asarray(mean + (keys - mean).mean(axis=0))
+
+
+def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | None:
+    """The part of the center outside the span of the axes, for keys over `2**key_power`: its coordinates over a power
+    of two, how far each may be off, and that power; None if there is no such part."""
+    direction, power = of_unit_size(queries.outside, key_power)
+    if power is None:
+        return None
+    d, center = len(direction), float(np.ldexp(np.abs(queries.center).max(), key_power - power))
+    return direction, np.full(d, _AMPLE * (3 * d + 8) * _EPS * d * center), power
+
+
+def projection_noise(centred: Float64[np.ndarray, "key d"]) -> Floats:
+    """The error of `QuerySet.keys_in_span`."""
+    return np.asarray(_AMPLE * (centred.shape[1] + 8) * _EPS * np.linalg.norm(centred, axis=1))
 
 
 def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:

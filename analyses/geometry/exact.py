@@ -39,7 +39,7 @@ class ExactVerdict:
     Attributes:
         code: "selectable", "unselectable" or "duplicate" (a vertex that occurs more than once).
         index, weights: of an unselectable key: convex weights, which sum to exactly 1, of other keys that reproduce it
-            exactly (with a bias: with at least its bias). Else empty.
+            exactly (with a bias: with at least its bias). Of a duplicate: a copy of it, with all weight. Else empty.
         query: of the others: a query `center + axes @ query` (without axes: the query itself), of any length, under
             which the key scores above every key that is not its exact copy. Else None.
         steps: supports that were solved for exactly; 0 if a hint or float64 gave the query.
@@ -93,29 +93,38 @@ class ExactSet(WholeSet):
         i = int(i) % number
         end = np.inf if seconds is None else perf_counter() + seconds
         others, steps, lifts, copies = self._others(i, among)
-        code = "duplicate" if copies else "selectable"
         if len(others) == 0:
-            return ExactVerdict(code, (), (), (Fraction(0),) * len(self.lows), 0)
+            return _vertex(copies, (Fraction(0),) * len(self.lows), 0)
         if (
             query is not None
             and (won := self._wins(i, others, steps, lifts, np.asarray(query, np.float64))) is not None
         ):
-            return ExactVerdict(code, (), (), won, 0)
+            return _vertex(copies, won, 0)
         key = self._key(i, others, steps, lifts)
         if support is not None:
             places = {int(j): k for k, j in enumerate(others)}
             kept = [places[int(j)] for j in dict.fromkeys(support) if int(j) in places]
-            found = self._exactly(key, kept, None, code, end)
+            found = self._exactly(key, kept, None, copies, end)
             if found is not None:
                 return found
         kept, weights, direction = self._guess(key)
         if direction is not None and (won := self._wins(i, others, steps, lifts, direction)) is not None:
-            return ExactVerdict(code, (), (), won, 0)
-        found = self._exactly(key, kept, weights, code, end)
+            return _vertex(copies, won, 0)
+        found = self._exactly(key, kept, weights, copies, end)
         assert found is not None  # with weights to start from it always ends
         return found
 
-    def _others(self, i: int, among: Any) -> tuple[Ints, Floats, Floats, bool]:
+    def selects(self, i: int, query: Floats, among: Any = None) -> bool:
+        """Whether key i scores above all others (or those `among`) that are not equal to it, under a finite query over
+        the measured keys."""
+        others, steps, lifts, _ = self._others(i, among)
+        return self._wins(i, others, steps, lifts, query) is not None
+
+    def copies(self, i: int) -> list[int]:
+        """The other keys that are exactly equal to key i, as measured and in their bias."""
+        return self._others(i, None)[3]
+
+    def _others(self, i: int, among: Any) -> tuple[Ints, Floats, Floats, list[int]]:
         competes = np.full(len(self.points), among is None)
         if among is not None:
             competes[np.asarray(among, np.int64)] = True
@@ -125,13 +134,16 @@ class ExactSet(WholeSet):
         maybe = others[self.may_be_equal(steps[others])]
         equal = [int(j) for j in maybe if self.measured(int(j)) == self.measured(i)]
         others = np.setdiff1d(others, np.array(equal, np.int64))
-        return others, steps[others], lifts[others], bool(equal)
+        return others, steps[others], lifts[others], equal
 
     def _key(self, i: int, others: Ints, steps: Floats, lifts: Floats) -> _Key:
         plain, extra, powers = self.steps_as_measured(steps, lifts)
         unit = np.column_stack([plain, extra]) if self.biased else plain
+        largest = _exponents(np.abs(unit).max(axis=0))  # (squares of what is far below 1 underflow)
+        unit = np.ldexp(unit, -largest)
         spread = _exponents(np.sqrt(np.mean(unit * unit, axis=0)))
         unit = np.ldexp(unit, -spread)
+        spread += largest
         if self.biased:
             unit = np.vstack([unit, np.append(np.zeros(unit.shape[1] - 1), -1.0)])
         length = np.linalg.norm(unit, axis=1)
@@ -182,11 +194,11 @@ class ExactSet(WholeSet):
         sizes = [Fraction(float(weights[k])) / power_of_two(int(key.last[k])) for k in kept]
         left = [float(v) for v in -(columns.T @ weights)]
         query = self._query(key, [Fraction(v) for v in left])
-        direction = None if query is None else np.array([_float(q) for q in query])
+        direction = None if query is None else np.array([as_float(q) for q in query])
         return [int(k) for k in kept], sizes, direction
 
     def _exactly(
-        self, key: _Key, kept: list[int], weights: list[Fraction] | None, code: str, end: float
+        self, key: _Key, kept: list[int], weights: list[Fraction] | None, copies: list[int], end: float
     ) -> ExactVerdict | None:
         """Nonnegative least squares on whole numbers from a support; None if it has no weights to start from."""
         chosen, _ = independent([self._column(key, k) for k in kept])
@@ -215,7 +227,7 @@ class ExactSet(WholeSet):
             if entering is None:
                 query = self._query(key, [Fraction(v) for v in left])
                 assert query is not None
-                return ExactVerdict(code, (), (), query, steps)
+                return _vertex(copies, query, steps)
             now = {k: Fraction(v, below) for k, v in zip(kept, value, strict=True)}
             now[entering] = Fraction(0)
             kept = [*kept, entering]
@@ -269,6 +281,12 @@ class ExactSet(WholeSet):
         )
 
 
+def _vertex(copies: list[int], query: tuple[Fraction, ...], steps: int) -> ExactVerdict:
+    if copies:
+        return ExactVerdict("duplicate", (copies[0],), (Fraction(1),), query, steps)
+    return ExactVerdict("selectable", (), (), query, steps)
+
+
 def decide_exactly(
     points: Any,
     bias: Any,
@@ -313,8 +331,9 @@ def proves(
         return convex and same and (not biased or sum(w * lifts[j] for j, w in pairs) >= lifts[i])
     query = list(verdict.query or ())
     gaps = [_scalar(query, keys[i]) - _scalar(query, keys[j]) + lifts[i] - lifts[j] for j in others]
-    copies = any(j != i and (keys[j], lifts[j]) == (keys[i], lifts[i]) for j in allowed)
-    return all(gap > 0 for gap in gaps) and verdict.code == ("duplicate" if copies else "selectable")
+    copies = [j for j in allowed if j != i and (keys[j], lifts[j]) == (keys[i], lifts[i])]
+    named = set(verdict.index) <= set(copies) and sum(verdict.weights) == len(verdict.index) == bool(copies)
+    return all(gap > 0 for gap in gaps) and named and verdict.code == ("duplicate" if copies else "selectable")
 
 
 def _scalar(a: list[Fraction], b: list[Fraction]) -> Fraction:
@@ -329,9 +348,9 @@ def _exponents(values: Floats) -> NDArray[np.int64]:
     return np.frexp(values)[1].astype(np.int64)
 
 
-def _float(value: Fraction) -> float:
+def as_float(value: Fraction) -> float:
     """Rounded; infinite where it is too large."""
     try:
         return float(value)
     except OverflowError:
-        return float("inf")
+        return float("inf") if value > 0 else float("-inf")

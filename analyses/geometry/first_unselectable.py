@@ -7,11 +7,13 @@ which key is the first to beat it (nothing earlier is enough).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates
 from ln_probe.analyses.geometry.min_norm import nearest_points
 from ln_probe.analyses.geometry.scores import Floats, Ints, scores_of
@@ -28,6 +30,8 @@ class FirstUnselectable:
     query: Float64[np.ndarray, "key dim"]  # over normalized keys: selects the key at position at-1; NaN: not needed
     weights: SparseWeights  # over keys 0..at
     source: Int64[np.ndarray, " key"]  # whose row of weights a key has
+    # Positions of exact arithmetic, by key: the verdict among keys 0..at and that among 0..at-1 (None if not needed).
+    exact: Mapping[int, tuple[ExactVerdict, ExactVerdict | None]] = field(default_factory=dict)
 
 
 def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselectable:

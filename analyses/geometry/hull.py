@@ -16,26 +16,31 @@ keys, not between groups, so no verdict depends on the order of the keys: in a r
 that do not differ from it, and competes with all the rest. `strict=True` decides in exact rational arithmetic instead,
 where only equal keys are copies.
 
-With a set of queries `c + A u`, |u| ≤ 1, all of this is said of `Aᵀk`, what the queries see of a key: the same in every
-basis of a head. Nothing is given out that the checker (`certificates`) did not prove of the given float64 numbers.
+A set of queries `c + A u`, |u| ≤ 1, changes verdicts only by the directions that its axes do not span: keys are judged
+without them, in their own coordinates, so the tolerance means the same with a set as without one. What the queries of
+the set itself can do is measured in nats, the same in every basis of a head: margins, whether a query of the set puts a
+key on top (`reachable`), and attention. Nothing is given out that the checker (`certificates`) did not prove of the
+given float64 numbers.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from fractions import Fraction
+from typing import Any, Literal, overload
 
 import numpy as np
-from jaxtyping import Float, Float64, Int64, Shaped
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable, attainable
-from ln_probe.analyses.geometry.certificates import SLACK, CertificateError, Checker
-from ln_probe.analyses.geometry.certify import certify
+from ln_probe.analyses.geometry.certificates import SLACK, Checker
+from ln_probe.analyses.geometry.certify import certify, certify_exactly, certify_weights, certify_witnesses
 from ln_probe.analyses.geometry.conditioning import Conditioning, conditioning
-from ln_probe.analyses.geometry.exact import proves
+from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable, first_unselectable
-from ln_probe.analyses.geometry.judged import Judged, judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, first_within
 from ln_probe.analyses.geometry.key_sets import Array, key_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
@@ -43,14 +48,17 @@ from ln_probe.analyses.geometry.min_norm import BUDGET as PER_SECOND
 from ln_probe.analyses.geometry.proofs import (
     Margins,
     Proved,
+    close_positions,
     prove_attention,
     prove_margins,
     prove_positions,
     prove_verdicts,
+    reached,
 )
 from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
-from ln_probe.analyses.geometry.strict import decide_strictly
-from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED, decide
+from ln_probe.analyses.geometry.strict import decide_positions_strictly, decide_strictly
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
+from ln_probe.analyses.geometry.witnesses import GivenSet, over_given, rounded
 from ln_probe.analyses.machinery.parallel import in_threads
 
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
@@ -65,7 +73,7 @@ STRICT_SECONDS = 120.0
 class SetGeometry:
     """All that was found out about one set of keys; `KeyGeometry` is its readable face."""
 
-    where: Judged
+    given: GivenSet
     sets: KeyCoordinates
     proved: Proved
     margins: Margins | None
@@ -73,10 +81,72 @@ class SetGeometry:
     open_positions: int
     attainable: Attainable | None
     representative: Int64[np.ndarray, " key"]
+    reachable: Bool[np.ndarray, " key"] | None
 
     @property
     def conditioning(self) -> Conditioning:
-        return conditioning(self.sets, self.where, self.proved.verdicts, self.proved.clear)
+        return conditioning(self.sets, self.given.measured, self.proved.verdicts, self.proved.clear)
+
+    @property
+    def bounds(self) -> tuple[Float64[np.ndarray, " key"], Float64[np.ndarray, " key"]]:
+        """Of every margin, in the unit that is given out."""
+        if self.margins is None:
+            nothing = np.full(len(self.representative), np.nan)
+            return nothing, nothing
+        return self.margins.bounds(0 if self.given.queries is None else self.given.measured.powers.score)
+
+    def witness(self, i: int) -> Float64[np.ndarray, " d"] | None:
+        """A float64 query that is proved to select key i; None if none is known."""
+        return next((query for query in self._candidates(i) if self.given.selects(i, query, self.rivals(i))), None)
+
+    def exact_verdict(self, i: int) -> ExactVerdict:
+        """The verdict of exact arithmetic, with its proof; of a key that is not said to be unselectable."""
+        if i in self.proved.exact:
+            return self.proved.exact[i]
+        return self.given.exact.decide(i, among=self.rivals(i), seconds=STRICT_SECONDS)
+
+    def weights(self, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
+        """Convex weights of other keys that reproduce key i; of a duplicate: a copy with all weight."""
+        code = self.proved.verdicts.code[i]
+        if code == DUPLICATE and i not in self.proved.exact:
+            rows = self.sets.normalized
+            apart = np.linalg.norm(rows - rows[i], axis=1)
+            apart[i] = np.inf
+            return np.array([apart.argmin()]), np.ones(1)
+        exact = self.exact_weights(i)
+        if exact is not None:
+            return np.array(exact.index, np.int64), np.array([float(w) for w in exact.weights])
+        where, value = self.proved.verdicts.row(i)
+        if self.first is not None:
+            where, value = self.first.weights.row(int(self.first.source[i]))
+        return where, value / math.fsum(value)
+
+    def exact_weights(self, i: int) -> ExactVerdict | None:
+        """The exact verdict whose weights are given out (with `causal`, among the keys up to its position)."""
+        if self.first is not None and i in self.first.exact:
+            return self.first.exact[i][0]
+        return self.proved.exact.get(i)
+
+    def _candidates(self, i: int) -> Iterator[Float64[np.ndarray, " d"]]:
+        """Queries over the given keys that should select key i, rounded."""
+        if i not in self.proved.exact:
+            yield over_given(self.given.own, self.sets, self.proved.verdicts.query[i : i + 1])[0]
+        try:  # (an exact query leads by more than the one that proved the verdict, where that is in doubt)
+            found = self.exact_verdict(i)
+        except TimeoutError:
+            return
+        if found.query is not None:
+            yield rounded(self.given.query(found), free=not self.sets.biased)
+
+    def rivals(self, i: int) -> Int64[np.ndarray, " rival"]:
+        """The keys that a witness of key i has to beat: all but its copies."""
+        rivals = np.arange(len(self.representative)) != i
+        if i in self.proved.exact:
+            rivals[self.given.exact.copies(i)] = False
+        elif self.proved.verdicts.code[i] == DUPLICATE:
+            rows = self.sets.normalized
+            rivals &= np.linalg.norm(rows - rows[i], axis=1) > TAU * (1 + SLACK)
+        return np.flatnonzero(rivals)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -97,12 +167,17 @@ class KeyGeometry:
             what no query of the set exceeds: at most 0.01 of attention more (absolute: a small weight is known less
             well relative to itself), except for a few keys where scores differ by many hundreds of nats. NaN without a
             query set.
-        attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight; None without a query set.
+        attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight (with more axes than
+            dimensions: over as many axes as dimensions that reach the same queries); None without a query set.
+        reachable: whether a query of the set gives the key strictly the highest score: `margin_lower` is above tau
+            times the RMS norm, in nats, of the keys as the set sees them. A single key is reachable, a key with an
+            exact copy never. None without a set of queries, and where margins were not asked for.
         first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t, -1 if
             never; None unless asked for with `causal`.
         representative: index of the first key that does not differ from each key.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
-        tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (as the query set sees them).
+        tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (less the directions that the
+            query set lacks).
         repaired: how many keys had a proposed verdict or bound that the checker refused, or found too wide, and another
             solver could prove.
         undecided: how many keys have no verdict.
@@ -116,6 +191,7 @@ class KeyGeometry:
     attainable: Float64[np.ndarray, "*batch key"]
     attainable_upper: Float64[np.ndarray, "*batch key"]
     attainable_at: Float64[np.ndarray, "*batch key r"] | None
+    reachable: Bool[np.ndarray, "*batch key"] | None
     first_unselectable_at: Int64[np.ndarray, "*batch key"] | None
     representative: Int64[np.ndarray, "*batch key"]
     margin_unit: Literal["nats", "rms"]
@@ -147,14 +223,25 @@ class KeyGeometry:
         shape = " × ".join(str(size) for size in self.verdict.shape)
         return f"KeyGeometry({shape} keys of dimension {self._keys.shape[2]}: {what}; tau {self.tau:g})"
 
-    def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:
+    @overload
+    def witness(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " d"]: ...
+    @overload
+    def witness(self, *index: Any, exact: Literal[True]) -> tuple[Fraction, ...]: ...
+    def witness(self, *index: Any, exact: bool = False) -> Float64[np.ndarray, " d"] | tuple[Fraction, ...]:
         """A query that selects key `i` (of a batch: `witness(b, i)`): it scores every other key lower.
 
-        Of a duplicate: every key that is not its copy. Unit length without a bias; with one, to be used with
-        the bias as it was given. The zero query if there is nothing to compete with.
+        That is proved of the numbers returned. Of a duplicate: every key that is not its copy. Unit length without a
+        bias; with one, to be used with the bias as it was given. The zero query if there is nothing to compete with.
+
+        Args:
+            index: of the key.
+            exact: a query in fractions, of any length, with `strict=True` only. It exists for every key that can be
+                selected; in float64 there is none where a key wins by less than rounding, or where the units of keys
+                and bias are too far apart.
 
         Raises:
-            ValueError: the key is unselectable or undecided.
+            ValueError: the key is unselectable or undecided; no float64 query is known to select it; `exact` without
+                `strict=True`.
             IndexError: no such key.
         """
         b, i = self._place(index)
@@ -164,57 +251,80 @@ class KeyGeometry:
                 f"key {i} is {name}: it has no witness query"
                 + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
             )
-        return self._original(b, self._found[b].proved.verdicts.query[i])
+        if exact:
+            self._only_strictly("witness", i)
+            return self._found[b].given.query(self._found[b].exact_verdict(i))
+        found = self._found[b].witness(i)
+        if found is None:
+            first = "" if self.strict else "decide with strict=True, then "
+            raise ValueError(
+                f"key {i} is {name}, but no query in float64 is known to select it: {first}witness({i}, exact=True) "
+                "gives one in fractions"
+            )
+        return found
 
-    def weights(self, *index: Any) -> Float64[np.ndarray, " key"]:
+    @overload
+    def weights(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " key"]: ...
+    @overload
+    def weights(self, *index: Any, exact: Literal[True]) -> tuple[Fraction, ...]: ...
+    def weights(self, *index: Any, exact: bool = False) -> Float64[np.ndarray, " key"] | tuple[Fraction, ...]:
         """Convex weights of the other keys that reproduce key `i` (of a batch: `weights(b, i)`), zero at `i`.
 
         Of a duplicate: all weight on one of its copies. With `causal`, only keys up to
         `first_unselectable_at` are used.
 
+        Args:
+            index: of the key.
+            exact: weights in fractions that sum to 1 and reproduce the key exactly (with a bias: with at least its
+                bias), with `strict=True` only. In float64 they are rounded.
+
         Raises:
-            ValueError: the key is selectable or undecided.
+            ValueError: the key is selectable or undecided; `exact` without `strict=True`.
             IndexError: no such key.
         """
         b, i = self._place(index)
         name = self._name(b, i)
-        found = np.zeros(self._keys.shape[1])
-        if name == "duplicate":
-            copies = self._copies(b, i)
-            found[copies[0] if copies[0] != i else copies[1]] = 1.0
-        elif name == "unselectable":
-            where, value = self._weights(b, i)
-            found[where] = value
-        else:
+        if name not in ("duplicate", "unselectable"):
             raise ValueError(
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
                 + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
             )
+        if exact:
+            self._only_strictly("weights", i)
+            proof = self._found[b].exact_weights(i)
+            assert proof is not None
+            share = dict(zip(proof.index, proof.weights, strict=True))
+            return tuple(share.get(j, Fraction(0)) for j in range(self._keys.shape[1]))
+        where, value = self._found[b].weights(i)
+        found = np.zeros(self._keys.shape[1])
+        found[where] = value
         return found
 
     def certify(self) -> None:
-        """Check every certificate again, with code that shares nothing with the solvers.
+        """Check every certificate again, with code that shares nothing with the solvers: verdicts, witnesses and
+        weights as they are given out, positions and bounds.
 
         Raises:
             CertificateError: a certificate does not prove its verdict, position or bound, whatever the rounding.
         """
         for b, found in enumerate(self._found):
-            bias = None if self._bias is None else self._bias[b]
             name = f" of set {b}" if self.verdict.ndim > 1 else ""
-            queries = None if self._queries is None else self._queries[b]
-            certify(
-                Checker(self._keys[b], bias, queries, self.tau, name),
-                found.proved,
-                found.margins,
-                found.first,
-                found.attainable,
-                found.representative,
+            bias = None if self._bias is None else self._bias[b]
+            checker = Checker(self._keys[b], bias, found.given.queries, self.tau, name)
+            certify(checker, found.proved, found.margins, found.first, found.attainable, found.representative)
+            certify_exactly(checker, found.given, found.proved, found.first)
+            code = found.proved.verdicts.code
+            up = np.flatnonzero(np.isin(code, (SELECTABLE, DUPLICATE)))
+            certify_witnesses(checker, found.given, {i: (found.witness(i), found.rivals(i)) for i in map(int, up)})
+            down = np.flatnonzero(np.isin(code, (UNSELECTABLE, DUPLICATE)))
+            weights = {int(i): found.weights(int(i)) for i in down}
+            certify_weights(checker, found.proved, found.first, weights)
+
+    def _only_strictly(self, what: str, i: int) -> None:
+        if not self.strict:
+            raise ValueError(
+                f"{what}({i}, exact=True) needs verdicts of exact arithmetic: ask for key_geometry(…, strict=True)"
             )
-            for i, verdict in found.proved.exact.items():
-                axes, center = (None, None) if queries is None else (queries.axes, queries.center)
-                axes = axes if queries is None or queries.given is None else queries.given
-                if not proves(verdict, self._keys[b], bias, i, axes=axes, center=center):
-                    raise CertificateError(f"key {i}{name}: its exact proof does not prove that it is {verdict.code}")
 
     def _place(self, index: tuple[Any, ...]) -> tuple[int, int]:
         if len(index) == 1 and isinstance(index[0], tuple):
@@ -234,33 +344,6 @@ class KeyGeometry:
 
     def _name(self, b: int, i: int) -> str:
         return str(NAMES[self._found[b].proved.verdicts.code[i]])
-
-    def _weights(self, b: int, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-        found = self._found[b]
-        if found.first is not None:
-            return found.first.weights.row(int(found.first.source[i]))
-        return found.proved.verdicts.row(i)
-
-    def _copies(self, b: int, i: int) -> Int64[np.ndarray, " copy"]:
-        """Keys that do not differ from key i, the nearest first; itself left out."""
-        rows = self._found[b].sets.normalized
-        apart = np.linalg.norm(rows - rows[i], axis=1)
-        apart[i] = np.inf
-        near = np.flatnonzero(apart <= self.tau * (1 + SLACK))
-        return near[np.argsort(apart[near], kind="stable")]
-
-    def _original(self, b: int, query: Float64[np.ndarray, " dim"]) -> Float64[np.ndarray, " d"]:
-        """A query over normalized points as one over the keys as they were given."""
-        sets, where = self._found[b].sets, self._found[b].where
-        queries = None if self._queries is None else self._queries[b]
-        if not sets.biased:
-            plain = query if queries is None else queries.axes @ query
-            length = float(np.linalg.norm(plain))
-            return plain / length if length > 0.0 else plain.copy()
-        plain, lift = query[:-1], float(query[-1])
-        if lift > 0.0 and sets.scale > 0.0:
-            plain = plain / lift * (sets.bias_scale / sets.scale if sets.bias_scale > 0.0 else 1.0 / sets.scale)
-        return plain.copy() if queries is None else queries.axes @ plain + where.outside
 
 
 def key_geometry(
@@ -282,8 +365,9 @@ def key_geometry(
         bias: added to the score of each key; a key is then unselectable iff convex weights of the others
             reproduce it with at least its bias.
         query_set: a radius (queries no longer than that), or the ellipsoid `center + axes @ u`, `|u| <= 1`
-            (axes may be fewer than d, or dependent: a lower-dimensional set). Keys are then judged through it, margins
-            are in nats, and `attainable` is computed.
+            (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then over it, in nats, and
+            `reachable` and `attainable` are computed. Verdicts still ask for a query of any length; keys are judged
+            without the directions that the axes do not span.
         causal: also find the position from which on each key is unselectable, if position t sees keys 0..t.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
         strict: decide what the tolerance would decide (unselectable keys, copies and undecided ones) in exact rational
@@ -299,8 +383,7 @@ def key_geometry(
     Raises:
         TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values.
         ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not
-        positive
-            or of unusable size, a budget that is not positive, scores that overflow.
+            positive or of unusable size, a budget that is not positive, scores that overflow.
     """
     if margins not in (True, False, "exact"):
         raise ValueError(f'margins must be True, False or "exact", got {margins!r}')
@@ -326,7 +409,7 @@ def key_geometry(
         return np.stack(arrays) if batched else arrays[0]
 
     codes = [f.proved.verdicts.code for f in found]
-    bounds = [(nothing, nothing) if f.margins is None else (f.margins.lower, f.margins.upper) for f in found]
+    bounds = [f.bounds for f in found]
     shares = [(nothing, nothing) if f.attainable is None else (f.attainable.weight, f.attainable.upper) for f in found]
     return KeyGeometry(
         verdict=shaped([NAMES[code] for code in codes]),
@@ -335,6 +418,7 @@ def key_geometry(
         attainable=shaped([weight for weight, _ in shares]),
         attainable_upper=shaped([upper for _, upper in shares]),
         attainable_at=shaped([f.attainable.point for f in found if f.attainable is not None]) if ellipsoids else None,
+        reachable=shaped([f.reachable for f in found]) if ellipsoids is not None and gap is not None else None,
         first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
         representative=shaped([f.representative for f in found]),
         margin_unit="rms" if ellipsoids is None else "nats",
@@ -366,22 +450,29 @@ def set_geometry(
 
     It runs in the calling thread, but for the verdicts of more than some hundred keys in `threads`.
     """
-    where = judged(keys, bias, queries)
-    sets = coordinates(where.rows, where.lift)
-    checker = Checker(keys, bias, queries, TAU)
+    given = GivenSet(keys, bias, queries)
+    where, sets = given.measured, coordinates(given.own.points, given.own.lift)
+    checker = Checker(keys, bias, queries, TAU, units=given.units)
     proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget, prove=checker.leads), budget=budget)
     if strict:
-        proved = decide_strictly(keys, bias, queries, sets, proved, STRICT_SECONDS)
+        proved = decide_strictly(given, sets, proved, STRICT_SECONDS)
     through = queries is not None
     bracket = None if gap is None else prove_margins(checker, sets, where, proved.verdicts, through, gap, budget=budget)
-    reach = None
-    if through:  # the query of the best margin is a good one to start from
+    reach, reachable = None, None
+    if through:
+        reachable = None if bracket is None else reached(checker, bracket.lower)
+        # The query of the best margin is a good one to start from.
         starts = None if bracket is None else bracket.point
         reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, budget=budget))
     first, open_positions = None, 0
     if causal:
         first, open_positions = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))
-    return SetGeometry(where, sets, proved, bracket, first, open_positions, reach, first_within(sets))
+        if strict:
+            first, open_positions = decide_positions_strictly(given, proved, first, STRICT_SECONDS)
+        elif open_positions:
+            first, open_positions = close_positions(checker, sets, proved.verdicts, first, budget)
+    representative = first_within(sets)
+    return SetGeometry(given, sets, proved, bracket, first, open_positions, reach, representative, reachable)
 
 
 def attainable_attention(
@@ -413,9 +504,9 @@ def attainable_attention(
     first = starts if starts is None or batched else starts[None]
 
     def one(b: int) -> Attainable:
-        lifted = None if lift is None else lift[b]
-        found = attainable(judged(values[b], lifted, queries[b]), None if first is None else first[b], gap)
-        return prove_attention(Checker(values[b], lifted, queries[b], TAU), found)
+        given = GivenSet(values[b], None if lift is None else lift[b], queries[b])
+        found = attainable(given.measured, None if first is None else first[b], gap)
+        return prove_attention(Checker(given.keys, given.bias, given.queries, TAU, units=given.units), found)
 
     found = in_threads(one, range(len(values)), threads)
     weight, upper = np.stack([f.weight for f in found]), np.stack([f.upper for f in found])

@@ -20,8 +20,9 @@ TAU = 1e-7
 # the span: even 1000 such directions together stay below TAU / 3.
 RANK_TOLERANCE = 1e-9
 
-# Keys whose spread is below this share of their largest entry differ by float64 rounding only: all equal.
-ROUNDING = 16 * float(np.finfo(np.float64).eps)
+# Keys whose spread is below this share of their largest entry are centred twice: the first mean is off by its own
+# rounding.
+_FAR = 1e-6
 
 # eigh of the Gram matrix resolves a direction only to the square root of float64; above this ratio of the
 # smallest to the largest eigenvalue it has at least six digits, below it the singular values are computed
@@ -119,8 +120,11 @@ def normalize(
         values = np.ldexp(values, -exponent)  # (a copy: what follows is done in place)
         values -= values.mean(axis=0)
         rms = float(np.sqrt(np.einsum("ij,ij->", values, values) / len(values)))
-        if rms <= ROUNDING:
-            return np.zeros_like(values), 0.0
+        if rms <= _FAR:
+            if (values == values[0]).all():
+                return np.zeros_like(values), 0.0
+            near, rms = centred(values)
+            return near, float(np.ldexp(rms, exponent))
         values /= rms
         return values, float(np.ldexp(rms, exponent))
 

@@ -53,7 +53,7 @@ def margins_large(
         upper[todo] = np.minimum(upper[todo], checker.gap_at_most(keys[todo], weights).upper)
         size = np.maximum(np.abs(lower[todo]), np.abs(upper[todo]))
         # (What cannot be selected is judged to tau, and its margin of 0 is known no better.)
-        floor = np.where(lower[todo] <= 0.0, 1.01 * TAU, 2 * ZERO) * checker.size
+        floor = np.where(lower[todo] <= 0.0, 1.01 * TAU, 2 * ZERO) * space.size
         wide = ~(upper[todo] - lower[todo] <= np.maximum(gap * size * (1 + 1e-3), floor))
         todo, points = todo[wide], points[wide]
         if len(todo) == 0:
@@ -75,10 +75,10 @@ def _proposed(
     checker: LargeChecker, some: Ints, keys: Ints, gap: float, budget: float
 ) -> tuple[Float64[np.ndarray, "some r"], Rows]:
     """Queries and weights (over all keys) for the margins of keys among some."""
-    space, lift = checker.measured, checker.lift
+    space = checker.measured
     rows = np.ascontiguousarray(space.rows[some])
     offset = None if space.offset is None or not np.ptp(space.offset[some]) else space.offset[some]
-    where = Judged(rows, None if lift is None else lift[some], offset, np.zeros(0), np.nan, np.nan)
+    where = Judged(rows, offset, np.nan, np.nan)
     sets = checker.among(some)
     places = np.searchsorted(some, keys)
     verdicts: Verdicts = decide(sets, threads=None, only=places)

@@ -13,9 +13,18 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float, Float64, Int8, Int64
 
-from ln_probe.analyses.geometry.certificates import SLACK, Checker, Rows, Space, _outside, _through
+from ln_probe.analyses.geometry.certificates import (
+    SLACK,
+    Checker,
+    Heights,
+    Rows,
+    outside,
+    projection_noise,
+    through,
+)
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.scaling import GIVEN
 from ln_probe.analyses.geometry.scores import Floats, Ints
 from ln_probe.analyses.geometry.verdicts import (
     DUPLICATE,
@@ -50,50 +59,64 @@ class LargeChecker(Checker):
     def __init__(
         self, keys: Float[np.ndarray, "key d"], bias: Floats | None, queries: QuerySet | None, tau: float = TAU
     ) -> None:
-        self.tau, self.name, self.number = tau, "", len(keys)
-        self.plain = keys.shape[1] if queries is None else queries.axes.shape[1]
+        self.tau, self.name, self.number, self.plain = tau, "", len(keys), keys.shape[1]
+        self.powers = GIVEN
+        self.doubt = 0.0 if queries is not None else 2.0 * (sum(keys.shape) + 8) * _EPS
         parts = [slice(first, first + _READ) for first in range(0, len(keys), _READ)]
         largest = np.max([np.abs(keys[p]).max(axis=0) for p in parts], axis=0).astype(np.float64)
-        exponent = np.frexp(largest if queries is not None else largest.max(initial=0.0))[1]
+        power = int(np.frexp(largest.max(initial=0.0))[1])
+        self.unit = float(np.ldexp(1.0, power))  # of the judged points
+        exponent = np.full(self.plain, power)
 
-        def scaled(part: slice) -> Float64[np.ndarray, "some d"]:
+        def scaled(part: slice, exponent: np.ndarray) -> Float64[np.ndarray, "some d"]:
             found: np.ndarray = np.ldexp(np.asarray(keys[part], np.float64), -exponent)
             return found
 
-        mean = np.asarray(sum(scaled(p).sum(axis=0) for p in parts)) / len(keys)
-        mean = mean + np.asarray(sum((scaled(p) - mean).sum(axis=0) for p in parts)) / len(keys)
-        points = np.empty((len(keys), self.plain))
-        heights, noise, slack = (np.zeros(len(keys)) for _ in range(3))
-        self.unit = 1.0 if queries is not None else float(np.ldexp(1.0, int(exponent)))  # of the points
-        lift = bias
-        if queries is None:
+        def middle(exponent: np.ndarray) -> Float64[np.ndarray, " d"]:
+            mean = np.asarray(sum(scaled(p, exponent).sum(axis=0) for p in parts)) / len(keys)
+            return mean + np.asarray(sum((scaled(p, exponent) - mean).sum(axis=0) for p in parts)) / len(keys)
+
+        mean, points = middle(exponent), np.empty(keys.shape)
+        for p in parts:
+            points[p] = scaled(p, exponent) - mean
+        left = points.mean(axis=0)
+        points -= left
+        noise = 2 * _EPS * _lengths(points) + _EPS * float(np.linalg.norm(left))
+        high = level = None if bias is None else Heights.of(bias, 0)
+        if queries is not None and queries.missing.shape[1]:
+            direction = outside(queries, power)
+            if direction is not None:
+                found = [Heights.along(scaled(p, exponent), mean, *direction) for p in parts]
+                value, lost = (np.concatenate([getattr(part, name) for part in found]) for name in ("value", "noise"))
+                beyond = Heights(value, lost, direction[2])
+                level = beyond if high is None or not high.value.any() else beyond.plus(high, max(direction[2], 0))
+            noise += projection_noise(points)
             for p in parts:
-                points[p] = scaled(p) - mean
-            left = points.mean(axis=0)
-            points -= left
-            noise = 2 * _EPS * _lengths(points) + _EPS * float(np.linalg.norm(left))
-        else:
-            axes, center = np.ldexp(queries.axes, exponent[:, None]), np.ldexp(queries.center, exponent)
-            outside = _outside(axes, center)
-            beyond = np.zeros(len(keys))
-            for p in parts:
-                seen, noise[p], slack[p] = _through(scaled(p), mean, axes, center, queries.slack)
-                points[p], heights[p] = seen[:, :-1], seen[:, -1]
-                beyond[p] = (scaled(p) - mean) @ outside
-            if outside.any():
-                lift = beyond + (0.0 if bias is None else bias)
+                points[p] = queries.in_span(points[p])
         size = float(np.linalg.norm(_lengths(points))) / len(keys) ** 0.5
         self.size = size if size > 0.0 else 1.0
-        self.doubt = 0.0 if queries is not None else 2.0 * (sum(keys.shape) + 8) * _EPS
-        self.judged = self._judged(points, noise, lift)
-        self.measured = self.judged
-        if queries is not None:
-            own = noise + slack
-            if bias is not None:
-                high = bias - bias.mean()
-                heights = heights + high
-                own = own + 2 * _EPS * (np.abs(heights) + np.abs(high))
-            self.measured = Space.of(points, heights if np.ptp(heights) > 0.0 else None, own)
+        self.judged = self._judged(points, noise, level, self.size)
+        self.measured, self._longest = self.judged, 1.0
+        if queries is None:
+            return
+        self._longest = float(np.linalg.norm(queries.axes, 2))
+        exponent = np.frexp(largest)[1]
+        near = replace(
+            queries, axes=np.ldexp(queries.axes, exponent[:, None]), center=np.ldexp(queries.center, exponent)
+        )
+        mean, points = middle(exponent), np.empty((len(keys), queries.axes.shape[1]))
+        noise, slack, heights, own = (np.zeros(len(keys)) for _ in range(4))
+        for p in parts:
+            points[p], noise[p], slack[p], (heights[p], own[p]) = through(scaled(p, exponent), mean, near)
+        self.measured = self._measured(points, noise + slack, Heights(heights, own, 0), high)
+
+    def lead(self, gap: Floats) -> Floats:
+        """Convert score gaps to relative ones: what they are, at least, for unit queries over the judged points.
+
+        Args:
+            gap: of queries u of the set, |u| = 1, in nats and without the bias; without a set of unit queries.
+        """
+        return gap / (self._longest * self.size * self.unit)
 
     @property
     def lift(self) -> Floats | None:

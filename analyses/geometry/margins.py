@@ -78,7 +78,7 @@ def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Meas
     """Where margins are measured."""
     d = len(sets.basis)
     if through_queries:
-        rows, offset, upwards = where.rows, where.offset, False
+        (rows, offset), upwards = where.at(where.powers.score), False
     else:
         upwards = sets.bias_scale > 0.0
         rows, offset = np.ascontiguousarray(sets.normalized[:, : d + upwards]), None
@@ -243,6 +243,8 @@ def _level(
         return np.zeros(centred.shape[1])
     high = offset - offset.mean()
     u = -np.linalg.lstsq(centred, high, rcond=None)[0]
+    if not np.abs(u).max(initial=0.0) <= 1.0:  # (squares of more may overflow)
+        return None
     return u if np.linalg.norm(u) <= 1.0 and np.abs(high + centred @ u).max() <= _AFFINE * size else None
 
 

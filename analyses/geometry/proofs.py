@@ -24,6 +24,7 @@ from ln_probe.analyses.geometry.judged import Judged
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
 from ln_probe.analyses.geometry.min_norm import BUDGET, nearest_points
+from ln_probe.analyses.geometry.scaling import outwards
 from ln_probe.analyses.geometry.scores import Floats, Ints
 from ln_probe.analyses.geometry.verdicts import (
     DUPLICATE,
@@ -64,13 +65,17 @@ class Proved:
 
 @dataclass(frozen=True)
 class Margins:
-    """Bounds of every key's margin, and what proves them, in the order of the keys asked for."""
+    """Bounds of every key's margin, in units of the set, and what proves them, in the order of the keys asked for."""
 
     lower: Float64[np.ndarray, " some"]
     upper: Float64[np.ndarray, " some"]
     point: Float64[np.ndarray, "some r"]  # u of the query that proves lower
     weights: Rows  # prove upper, a row per key asked for
     repaired: Bool[np.ndarray, " some"]
+
+    def bounds(self, power: int) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+        """Both bounds as plain numbers, from the unit `2**power`."""
+        return outwards(self.lower, power, up=False), outwards(self.upper, power, up=True)
 
 
 def prove_verdicts(
@@ -103,12 +108,13 @@ def _repair(
     checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints, budget: float
 ) -> Proved:
     number = len(verdicts.code)
-    code, query, source = verdicts.code.copy(), verdicts.query.copy(), verdicts.source.copy()
-    kept = np.setdiff1d(np.unique(source[verdicts.code == UNSELECTABLE]), todo)
-    rows = {int(i): verdicts.weights.row(int(i)) for i in kept}
+    code, query, source = verdicts.code.copy(), verdicts.query.copy(), np.arange(number)
+    # A row for each key: one that keys share may not be replaced for one of them alone.
+    rows = {int(i): verdicts.row(int(i)) for i in np.flatnonzero(code == UNSELECTABLE)}
     repaired = np.zeros(number, bool)
     known: dict[bytes, int] = {}
     for i in map(int, todo):
+        rows.pop(i, None)
         like = known.setdefault(sets.normalized[i].tobytes(), i)
         if like != i:  # an exact copy of one that was done
             code[i], query[i], source[i], clear[i], repaired[i] = (
@@ -119,10 +125,7 @@ def _repair(
                 repaired[like],
             )
             continue
-        if (verdicts.code[i] == UNSELECTABLE or i in rows) and source[i] != i:
-            rows.setdefault(int(source[i]), verdicts.weights.row(int(source[i])))
-        code[i], clear[i], source[i] = UNDECIDED, np.nan, i
-        rows.pop(i, None)
+        code[i], clear[i] = UNDECIDED, np.nan
         for found, index, value in _proposals(sets, i, budget):
             one = np.array([i])
             gap, near = checker.selects(one, found[None])
@@ -135,16 +138,17 @@ def _repair(
                     code[i], clear[i], rows[i] = UNSELECTABLE, -miss.upper[0], (index, value)
                     break
         repaired[i] = code[i] != UNDECIDED
-    needed = {int(s) for s in np.unique(source[code == UNSELECTABLE])}
-    for s in needed - rows.keys():
-        rows[s] = verdicts.weights.row(s)
     weights = SparseWeights.of_rows(rows, number)
     return Proved(Verdicts(code, query, weights, source, verdicts.gap), clear, repaired)
 
 
-def _proposals(sets: KeyCoordinates, i: int, budget: float) -> Iterator[tuple[Floats, Ints, Floats]]:
-    """A query and weights for key i against every key that differs from it, from two solvers."""
-    apart = np.linalg.norm(sets.normalized - sets.normalized[i], axis=1)
+def _proposals(
+    sets: KeyCoordinates, i: int, budget: float, until: int | None = None
+) -> Iterator[tuple[Floats, Ints, Floats]]:
+    """A query and weights for key i against every key (up to position `until`) that differs from it, from two
+    solvers."""
+    seen = sets.normalized if until is None else sets.normalized[: until + 1]
+    apart = np.linalg.norm(seen - sets.normalized[i], axis=1)
     others = np.flatnonzero(apart > TAU * (1 + SLACK))
     if len(others) == 0:
         yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
@@ -219,7 +223,7 @@ def prove_margins(
         point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
         for k in map(int, wide):
             for u, index, value in _other_proposals(
-                space, verdicts, int(asked[k]), gap, lower, upper, point, k, budget
+                space, verdicts, through_queries, int(asked[k]), gap, lower, upper, point, k, budget
             ):
                 one = asked[k : k + 1]
                 better = checker.gap_at_least(one, np.append(u, np.zeros(point.shape[1] - dim))[None]).lower[0]
@@ -245,6 +249,7 @@ def prove_margins(
 def _other_proposals(
     space: Measured,
     verdicts: Verdicts,
+    through_queries: bool,
     i: int,
     gap: float,
     lower: Floats,
@@ -256,9 +261,16 @@ def _other_proposals(
     """Another query and other weights for one margin: what proved the verdict, then another solver."""
     if verdicts.code[i] == UNSELECTABLE:
         yield (np.zeros(space.rows.shape[1]) if space.level is None else space.level), *verdicts.row(i)
-    elif verdicts.code[i] == SELECTABLE:
+    elif verdicts.code[i] == SELECTABLE and not through_queries:  # (else its query is in other coordinates)
         yield verdicts.query[i, : space.rows.shape[1]], np.empty(0, np.int64), np.empty(0)
     yield again(space, i, gap, float(lower[k]), float(upper[k]), point[k, : space.rows.shape[1]], budget)
+
+
+def reached(checker: Checker, margin_lower: Float64[np.ndarray, " some"]) -> Bool[np.ndarray, " some"]:
+    """Whether a query of the set puts each key on top, by more than tau relative to what the set sees of the keys."""
+    if checker.number == 1:
+        return np.ones(len(margin_lower), bool)
+    return np.asarray(margin_lower > checker.tau * checker.measured.size)
 
 
 def prove_attention(checker: Checker, found: Attainable, only: Ints | None = None) -> Attainable:
@@ -272,28 +284,80 @@ def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectab
     """Check from where on keys are unselectable; how many positions could be earlier as far as is proved.
 
     That a key is inside at its position is proved or it is -1 (as for a key that is not unselectable); that it is not
-    before is proved by a query that selects it among the keys before, or it is counted.
+    before is proved by a query that selects it among the keys before, or it has no query and is counted.
     """
     number = len(first.at)
-    at = first.at.copy()
+    at, query = first.at.copy(), first.query.copy()
     at[verdicts.code != UNSELECTABLE] = -1
     down = np.flatnonzero(verdicts.code == UNSELECTABLE)
     if len(down) == 0:
         return replace(first, at=at), 0
-    source = first.source[down]
-    miss = checker.reproduces(down, first.weights.rows(source), until=at[down])
+    miss = checker.reproduces(down, first.weights.rows(first.source[down]), until=at[down])
     failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]  # (strictly, weights may be on near-copies)
     if len(failed):  # the verdict's own weights prove it where their last key is
-        rows = {int(s): first.weights.row(int(s)) for s in np.unique(source)}
-        origin = first.source.copy()
+        rows = _rows_of(first, down)
         for i in map(int, failed):
             rows[i] = verdicts.row(i)
-            origin[i] = i
             at[i] = max(i, int(rows[i][0].max()))
-        first = replace(first, weights=SparseWeights.of_rows(rows, number), source=origin)
+        first = replace(first, weights=SparseWeights.of_rows(rows, number), source=np.arange(number))
     late = down[at[down] > down]
     open_ = 0
     if len(late):
-        gap, _ = checker.selects(late, first.query[late], until=at[late] - 1)
-        open_ = int((~(gap.lower > TAU * (1 - SLACK))).sum())
-    return replace(first, at=at), open_
+        gap, _ = checker.selects(late, query[late], until=at[late] - 1)
+        left = late[~(gap.lower > TAU * (1 - SLACK))]
+        query[left], open_ = np.nan, len(left)
+    return replace(first, at=at, query=query), open_
+
+
+def close_positions(
+    checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, first: FirstUnselectable, budget: float = BUDGET
+) -> tuple[FirstUnselectable, int]:
+    """Solve again for the positions that `prove_positions` left open, one key at a time, against every
+    key before that differs from it; how many are still open."""
+    late = np.flatnonzero((first.at > np.arange(len(first.at))) & np.isnan(first.query).any(axis=1))
+    if len(late) == 0:
+        return first, 0
+    at, query, open_ = first.at.copy(), first.query.copy(), 0
+    rows = _rows_of(first, np.flatnonzero(verdicts.code == UNSELECTABLE))
+    for i in map(int, late):
+        # Among keys 0..high it is unselectable, among 0..low it is not (or there is no such position).
+        low, high, one = i - 1, int(at[i]), np.array([i])
+        tried = high - 1
+        while high - low > 1:
+            proof = _position(checker, sets, i, tried, budget)
+            if proof is None:
+                break
+            if isinstance(proof, tuple):
+                rows[i], high = proof, max(i, int(proof[0].max()))
+            else:
+                query[i], low = proof, tried
+            tried = (low + high) // 2
+        at[i] = high
+        if high > i:
+            gap, _ = checker.selects(one, query[one], until=np.array([high - 1]))
+            if not gap.lower[0] > TAU * (1 - SLACK):
+                query[i], open_ = np.nan, open_ + 1
+    weights = SparseWeights.of_rows(rows, len(at))
+    return replace(first, at=at, query=query, weights=weights, source=np.arange(len(at))), open_
+
+
+def _rows_of(first: FirstUnselectable, keys: Ints) -> dict[int, tuple[Ints, Floats]]:
+    """Weights of some keys, a row for each: a row that copies share may not be replaced for one of them alone."""
+    return {int(i): first.weights.row(int(first.source[i])) for i in keys}
+
+
+def _position(
+    checker: Checker, sets: KeyCoordinates, i: int, until: int, budget: float
+) -> Floats | tuple[Ints, Floats] | None:
+    """A query that selects key i among keys 0..until, or weights of these that reproduce it; None if neither is
+    proved."""
+    one, last = np.array([i]), np.array([until])
+    for query, index, value in _proposals(sets, i, budget, until):
+        gap, _ = checker.selects(one, query[None], until=last)
+        if gap.lower[0] > TAU * (1 - SLACK):
+            return query
+        if len(index):
+            miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value), until=last)
+            if miss.upper[0] <= TAU * (1 + SLACK):
+                return index[value > 0.0], value[value > 0.0]
+    return None

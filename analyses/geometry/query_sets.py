@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ from ln_probe.analyses.geometry.key_sets import floats
 
 # Radii and axes beyond this make scores whose squares leave float64's range, whatever the keys.
 _LARGEST = 1e150
+
+# A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
+# not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
+# tolerance of verdicts. Directions above it are kept as they are, however short the axes are along them.
+SPAN_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,39 @@ class QuerySet:
     slack: float = 0.0
     given: Float64[np.ndarray, "d more"] | None = None
 
+    @cached_property
+    def missing(self) -> Float64[np.ndarray, "d m"]:
+        """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
+        d, axes = len(self.axes), _over_power(self.axes)[0]
+        values = np.linalg.svd(axes, compute_uv=False)
+        rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
+        if rank == d:
+            return np.zeros((d, 0))
+        return np.ascontiguousarray(np.linalg.svd(axes)[0][:, rank:])
+
+    @cached_property
+    def outside(self) -> Float64[np.ndarray, " d"]:
+        """The part of the center along the missing directions: every query of the span has it."""
+        center, power = _over_power(self.center)
+        along = self.missing.T @ center
+        if np.linalg.norm(along) <= SPAN_TOLERANCE * np.linalg.norm(center):
+            return np.zeros_like(center)
+        return np.asarray(np.ldexp(self.missing @ along, power))
+
+    def in_span(self, rows: Float64[np.ndarray, "row d"]) -> Float64[np.ndarray, "row d"]:
+        """Each row without its part along the missing directions; the rows themselves if none is missing."""
+        missing = self.missing
+        if missing.shape[1] == 0:
+            return rows
+        left = rows - (rows @ missing) @ missing.T
+        return np.asarray(left - (left @ missing) @ missing.T)
+
+    def keys_in_span(self, centred: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "key d"]:
+        """`in_span` for centred keys of ordinary size; zeros where only rounding is left of them."""
+        points = self.in_span(centred)
+        rounding = (len(self.axes) + 16) * float(np.finfo(np.float64).eps)
+        return points if np.linalg.norm(points) > rounding * np.linalg.norm(centred) else np.zeros_like(points)
+
     def compact(self) -> QuerySet:
         """The same set with at most d axes (only `axes @ axes.T` matters).
 
@@ -40,6 +79,12 @@ class QuerySet:
             return self
         fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
         return QuerySet(self.center, fewer, 4.0 * r * d * float(np.finfo(np.float64).eps), self.axes)
+
+
+def _over_power(values: Float64[np.ndarray, "*shape"]) -> tuple[Float64[np.ndarray, "*shape"], int]:
+    """Values over a power of two that makes them at most 1, so that no square overflows, and that power."""
+    power = int(np.frexp(np.abs(values).max(initial=0.0))[1])
+    return np.ldexp(values, -power), power
 
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:

@@ -73,7 +73,8 @@ class WholeSet:
         # Scaled by powers of two to at most 1/2, for products in floating point.
         self._scale = exponent_of(self.points)
         self._scaled = np.ldexp(self.points, -self._scale - 1)
-        self._bias_scale = exponent_of(lifts)
+        terms = ((lifts, 0), (slope, self._scale))
+        self._bias_scale = max((exponent_of(v) + power for v, power in terms if v.any()), default=0)
         self._lifts = np.ldexp(lifts, -self._bias_scale - 1)
         self._whole: dict[int, tuple[list[int], int]] = {}
 

@@ -16,7 +16,7 @@ from transformer_lens.HookedRootModule import HookedRootModule
 
 from ln_probe.analyses.lab.fixed_precision import Precision, install
 from ln_probe.analyses.lab.run_folder import LAB_FILE
-from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import read_json
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -63,7 +63,7 @@ def arithmetic_of(folder: Path) -> Arithmetic:
         ValueError: it is damaged, or of a program that an earlier version compiled and saved in float32.
     """
     path = folder / LAB_FILE
-    held = plain_json.read(path)
+    held = read_json(path)
     if not isinstance(held, dict):
         raise ValueError(f"{path} does not describe a lab model (it holds no object)")
     if "dtype" not in held:

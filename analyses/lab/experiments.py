@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
+from ln_probe.analyses.machinery.files import PARTIAL, FileError, Undo, read_json, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results
@@ -314,11 +313,17 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
+    undo = Undo(request.out, request.out / EXPERIMENT_FILE)
     claim(name, request)
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
+    try:
+        results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
+    except (FileExistsError, FileNotFoundError, ValueError):
+        if {path.name for path in request.out.iterdir()} == {EXPERIMENT_FILE}:  # it was refused before it began
+            undo()
+        raise
     write_results(
         results,
         request.out,
@@ -341,8 +346,8 @@ def claim(name: str, request: Request) -> None:
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
         try:
-            held = plain_json.read(path)
-        except (OSError, plain_json.JsonError) as error:
+            held = read_json(path)
+        except (OSError, FileError) as error:
             raise ValueError(f"{error}: delete the folder or choose another --out") from error
         if not isinstance(held, dict):
             raise ValueError(f"{path} is damaged: delete the folder or choose another --out")

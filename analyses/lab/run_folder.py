@@ -20,8 +20,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.checkpoint_names import step_named
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import PARTIAL, write_atomically
+from ln_probe.analyses.machinery.files import PARTIAL, FileError, parse_json, read_json, write_atomically
 
 LAB_FILE = "lab.json"
 METRICS_FILE = "metrics.jsonl"
@@ -49,8 +48,8 @@ def check(out: Path, identity: dict[str, Any]) -> None:
     """Raise FileExistsError if `out` holds another run, ValueError if it cannot be told."""
     path = out / LAB_FILE
     try:
-        held = plain_json.read(path)
-    except plain_json.JsonError as error:
+        held = read_json(path)
+    except FileError as error:
         raise ValueError(f"{error}: delete {out} or choose another folder") from error
     if not isinstance(held, dict):
         raise ValueError(f"{path} holds no object: delete {out} or choose another folder")
@@ -82,8 +81,8 @@ def metric_rows(metrics: Path) -> list[dict[str, Any]]:
         where = f"{metrics}, line {number}"
         again = f"delete {metrics.parent} to train the run again"
         try:
-            row = plain_json.parse(line, where)
-        except plain_json.JsonError as error:
+            row = parse_json(line, where)
+        except FileError as error:
             raise ValueError(f"{error}: {again}") from error
         check = row.pop(_CHECK, None) if isinstance(row, dict) else None
         known = isinstance(row, dict) and all(isinstance(v, int | float) for v in row.values())
@@ -118,7 +117,7 @@ def why_diverged(run: Path) -> str:
     """What `diverged.json` says; ValueError if it is damaged."""
     path = run / DIVERGED_FILE
     try:
-        return str(plain_json.read(path)["message"])
+        return str(read_json(path)["message"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it to go on from the last state") from error
 
@@ -132,8 +131,8 @@ def hashes_beside(run: Path) -> dict[str, str]:
     for file in (run / LAB_FILE, run / TOKENIZER_FILE):
         if file.is_file():
             try:
-                said = json.dumps(plain_json.read(file), sort_keys=True)
-            except plain_json.JsonError as error:
+                said = json.dumps(read_json(file), sort_keys=True)
+            except FileError as error:
                 said = str(error)
             found[file.name] = hashlib.sha256(said.encode()).hexdigest()
     return found

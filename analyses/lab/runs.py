@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics, why_diverged
 from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
 from ln_probe.analyses.machinery.pulse import tell
-from ln_probe.analyses.machinery.worker import follow_parent
+from ln_probe.analyses.machinery.worker import follow_parent, starting_workers
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
@@ -130,7 +130,8 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, p
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        waiting = [pool.submit(_one, run, until, False) for run in runs]
+        with starting_workers():
+            waiting = [pool.submit(_one, run, until, False) for run in runs]
         tell("training", 0, len(runs), "runs")
         for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
             done.result()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.training import TEXT_BOUNDARY, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import read_bytes, write_atomically
 
+LARGEST_TEXT = 2**30  # bytes of a text file
 VALID_SHARE = 0.05  # the end of every text is held out
 # From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
 # 206 MB, and a batch of 16 would need some 10 GB with its gradients. Processor time per window, forward and backward:
@@ -56,7 +57,7 @@ class TextTask:
         for file in map(Path, files):
             if not file.is_file():
                 raise FileNotFoundError(f"no text file {file}")
-            raw = file.read_bytes()
+            raw = read_bytes(file, LARGEST_TEXT)
             try:
                 texts.append(raw.decode("utf-8"))
             except UnicodeDecodeError as error:

@@ -51,8 +51,7 @@ from ln_probe.analyses.lab.run_folder import (
 )
 from ln_probe.analyses.lab.sealed_tensors import DamagedTensorsError, load_tensors, save_tensors
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import read_json, write_atomically
 from ln_probe.analyses.machinery.pulse import tell
 
 FORMAT = 1
@@ -374,7 +373,7 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
 def _config(path: Path, tensors: int) -> LabConfig:
     """What a run's file says of its model, which has at most as many layers as there are tensors."""
     try:
-        config = LabConfig(**plain_json.read(path)["model"])
+        config = LabConfig(**read_json(path)["model"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not describe a lab model ({error!r})") from error
     if config.n_layers > tensors:

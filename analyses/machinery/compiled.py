@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from ln_probe.analyses.machinery.files import MARKER, is_marked, mark
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -82,6 +84,7 @@ def _place(folder: Path, stamp: str) -> Path | None:
         try:
             if not place.is_dir():
                 place.mkdir(parents=True, exist_ok=True)
+                mark(place)
                 _forget(home, place)
             if os.access(place, os.W_OK):
                 return place
@@ -91,10 +94,15 @@ def _place(folder: Path, stamp: str) -> Path | None:
 
 
 def _forget(home: Path, kept: Path) -> None:
-    """Take away the folders of earlier states that no one has written to for a week."""
+    """Delete numba's files of earlier states that no one has written to for a week, in folders that we made."""
     for other in home.glob("numba-*"):
-        if other != kept and time.time() - other.stat().st_mtime > _WEEK:
-            shutil.rmtree(other, ignore_errors=True)
+        if other == kept or not is_marked(other) or time.time() - other.stat().st_mtime < _WEEK:
+            continue
+        for path in [*other.glob("*/*.nb[ic]*"), other / MARKER]:  # what else is in there is not ours
+            path.unlink(missing_ok=True)
+        for folder in [*other.iterdir(), other]:
+            with suppress(OSError):  # it is no folder, or not empty
+                folder.rmdir()
 
 
 @cache

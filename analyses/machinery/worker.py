@@ -1,4 +1,4 @@
-"""What a worker process does first, so that none outlives its parent."""
+"""How processes end: on Ctrl-C and SIGTERM alike, and none of the workers outlives its parent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,75 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has asked this process to stop.
+
+    Attributes:
+        status: the exit status by which a shell tells so.
+        message: what the command says then.
+    """
+
+    message = "stopped: re-run the same command to resume"
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+class _Request:
+    """The signal that has arrived: what it raised may have been lost, in a callback or in a module half imported."""
+
+    number = 0
+
+
+def stop_on_signals() -> None:
+    """Raise Stopped in the main thread on Ctrl-C and on SIGTERM, which Slurm sends before a job's time is over."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    again, _Request.number = _Request.number == signal.SIGTERM == number, number
+    if not again:  # a second SIGTERM does not disturb what the first one has begun
+        raise Stopped(number)
+
+
+def check_stopped() -> None:
+    """Raise Stopped if a signal has arrived."""
+    if _Request.number:
+        raise Stopped(_Request.number)
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Keep signals from processes that are started meanwhile, until they `follow_parent`."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # which unblocks these signals once it has started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when it ends, however that happens."""
+    """Leave Ctrl-C to the parent, and end when it ends, however that happens. Run first in a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

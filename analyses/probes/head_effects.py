@@ -78,9 +78,11 @@ class _Watching(Observer):
         self.runs = HeadRuns(
             view.model,
             view.sites,
-            view.calibration.constants,
+            view.calibration.constants.of,
+            pooled=view.calibration.constants.pooled,
             layers=view.layers,
             heads=view.heads,
+            objective=view.objective,
             meaningless=view.meaningless,
         )
 

@@ -27,6 +27,7 @@ from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.sites import Site
 
 # Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
@@ -91,8 +92,8 @@ class View:
         layers: looked at; heads: likewise, None: all.
         calibration: of the first pass; None for a probe that needs nothing but weights.
         name_of: the string of a token id.
-        meaningless: why nothing that is computed from the model's outputs means anything; empty if it does, or if no
-            probe needs them.
+        meaningless: why nothing that is computed from the model's outputs or its head means anything; empty if it does.
+        objective: the loss: of the next token, or the user's.
     """
 
     model: HookedModel
@@ -102,10 +103,11 @@ class View:
     calibration: Calibration | None
     name_of: Callable[[int], str]
     meaningless: str = ""
+    objective: Objective = field(default_factory=Objective)
 
     @property
     def calibrated(self) -> list[Site]:
-        return [s for s in self.sites if self.calibration is not None and s.name in self.calibration.constants]
+        return [s for s in self.sites if self.calibration is not None and s.name in self.calibration.constants.sites]
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ BUILT_IN = {
     "decomposition": (f"{_HERE}.decomposition:Decomposition", "every norm, term by term"),
     "selectability": (f"{_HERE}.selectability:Selectability", "which keys a query can select, by what margin"),
     "uniformity": (f"{_HERE}.uniformity:UniformityProbe", "how uniformly heads attend"),
-    "causal": (f"{_HERE}.causal:Causal", "what the loss is with a term switched off"),
+    "causal": (f"{_HERE}.causal:Causal", "how the loss changes when a term is removed"),
     "head_effects": (
         f"{_HERE}.head_effects:HeadEffects",
         "what the loss loses when one head reads its norm without a term",

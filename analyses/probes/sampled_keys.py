@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Float64, Int8, Int64, Shaped
 
 from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.geometry.judged import judged
+from ln_probe.analyses.geometry.any_position import attainable_anywhere
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.some_keys import SomeKeys, some_attention, some_keys
+from ln_probe.analyses.geometry.witnesses import GivenSet
 from ln_probe.analyses.machinery.parallel import in_threads
 
 Measures = dict[str, Shaped[np.ndarray, " drawn"]]
@@ -39,9 +40,47 @@ def sampled_heads(attended: Attended, variant: str, prompt: int) -> dict[str, Sh
             _of_set(attended, place, np.ascontiguousarray(here), start, only, last)
             for here, start, only, last in _sets(attended, keys[place], drawn)
         )
-        return found | {"pattern_max": most[head, found["position"]]}
+        received = most[head, found["position"]]
+        least = np.fmax(received, found["attainable_last"])
+        weight, upper = at_any_position(attended, place, keys[place], least, found["position"].astype(np.int64))
+        return found | {"pattern_max": received, "attainable": weight, "attainable_upper": upper}
 
     return stacked(in_threads(one, range(len(attended.chosen))))
+
+
+def at_any_position(
+    attended: Attended,
+    row: int,
+    keys: Float64[np.ndarray, "key d"],
+    least: Float64[np.ndarray, " some"],
+    only: Int64[np.ndarray, " some"],
+) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+    """Bounds of the largest weight that keys of a head can receive at any position that sees them and another key.
+
+    From queries of the observed set, and from those that occurred: one in twenty lies outside of it.
+
+    Args:
+        row: place of the head among the chosen ones.
+        keys: all keys of the prompt.
+        least: weights that each of the keys asked for really received, or that a query of the set is known to give.
+        only: which keys are asked for.
+    """
+    queries = attended.observed(row)
+    if queries is None:
+        nothing = np.full(len(only), np.nan)
+        return nothing, nothing
+    assert attended.heads is not None
+    bias = attended.key_bias
+    weight, upper = attainable_anywhere(
+        keys,
+        None if bias is None else bias[row],
+        queries,
+        rotary=attended.heads.rotary is not None,
+        causal=attended.heads.causal,
+        window=attended.heads.window,
+        only=only,
+    )
+    return np.fmax(weight, least), np.fmax(upper, least)
 
 
 def _of_set(
@@ -66,7 +105,7 @@ def _of_set(
         smaller = QuerySet(full.center, full.axes * rho, full.slack, None if full.given is None else full.given * rho)
         weight, above = some_attention(keys, lift, smaller, only, geometry.attainable_at)
         most = np.fmax(geometry.attainable, weight)
-        found |= {"attainable": weight, "attainable_upper": above, "attainable_reachable": most}
+        found |= {"attainable_last": weight, "attainable_last_upper": above, "attainable_reachable": most}
     return found
 
 
@@ -80,8 +119,8 @@ def _of_unbounded(
     last: int,
 ) -> Measures:
     center, axes = attended.directions(last)
-    where = judged(keys, bias, QuerySet(center[place], axes[place]).compact())
-    verdicts = some_keys(where.rows, where.lift, None, only, causal=attended.grows, margins=False)
+    own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
+    verdicts = some_keys(own.points, own.lift, None, only, causal=attended.grows, margins=False)
     found = _as_measures(verdicts, start, only, last)
     occurred = attended.empirical(last)
     if occurred is None:
@@ -91,8 +130,9 @@ def _of_unbounded(
     return found | {
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
-        "attainable": geometry.attainable,
-        "attainable_upper": geometry.attainable_upper,
+        "reachable": _as_code(geometry),
+        "attainable_last": geometry.attainable,
+        "attainable_last_upper": geometry.attainable_upper,
     }
 
 
@@ -113,14 +153,22 @@ def _as_measures(found: SomeKeys, start: int, only: Int64[np.ndarray, " some"], 
         "verdict": found.verdict.astype(np.int8),
         "margin_lower": found.margin_lower,
         "margin_upper": found.margin_upper,
+        "reachable": _as_code(found),
         "attainable": nothing,
         "attainable_upper": nothing,
+        "attainable_last": nothing,
+        "attainable_last_upper": nothing,
         "attainable_reachable": found.attainable,
         "pattern_max": nothing,
         "first_unselectable_at": at if np.isnan(at).any() else at.astype(np.int64),
         "judged_at": np.full(len(only), last, np.int32),
         "position": (only + start).astype(np.int32),
     }
+
+
+def _as_code(found: SomeKeys) -> Int8[np.ndarray, " some"]:
+    """`reachable` as 1, 0, and -1 where there is no set of queries."""
+    return np.full(len(found.verdict), -1, np.int8) if found.reachable is None else found.reachable.astype(np.int8)
 
 
 def _joined(parts: Iterator[Measures]) -> Measures:

@@ -1,12 +1,15 @@
 """The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
 
 Two spaces. `normalized`: the norm's output before gain and bias (the paper's claim is about it; one row per layer,
-head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions; margins
-there are gaps in nats over the reachable queries, the same for every equivalent model. Behind a norm that does not
-scale, or none, queries are unbounded: verdicts ask for a query in any direction that the head has, margins and
-attention for one of the empirical set. The queries of all variants are the intact model's.
+head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions.
 
-Keys are judged among those that one query sees: all of them, or those of its window (`Attended.key_sets`).
+Verdicts in head space are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q
+does not remove. What the head's own queries can do is measured over the reachable set: margins, gaps in nats that are
+the same for every equivalent model, and `reachable`. Behind a norm that does not scale, or none, queries are unbounded,
+and margins and attention are those of the empirical set. The queries of all variants are the intact model's.
+
+Keys are judged among those that one query sees: all of them, or those of its window (`Attended.key_sets`). Attainable
+attention is the largest weight at any position that sees a key (`geometry.any_position`), and at the last position.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
 """
@@ -24,11 +27,12 @@ from ln_probe.analyses import key_tables
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE
 from ln_probe.analyses.geometry.hull import KeyGeometry, attainable_attention, key_geometry
-from ln_probe.analyses.geometry.judged import judged
-from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.query_sets import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.geometry.witnesses import GivenSet
 from ln_probe.analyses.key_rows import GEOMETRY_PROMPTS, HEAD, NORMALIZED, Collected, blocks
 from ln_probe.analyses.key_sample import SAMPLE_ABOVE
+from ln_probe.analyses.machinery.parallel import in_threads
 from ln_probe.analyses.probes.protocol import (
     DESCRIBED,
     NO_EFFECT,
@@ -44,7 +48,7 @@ from ln_probe.analyses.probes.protocol import (
     Shape,
     View,
 )
-from ln_probe.analyses.probes.sampled_keys import over_nothing, sampled_heads, stacked
+from ln_probe.analyses.probes.sampled_keys import at_any_position, over_nothing, sampled_heads, stacked
 from ln_probe.analyses.probes.sentences import NOT_SIZE_MATCHED, NOTEWORTHY, even_share, medians, of_variant
 from ln_probe.analyses.schema import Part
 from ln_probe.analyses.tables import HEADS, KEYS
@@ -58,7 +62,7 @@ _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spre
 # Seconds of one core per key (token, layer, head and variant) at 128 and 512 tokens a prompt: 5.6e-5 measured on
 # lm-layernorm (d_head 8), 4.8e-4 on GPT-2 small's shape (d_head 64, bench/probe.py). In between, as a power.
 _SECONDS_PER_KEY = {128: 6e-5, 512: 5e-4}
-_BYTES_PER_KEY = 61  # of a piece: seven numbers and two codes
+_BYTES_PER_KEY = 78  # of a piece: eight numbers, two positions and two codes
 
 
 class Selectability(Probe):
@@ -71,6 +75,7 @@ class Selectability(Probe):
     interleaved = True
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
+        "query_span_tolerance": SPAN_TOLERANCE,
         "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,
         "keys_sampled": key_tables.SAMPLED,
         "keys_sampled_above_seconds": SAMPLE_ABOVE,
@@ -90,9 +95,9 @@ class Selectability(Probe):
         heads = tables[HEADS.name]
         return [
             *_attainable(heads, even_share(heads)),
-            *_selectable(heads, "head", "As attention sees them, per head", "unselectable"),
+            *_selectable(heads, HEAD, "unselectable"),
             *_margins(heads),
-            *_selectable(heads, "normalized", "At the norm's output", "geometry"),
+            *_selectable(heads, NORMALIZED, "geometry"),
         ]
 
     def marks(self, pieces: Sequence[Piece]) -> Iterator[Marks]:
@@ -168,20 +173,30 @@ def _in_head_space(attended: Attended, variant: str, prompt: int) -> dict[str, n
     """Measures of the chosen heads' keys."""
     if attended.calibration.sample is not None:
         return sampled_heads(attended, variant, prompt)
-    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
+    keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     bias = attended.key_bias
     _, most = attended.spread(variant)
-    found = []
+    parts = []
     for seen in attended.key_sets:
         last, here = seen.stop - 1, np.ascontiguousarray(keys[:, seen])
         lift = None if bias is None else np.ascontiguousarray(bias[:, seen])
         reachable = attended.reachable(last)
         if reachable is None:
-            part = _over_any(attended, here, lift, last)
+            parts.append(_over_any(attended, here, lift, last))
         else:
-            part = _over_reachable(attended, here, lift, last, reachable)
-        found.append(part | {"pattern_max": most[attended.chosen, seen]})
-    return _joined(found)
+            parts.append(_over_reachable(attended, here, lift, last, reachable))
+    found, pattern_max = _joined(parts), most[attended.chosen]
+    least = np.fmax(pattern_max, found["attainable_last"])
+
+    def anywhere(row: int) -> tuple[np.ndarray, np.ndarray]:
+        return at_any_position(attended, row, keys[row], least[row], np.arange(attended.length))
+
+    bounds = in_threads(anywhere, range(len(keys)))
+    return found | {
+        "pattern_max": pattern_max,
+        "attainable": np.stack([weight for weight, _ in bounds]),
+        "attainable_upper": np.stack([upper for _, upper in bounds]),
+    }
 
 
 def _over_reachable(
@@ -191,7 +206,7 @@ def _over_reachable(
     last: int,
     reachable: tuple[np.ndarray, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """Keys over the queries that the heads can make at position `last`, and over those of the size that occurs."""
+    """Keys over the queries that the heads can make at position `last`, and over the observed ones there."""
     geometry = key_geometry(keys, bias, query_set=reachable, causal=attended.grows)
     found = _measures(geometry, last)
     radii = attended.calibration.radii
@@ -201,7 +216,7 @@ def _over_reachable(
         weight, above = attainable_attention(keys, smaller, bias, starts=geometry.attainable_at)
         # The observed set lies in the reachable one: a weight found there counts here too.
         most = np.fmax(geometry.attainable, weight)
-        found |= {"attainable": weight, "attainable_upper": above, "attainable_reachable": most}
+        found |= {"attainable_last": weight, "attainable_last_upper": above, "attainable_reachable": most}
     return found
 
 
@@ -212,10 +227,9 @@ def _over_any(attended: Attended, keys: np.ndarray, bias: np.ndarray | None, las
     lifts = [None] * len(keys) if bias is None else list(bias)
     verdicts = []
     for one, lift, c, directions in zip(keys, lifts, center, axes, strict=True):
-        where = judged(one, lift, QuerySet(c, directions).compact())
-        above = None if where.lift is None else where.lift[None]
-        verdicts.append(_measures(key_geometry(where.rows[None], above, causal=attended.grows, margins=False), last))
-    found = {m: np.concatenate([v[m] for v in verdicts]) for m in verdicts[0]}
+        own = GivenSet(one, lift, QuerySet(c, directions).compact()).own
+        verdicts.append(_measures(key_geometry(own.points, own.lift, causal=attended.grows, margins=False), last))
+    found = {m: np.stack([v[m] for v in verdicts]) for m in verdicts[0]}
     occurred = attended.empirical(last)
     if occurred is None:
         return found
@@ -223,8 +237,9 @@ def _over_any(attended: Attended, keys: np.ndarray, bias: np.ndarray | None, las
     return found | {
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
-        "attainable": geometry.attainable,
-        "attainable_upper": geometry.attainable_upper,
+        "reachable": _as_code(geometry),
+        "attainable_last": geometry.attainable,
+        "attainable_last_upper": geometry.attainable_upper,
     }
 
 
@@ -235,13 +250,23 @@ def _measures(geometry: KeyGeometry, last: int) -> dict[str, np.ndarray]:
         "verdict": (geometry.verdict[..., None] == NAMES).argmax(-1).astype(np.int8),
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
+        "reachable": _as_code(geometry),
         "attainable": nothing,
         "attainable_upper": nothing,
+        "attainable_last": nothing,
+        "attainable_last_upper": nothing,
         "attainable_reachable": geometry.attainable,
         "pattern_max": nothing,
         "first_unselectable_at": nothing if (at := geometry.first_unselectable_at) is None else at,
         "judged_at": np.full(geometry.verdict.shape, last, np.int32),
     }
+
+
+def _as_code(geometry: KeyGeometry) -> np.ndarray:
+    """`reachable` as 1, 0, and -1 where there is no set of queries."""
+    if geometry.reachable is None:
+        return np.full(geometry.verdict.shape, -1, np.int8)
+    return geometry.reachable.astype(np.int8)
 
 
 def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -264,86 +289,110 @@ def _per_key(tokens: float) -> float:
 
 # --------------------------------------------------------------------------------------------------------- findings
 
+# What a finding calls the variants beside the intact model.
+_VARIANTS = {"no_scaling": "with scaling frozen", "neither": "with both removed"}
+
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:
-    """How far the strongest query can raise a key above the others."""
+    """By how much the best query scores a key above all others."""
     one, two = medians(heads, "margin_median")
     if math.isnan(one):
         return []
-    unbounded = set(of_variant(heads, "intact")["queries"]) == {"empirical"}
-    who = "The best query of the set that occurs (nothing bounds what a head could make)" if unbounded else ""
-    text = f"{who or 'The best query that its head can make'} {_raises(one)}"
+    text = f"For the median key, the best query {_produced(heads)} scores it {_lead(one)}"
     if not math.isnan(two):
-        text += f"; with scaling replaced by a constant, it {_raises(two)}"
+        text += f"; with scaling frozen, {_lead(two)}"
     low_one, low_two = medians(heads, "margin_p05")
     if not math.isnan(low_two) and max(low_one, low_two) > 0:
-        text += f". For the hardest twentieth of keys: {number(low_one)} against {number(low_two)} nats"
+        text += f". For the 5th-percentile key: {number(low_one)} nats ({number(low_two)} with scaling frozen)"
     return [Finding(text + ".", "margins", DESCRIBED)]
 
 
-def _raises(margin: float) -> str:
-    """What a query does to a typical key; a margin below 0 is no lead."""
-    if margin < 0:
-        return f"leaves a typical key {number(-margin)} nats below another"
-    return f"raises a typical key {number(margin)} nats above every other"
+def _produced(heads: pd.DataFrame) -> str:
+    """Which queries margins are about."""
+    unbounded = set(of_variant(heads, "intact")["queries"]) == {"empirical"}
+    return "of the size that occurs (nothing bounds this head's queries)" if unbounded else "the head can produce"
+
+
+def _lead(margin: float) -> str:
+    """A score gap in words; a margin below 0 is no lead."""
+    return f"{number(abs(margin))} nats {'below the best other key' if margin < 0 else 'above all others'}"
 
 
 def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
-    """How much attention keys can get, how much less or more without scaling, and what an even share would be.
+    """How much of the last position's attention keys can receive, intact and with scaling frozen.
 
-    Of queries at the last position: what keys really received is the largest weight over all queries that see them, and
-    so is not set beside it.
+    All keys compete there, so uniform attention is a measure for it.
     """
-    one, two = medians(heads, "attainable_median")
+    one, two = medians(heads, "attainable_last_median")
     if math.isnan(one):
         return []
-    low_one, low_two = medians(heads, "attainable_p05")
-    share = "" if math.isnan(even) else f" (an even share of a prompt of average length: {percent(even)})"
-    if math.isnan(two):
-        text = (
-            f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
-            f"position{share}, one of the hardest twentieth {percent(low_one)}."
-        )
-        return [Finding(text, "attainable", DESCRIBED)]
+    low_one, low_two = medians(heads, "attainable_last_p05")
+    uniform = "" if math.isnan(even) else f" Uniform attention would give {percent(even)}."
+    frozen, low_frozen = "", ""
+    if not math.isnan(two):
+        frozen, low_frozen = f" ({percent(two)} with scaling frozen)", f" ({percent(low_two)})"
     text = (
-        f"From queries of the size that occur, a typical key can get {percent(one)} of the attention of the last "
-        f"position ({percent(two)} without scaling), one of the hardest twentieth {percent(low_one)} "
-        f"({percent(low_two)}){share}"
+        f"With queries as large as those observed, the median key can receive up to {percent(one)} of the last "
+        f"position's attention{frozen}, the 5th-percentile key {percent(low_one)}{low_frozen}.{uniform}"
     )
-    size = abs(two - one)
-    per_layer = {v: of_variant(heads, v).groupby("layer")["attainable_p05"].median() for v in ("intact", "no_scaling")}
+    if math.isnan(two):
+        return [Finding(text, "attainable", DESCRIBED)]
+    size, column = abs(two - one), "attainable_last_p05"
+    per_layer = {v: of_variant(heads, v).groupby("layer")[column].median() for v in ("intact", "no_scaling")}
     change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
     if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
         layer = int(change.index[int(change.abs().to_numpy().argmax())])
         before, after = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
         text += (
-            f"; it matters most in layer {layer}, where without scaling its hardest keys can get {percent(after)} "
-            f"instead of {percent(before)}"
+            f" The change is largest in layer {layer}: {percent(before)} for its 5th-percentile key, {percent(after)} "
+            "with scaling frozen."
         )
         size = max(size, abs(after - before))
-    return [Finding(text + ".", "attainable", DESCRIBED, size=size)]
+    return [Finding(text, "attainable", DESCRIBED, size=size)]
 
 
-def _selectable(heads: pd.DataFrame, space: str, where: str, picture: str) -> list[Finding]:
-    """Keys in the hull of the others, in one space."""
+def _selectable(heads: pd.DataFrame, space: str, picture: str) -> list[Finding]:
+    """How many keys no query selects, and in head space how many no query of the head selects."""
     if not len(heads) or heads["keys"].isna().all():
         return []
-    parts, shares = [], []
-    for variant, name in (("intact", "intact"), ("no_scaling", "without scaling"), ("neither", "without both")):
-        rows = of_variant(heads, variant, space)
-        rows = rows[rows["no_op"] == ""] if variant != "intact" else rows  # where there is something to take away
-        if len(rows) and rows["keys"].sum():
-            shares.append(float(rows["unselectable"].sum() / rows["keys"].sum()))
-            parts.append(f"{100 * shares[-1]:.1f} % {name}")
-    if not parts:
+    shares = _shares(heads, space, "unselectable_fraction")
+    if not shares:
         return []
     rows = heads[heads["space"] == space]
     known = ""
     if (rows["by_theorem"] != "").all():
-        known = f" All by theorem ({rows['by_theorem'].iloc[-1]}), not a finding."
+        known = f" This follows from theory ({rows['by_theorem'].iloc[-1]}), so it is not a finding."
     elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
-        known = f" The intact figure is so by theorem ({rows.loc[rows['variant'] == 'intact', 'by_theorem'].iloc[0]})."
-    size = abs(shares[1] - shares[0]) if len(shares) > 1 and not known else 0.0
+        why = rows.loc[rows["variant"] == "intact", "by_theorem"].iloc[0]
+        known = f" The intact figure follows from theory ({why})."
+    frozen = shares.get("no_scaling")
+    size = abs(frozen - shares["intact"]) if frozen is not None and "intact" in shares and not known else 0.0
     count = int(rows.groupby("variant")["keys"].sum().max())
-    text = f"{where}, keys that no query at the last position can select: {', '.join(parts)} (of {count}).{known}"
-    return [Finding(text, picture, NO_EFFECT if known.startswith(" All") else DESCRIBED, size=size)]
+    place = "per head, last position" if space == HEAD else "at the norms' output"
+    text = f"{_compared(shares, f'{count:,} keys, {place}', 'cannot be selected by any query')}.{known}"
+    reach = _shares(heads, space, "unreachable_fraction")
+    if reach:
+        unable = f"cannot be selected by any query {_produced(heads)}"
+        text += f" {_compared(reach, '', unable)}."
+    return [Finding(text, picture, NO_EFFECT if "not a finding" in known else DESCRIBED, size=size)]
+
+
+def _shares(heads: pd.DataFrame, space: str, column: str) -> dict[str, float]:
+    """The share over all keys, by variant, where it is known and the variant changes something."""
+    found = {}
+    for variant in ("intact", *_VARIANTS):
+        rows = of_variant(heads, variant, space)
+        rows = rows[rows["no_op"] == ""] if variant != "intact" else rows
+        rows = rows[rows[column].notna() & (rows["keys"] > 0)]
+        if len(rows):
+            found[variant] = float((rows[column] * rows["keys"]).sum() / rows["keys"].sum())
+    return found
+
+
+def _compared(shares: Mapping[str, float], more: str, what: str) -> str:
+    """A share of the keys, with those of the other variants in brackets."""
+    first = next(iter(shares))
+    name = "" if first == "intact" else f" {_VARIANTS[first]}"
+    rest = ", ".join(f"{100 * share:.1f} % {_VARIANTS[v]}" for v, share in shares.items() if v != first)
+    brackets = "; ".join(part for part in (rest, more) if part)
+    return f"{100 * shares[first]:.1f} % of keys{name} {what}" + (f" ({brackets})" if brackets else "")

@@ -159,7 +159,7 @@ class _Prompt:
     ) -> None:
         heads, site, seen = attended.heads, attended.site, attended.seen
         assert heads is not None
-        constant = attended.calibration.constants[site.name].rest  # the other tokens', at position 0 too
+        constant = attended.constant.rest  # the other tokens', at position 0 too
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
         change = heads.keys_at(unscaled, positions) - heads.keys_at(seen.y[positions].double(), positions)

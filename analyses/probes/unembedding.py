@@ -70,6 +70,8 @@ class _OfWeights(Observer):
         view = self.view
         if not view.sites:
             return Piece()
+        if view.meaningless:
+            return Piece(notes=(f"the unembedding was not measured: {view.meaningless}",))
         final = [s for s in view.sites if s.reads == "unembed"]
         weights = read_unembedding(view.model)
         if not final or weights is None:
@@ -124,17 +126,16 @@ def measure(
     lift = None if bias is None or not np.any(bias) else np.ascontiguousarray(bias, np.float64)
     queries = final_queries(site)
     checker = LargeChecker(rows, lift, queries)
-    seen, offset, unit = checker.measured.rows, checker.measured.offset, checker.size
+    seen, offset = checker.measured.rows, checker.measured.offset
     if queries is None:  # a length has no meaning of its own here: that of the tokens' rows themselves
-        unit *= checker.unit
-        seen, offset = checker.judged.rows[:, : checker.plain] * unit, None
+        seen, offset = checker.judged.rows[:, : checker.plain] * (checker.size * checker.unit), None
     screened = pointed(seen, offset)
     # What cannot be told from the hardest by the screening is computed again, so that the order is the exact one.
     ease, doubt = screened.log_weight.copy(), screened.doubt
     known = np.isfinite(doubt)
     around = np.where(known, doubt, 0.0)
     least, most = np.where(known, ease - around, -np.inf), np.where(known, ease + around, 0.0)
-    code = decide_large(checker, screened.gap / unit, np.argsort(least, kind="stable"), _affordable(*rows.shape))
+    code = decide_large(checker, checker.lead(screened.gap), np.argsort(least, kind="stable"), _affordable(*rows.shape))
     stuck = np.isin(code, (UNSELECTABLE, DUPLICATE))
     shown = min(hardest, int((~stuck).sum()))
     level = np.partition(most[~stuck], shown - 1)[shown - 1] if shown else -np.inf

@@ -51,39 +51,39 @@ def change(value: float, low: float = math.nan, high: float = math.nan) -> str:
 
 
 def _of_prompts(case: str, sites: str, column: str) -> str:
-    """A group's change without scaling by another constant, with the interval over its prompts."""
+    """A group's loss increase with other constants, with the interval over its prompts."""
     rows = pd.read_csv(HERE / "tables" / case / "causal_prompts.csv")
     rows = rows[(rows["sites"] == sites) & (rows["variant"] == "no_scaling")]
-    return change(*_over_prompts(rows, column))
+    return "" if rows[column].isna().any() else change(*_over_prompts(rows, column))
 
 
 def _cell(row: pd.Series) -> str:
     if row["no_op"]:
         return f"nothing: {str(row['no_op']).split('; ')[0].split(': ')[-1]}"
-    told = change(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
-    among = row["p_mean"] >= SIGNIFICANCE and row["delta_loss_low"] * row["delta_loss_high"] > 0
-    return f"{told} (p {row['p_mean']:.2f})" if among else told
+    text = change(row["delta_loss"], row["delta_loss_low"], row["delta_loss_high"])
+    adjusted = row["p_mean"] >= SIGNIFICANCE and row["delta_loss_low"] * row["delta_loss_high"] > 0
+    return f"{text} (p = {row['p_mean']:.2f})" if adjusted else text
 
 
 def groups_table() -> str:
-    """Every case and group: with two constants, one, resampled; without projection; without both."""
+    """Every case and group: scaling frozen (mean constants, one constant, loss-optimal ones), projection, both "
+    "removed."""
     lines = [
-        "| checkpoint, prompts (loss) | norms | without scaling | … one constant | … resampled | without projection "
-        "| both |",
+        "| checkpoint, prompts (intact loss) | norms | scaling frozen | … one constant | … loss-optimal constants "
+        "| projection removed | both removed |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in cases():
         rows, about = read(case)
         source = str(about["prompts"]["source"]).removesuffix(".jsonl")  # type: ignore[index]
+        source = source if source in PROMPTS else "books"
         loss = rows.loc[("all", "intact"), "loss"]
         for sites in GROUPS:
             scaled, other, both = (rows.loc[(sites, v)] for v in ("no_scaling", "no_projection", "neither"))
             first = f"{case.removesuffix('-' + source)}, {PROMPTS[source]} ({loss:.2f})" if sites == GROUPS[0] else ""
-            columns = ("delta_loss_uniform", "delta_loss_resampled")
-            one, resampled = ("" if scaled["no_op"] else _of_prompts(case, sites, column) for column in columns)
-            lines.append(
-                f"| {first} | {sites} | {_cell(scaled)} | {one} | {resampled} | {_cell(other)} | {_cell(both)} |"
-            )
+            columns = ("delta_loss_uniform", "delta_loss_optimal")
+            one, best = ("" if scaled["no_op"] else _of_prompts(case, sites, column) for column in columns)
+            lines.append(f"| {first} | {sites} | {_cell(scaled)} | {one} | {best} | {_cell(other)} | {_cell(both)} |")
     return "\n".join(lines)
 
 
@@ -94,18 +94,18 @@ def findings_list() -> str:
     loss = float(own.loc[("all", "intact"), "loss"])
     scaled, mean = own.loc[("all", "no_scaling")], own.loc[("all", "no_projection")]
     first = (
-        f"Freezing every norm's scaling costs `lm-layernorm` {_cell(scaled)} nats per token of {loss:.2f} "
-        f"({100 * scaled['delta_loss'] / loss:.1f} %), dropping projection {_cell(mean)}. "
-        f"Three seeds of it, on longer windows of the same books: {_of_seeds('delta_loss_no_scaling')} and "
-        f"{_of_seeds('delta_loss_no_projection')}."
+        f"Freezing scaling at every norm raises the loss of `lm-layernorm` by {_cell(scaled)} nats/token, from "
+        f"{loss:.2f} ({100 * scaled['delta_loss'] / loss:.1f} %), with mean constants, and by "
+        f"{_of_prompts('lm-layernorm-books', 'all', 'delta_loss_optimal')} with loss-optimal constants. Removing "
+        f"projection raises it by {_cell(mean)}. In three seeds, on longer windows of the same books, scaling gives "
+        f"{_of_seeds('delta_loss_no_scaling')} and projection {_of_seeds('delta_loss_no_projection')}."
     )
     attention = mgm.loc[("attention", "no_scaling")]
     second = (
-        f"At the norms that attention reads, MGM loses {_cell(attention)} nats per token of "
-        f"{mgm.loc[('all', 'intact'), 'loss']:.2f} without scaling. One constant for all positions, in place of "
-        "one for position 0 and one for the rest, gives "
-        f"{_of_prompts('mgm', 'attention', 'delta_loss_uniform')}: that is position 0 made much too long, and not what "
-        "scaling does."
+        f"Freezing scaling at the norms that attention reads raises MGM's loss by {_cell(attention)} nats/token, from "
+        f"{mgm.loc[('all', 'intact'), 'loss']:.2f}. With one constant for all positions, instead of one for position "
+        f"0 and one for the others, it rises by {_of_prompts('mgm', 'attention', 'delta_loss_uniform')}: an "
+        f"attention sink at position 0 then becomes much too long."
     )
     late = _contrast("the published gap", 17000), _contrast("no projection, at radius sqrt(d)", 17000)
     third = (
@@ -141,7 +141,7 @@ def bundled_table() -> str:
     """For the README: the four bundled models beside each other."""
     names = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
     held = [json.loads((CHECKPOINTS / n / "recipe.json").read_text(encoding="utf-8"))["valid_loss"] for n in names]
-    rows = [read(f"{name}-books")[0] for name in names]
+    rows, best = [read(f"{name}-books")[0] for name in names], "delta_loss_optimal"
 
     def line(title: str, cells: list[str]) -> str:
         return f"| {title} | " + " | ".join(cells) + " |"
@@ -151,10 +151,12 @@ def bundled_table() -> str:
             line("", [f"`{name}`" for name in names]),
             "|---" * 5 + "|",
             line("loss on held-out text, after training", [f"{loss:.3f}" for loss in held]),
-            line("… on 64 prompts of it", [f"{r.loc[('all', 'intact'), 'loss']:.2f}" for r in rows]),
-            line("attention's norms without scaling", [_cell(r.loc[("attention", "no_scaling")]) for r in rows]),
-            line("every norm without scaling", [_cell(r.loc[("all", "no_scaling")]) for r in rows]),
-            line("every norm without projection", [_cell(r.loc[("all", "no_projection")]) for r in rows]),
+            line("… on the 64 default windows of it", [f"{r.loc[('all', 'intact'), 'loss']:.2f}" for r in rows]),
+            line("scaling frozen at attention's norms", [_cell(r.loc[("attention", "no_scaling")]) for r in rows]),
+            line("… with loss-optimal constants", [_of_prompts(f"{n}-books", "attention", best) for n in names]),
+            line("scaling frozen at every norm", [_cell(r.loc[("all", "no_scaling")]) for r in rows]),
+            line("… with loss-optimal constants", [_of_prompts(f"{n}-books", "all", best) for n in names]),
+            line("projection removed at every norm", [_cell(r.loc[("all", "no_projection")]) for r in rows]),
         ]
     )
 
@@ -194,6 +196,16 @@ def earlier_table() -> str:
             fewer = "" if row["prompts"] == 64 else f" ({int(row['prompts'])} prompts)"
             now = _cell(row) + fewer, change(row["delta_loss_uniform"])
         lines.append(f"| {old['case']} | {old['sites']}, {what} | {before} | {kept} | " + " | ".join(now) + " |")
+    return "\n".join(lines)
+
+
+def earlier_constants_table() -> str:
+    """What constants of other text gave, beside leave-one-out constants on the same prompts."""
+    lines = ["| case | norms | constants of other text (version 0.2) | leave-one-out means |", "|---" * 4 + "|"]
+    for old in pd.read_csv(HERE / "tables" / "earlier-constants.csv").to_dict("records"):
+        row = read(str(old["case"]))[0].loc[(old["sites"], old["variant"])]
+        before = change(float(old["delta_loss"]), float(old["low"]), float(old["high"]))
+        lines.append(f"| {old['case']} | {old['sites']} | {before} | {_cell(row)} |")
     return "\n".join(lines)
 
 
@@ -241,8 +253,8 @@ def _over_prompts(rows: pd.DataFrame, column: str) -> tuple[float, float, float]
 
 
 def singles_table() -> str:
-    """The three norms of each case that the loss needs most, one by one."""
-    lines = ["| case | norm | without its scaling | prompts worse | p (sign test, Holm) |", "|---|---|---|---|---|"]
+    """The three norms of each case whose frozen scaling raises the loss most, one by one."""
+    lines = ["| case | norm | scaling frozen | prompts worse | p (sign test, Holm) |", "|---|---|---|---|---|"]
     for case in cases():
         rows, _ = read(case)
         alone = rows.xs("no_scaling", level="variant")
@@ -356,6 +368,7 @@ BLOCKS = {
     "checkpoints": groups_table,
     "checkpoint-prompts": prompts_table,
     "earlier": earlier_table,
+    "earlier-constants": earlier_constants_table,
     "earlier-prompts": earlier_prompts_table,
     "estimates": estimates_table,
     "overflows": overflow_list,

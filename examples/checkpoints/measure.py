@@ -36,6 +36,7 @@ TEXTS = {  # SHA-256 of the texts, as the committed tables were measured on them
     "shakespeare_complete_gut.txt": "a74b54d1ef1dc44be145d3c93068267ab7beba0c7045a7b6a844b83ed5d7054f",
     "moby_dick.txt": "fe282a57094ed62e7144fb7c804a9748fc1c909bf3b49d06e7276015f9f67240",
     "wikitext2/test.txt": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+    "wikitext2/valid.txt": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
 }
 BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
 
@@ -71,10 +72,15 @@ def corpus(name: str) -> str:
     return content.decode(errors="replace")
 
 
-def books(model: Any, limit: int) -> list[list[int]]:
+def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
     """In-domain for the bundled models: from the ends of their three books, which they were not trained on.
 
     As they were trained: the text as it stands, line breaks and numbers of verses included, from a word's beginning.
+
+    Args:
+        model: gives the tokenizer.
+        limit: longest prompt, in tokens.
+        others: not the measured prompts but others of their kind, for constants (of books those halfway between).
     """
     found = []
     for number, name in enumerate(BOOKS):
@@ -82,17 +88,20 @@ def books(model: Any, limit: int) -> list[list[int]]:
         held = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
+        starts = (starts[:-1] + starts[1:]) // 2 if others else starts
         windows = (re.sub(r"^\S*\s+", "", held[s : s + 8 * limit]) for s in starts)
         found += [encode(model, window)[:limit].tolist() for window in windows]
     return found
 
 
-def wikitext(model: Any, limit: int) -> list[list[int]]:
+def wikitext(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
     """Passages of wikitext-2's test part: whole sentences in a row without an unknown word, 80 words or more.
 
     Of each paragraph the longest run of such sentences; without the corpus's own marks and spaces; evenly spread.
+    Arguments as of `books`; the others are of the validation part.
     """
-    runs = [_known_sentences(line) for line in corpus("wikitext2/test.txt").splitlines()]
+    text = corpus("wikitext2/valid.txt" if others else "wikitext2/test.txt")
+    runs = [_known_sentences(line) for line in text.splitlines()]
     long = [run for run in runs if len(run.split()) >= 80]
     chosen = np.linspace(0, len(long) - 1, PROMPTS).astype(int)
     return [encode(model, _written(long[i]))[:limit].tolist() for i in chosen]
@@ -117,13 +126,17 @@ def _written(tokens: str) -> str:
     return re.sub(r"([(\[$£]) ", r"\1", text)
 
 
-def own(model: Any, limit: int) -> list[list[int]]:
-    """Sequences of the model's own, from its first token to its end token; those of one or two tokens are left out."""
-    rows = [r for seed in range(2, 6) for r in sample(model, limit=limit, seed=seed)]
+def own(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
+    """Sequences of the model's own, from its first token to its end token; those of one or two tokens are left out.
+
+    Arguments as of `books`; the others are drawn with other seeds.
+    """
+    seeds = range(6, 10) if others else range(2, 6)
+    rows = [r for seed in seeds for r in sample(model, limit=limit, seed=seed)]
     return [r.tolist() for r in rows if len(r) > 2][:PROMPTS]
 
 
-SOURCES: dict[str, Callable[[Any, int], list[list[int]]]] = {
+SOURCES: dict[str, Callable[..., list[list[int]]]] = {
     "books": books,
     "wikitext": wikitext,
     "own": own,
@@ -168,13 +181,17 @@ def main() -> None:
         path = Path(folder) / f"{case.prompts}.jsonl"
         rows = SOURCES[case.prompts](model, case.tokens)
         path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
-        report = ln_probe.analyze(model, path, probes=[Causal(case.single)], progress=False)
+        # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
+        given = None if case.prompts == "books" else path
+        report = ln_probe.analyze(model, given, probes=[Causal(case.single)], progress=False)
     # (Beside the committed tables, which the documents are made of.)
     out = HERE / ("checked" if args.check else "tables") / args.name
     out.mkdir(parents=True, exist_ok=True)
     report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")
     report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
-    about = {key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "versions")}
+    about = {
+        key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "loss", "versions")
+    }
     about |= {"command": f"python examples/checkpoints/measure.py {args.name}", "notes": list(report.notes)}
     about["model"] = {k: about["model"][k] for k in ("revision", "weights_sha256")} | {"name": case.model}
     (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -3,8 +3,8 @@
     python examples/checkpoints/plans.py    # writes examples/checkpoints/tables/plans-capp-gpt.csv
 
 A part is described by one token of each of six kinds, which the model never learned to predict: what is counted is the
-loss of the plan that follows. Constants come from other parts and their plans. On plans that the model drew itself a
-change of the loss estimates a KL divergence.
+loss of the plan that follows. The constants of a part are the means over the others. On plans that the model drew
+itself a change of the loss estimates a KL divergence.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from typing import Any
 import pandas as pd
 import torch
 from measure import CASES, HERE, PROMPTS, SHARED, load
-from parts import losses
+from parts import edited_losses, losses
 
-from ln_probe.hooks import find_sites, without
+import ln_probe
 from ln_probe.hooks.default_tokens import special_tokens
-from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.model import run
 
 KINDS = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
 LIMIT = 64  # tokens of a part and its plan
 GROUPS = ("attention", "mlp", "final", "all")
-CALIBRATION = 64  # other parts
 
 
 def draw(model: Any, count: int, seed: int) -> list[list[int]]:
@@ -49,19 +47,15 @@ def main() -> None:
     model = load(CASES["capp-gpt-own"])
     with torch.no_grad():
         rows = draw(model, PROMPTS, 0)
-        calibration = (torch.tensor(row) for row in draw(model, CALIBRATION, 1))
-        sigmas = mean_sigmas(model, find_sites(model), calibration)
+        constants = ln_probe.constants(model, rows)
         base = losses(model, rows, read=len(KINDS))
-        two = {name: {"first": c.first, "rest": c.rest} for name, c in sigmas.items()}
-        one = {name: {"first": c.rest, "rest": c.rest} for name, c in sigmas.items()}
-        ways = (("scaling", "two", two), ("scaling", "one", one), ("projection", "", "frozen"), ("both", "two", two))
+        ways = (("scaling", "two"), ("scaling", "one"), ("projection", ""), ("both", "two"))
         found = []
         for sites in GROUPS:
-            for what, constants, scale in ways:
-                with without(model, what, sites=sites, scale=scale):
-                    changed = losses(model, rows, read=len(KINDS))
+            for what, kind in ways:
+                changed = edited_losses(model, rows, constants, what, one=kind == "one", read=len(KINDS), sites=sites)
                 for prompt, (row, before, after) in enumerate(zip(rows, base, changed, strict=True)):
-                    found.append((sites, what, constants, prompt, len(row) - len(KINDS), before, after - before))
+                    found.append((sites, what, kind, prompt, len(row) - len(KINDS), before, after - before))
     columns = ["sites", "without", "constants", "prompt", "predicted", "loss", "delta_loss"]
     table = pd.DataFrame(found, columns=columns)
     table.to_csv(HERE / "tables" / "plans-capp-gpt.csv", index=False, float_format="%.6g")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ln_probe.analyses.wording import quoted, whole_number
 
 if TYPE_CHECKING:
     from ln_probe.batch.suite import Target
@@ -27,20 +28,16 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     """
     found: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)) or len(first) + len(last) > 2 * 9:
-            raise ValueError(f"--{what}s takes numbers and ranges such as 0,3-5, got {_short(text)}")
-        start, end = int(first), int(last or first)
+        first, dash, last = part.partition("-")
+        start, end = whole_number(first), whole_number(last if dash else first)
+        if start is None or end is None:
+            raise ValueError(f"--{what}s takes numbers and ranges such as 0,3-5, got {quoted(text)}")
         if max(start, end) >= AT_MOST:
-            raise ValueError(f"--{what}s {_short(text)}: no model has a {what} {max(start, end)}")
+            raise ValueError(f"--{what}s {quoted(text)}: no model has a {what} {max(start, end)}")
         found.update(range(start, end + 1))
     if not found:
-        raise ValueError(f"--{what}s {_short(text)} names no {what}")
+        raise ValueError(f"--{what}s {quoted(text)} names no {what}")
     return tuple(sorted(found))
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
 def check_precision(dtype: str | None, device: str | None) -> None:
@@ -95,18 +92,3 @@ def check_writable(out: Path) -> None:
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     with tempfile.TemporaryFile(dir=there):
         pass
-
-
-def not_there_yet(out: Path) -> list[Path]:
-    """The folders that writing to `out` will make, the innermost first."""
-    return [p for p in (out.absolute(), *out.absolute().parents) if not p.exists()]
-
-
-def remove_again(made: Sequence[Path], work: Path, *, new: bool) -> None:
-    """Undo what a command that was refused has made: its working folder, if it was new, and folders that are empty."""
-    if new:
-        shutil.rmtree(work, ignore_errors=True)
-    for folder in made:
-        if not folder.is_dir() or any(folder.iterdir()):
-            return
-        folder.rmdir()

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import read_json, remove_listed, verify, with_checksum, write_atomically
 from ln_probe.batch.finished import finished, remove, what_is_done
-from ln_probe.batch.plan import FORMAT, WORK_FOLDER, Asked, Run
+from ln_probe.batch.plan import FORMAT, INDEX_FILE, WORK_FOLDER, Asked, Run
 from ln_probe.batch.suite import Target
 from ln_probe.measuring.settings import Settings
 from ln_probe.prompting.shards import ShardedCorpus
-from ln_probe.reporting.report import REPORT_FILE
+from ln_probe.reporting.report import PAGE_FILE, REPORT_FILE
+
+if TYPE_CHECKING:
+    from ln_probe.batch.drive import Slice
 
 RUN_FILE = "run.json"
 
 
 class OtherRunError(ValueError):
     """The folder belongs to another run."""
+
+
+class BlockedError(ValueError):
+    """Something that is no file of ours stands where one will be written."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,14 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> Claime
 
     Raises:
         OtherRunError: the folder holds reports made in another way (says what differs).
+        BlockedError: a folder stands where a file will be written.
         ValueError: its description is damaged or of another version.
     """
     held, removed = _held(run, fresh)
+    _check_places(run, targets, [*held, *removed])
     for target in removed:
         remove(run, target)
+    units = _units(run, fresh=bool(removed))
     placed: list[Target] = []
     for target in targets:
         taken = {t.folder for t in placed}
@@ -62,12 +71,54 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> Claime
         "batch_size": run.settings.batch_size,
         "command": run.command,
         "allow_pickle": run.allow_pickle,
+        "strict": run.strict,
         "corpus": asdict(run.corpus),
         "targets": [asdict(t) for t in everything],
+        "units": {
+            "folders": sorted({*units["folders"], *(run.folder(t).name for t in placed if not t.error)}),
+            "files": sorted({*units["files"], *run.unit_files()}),
+        },
         "probes": [asdict(p) for p in run.probes],
     }
-    write_atomically(run.work / RUN_FILE, plain_json.sealed(content))
+    write_atomically(run.work / RUN_FILE, with_checksum(content))
     return Claimed(placed, earlier, removed)
+
+
+def _units(run: Run, *, fresh: bool) -> dict[str, list[str]]:
+    """Folders and files of results of units, as the description lists them; with `fresh`, they are deleted."""
+    try:
+        listed = dict[str, list[str]](_read(run.work / RUN_FILE)["units"])
+    except (ValueError, KeyError):
+        return {"folders": [], "files": []}
+    if not fresh:
+        return listed
+    for name in listed["folders"]:
+        remove_listed(run.work / "units" / Path(name).name, listed["files"])
+    return {"folders": [], "files": []}
+
+
+def _check_places(run: Run, targets: Sequence[Target], holders: Sequence[Target]) -> None:
+    """Raise BlockedError if something stands where a file will be written; said now and not after all the work."""
+    names = {t.name for t in targets}
+    folders = {t.folder for t in holders if t.name in names and not t.error}
+    for path in (run.out / INDEX_FILE, *(run.out / folder / PAGE_FILE for folder in sorted(folders))):
+        if path.is_dir():
+            raise BlockedError(f"{path} is a folder, where a file is to be written: move it, or choose another --out")
+
+
+def others(out: Path, part: Slice) -> Callable[[Path], bool]:
+    """Which files of a run's folder may be another slice's: all, but for this one's locks and prompts of no run."""
+    try:
+        prompts = str(_read(out / WORK_FOLDER / RUN_FILE)["corpus"]["folder"])
+    except (ValueError, KeyError, TypeError):
+        prompts = ""
+    run = (out / WORK_FOLDER / RUN_FILE).exists()
+
+    def kept(path: Path) -> bool:
+        corpus = path.relative_to(out / WORK_FOLDER).parts[:1] == ("corpus",)
+        return run and not path.name.startswith(part.lock) and not (corpus and prompts not in path.parts)
+
+    return kept
 
 
 def reopen(out: Path) -> tuple[Run, list[Target]]:
@@ -87,11 +138,12 @@ def reopen(out: Path) -> tuple[Run, list[Target]]:
         ShardedCorpus(**held["corpus"]),
         command=held["command"],
         allow_pickle=held["allow_pickle"],
+        strict=held.get("strict", False),
         dtype=held["identity"]["dtype"],
         device=held["identity"]["device"],
         probes=tuple(Asked(**p) for p in held["probes"]),
     )
-    return run, [Target(**t) for t in held["targets"]]
+    return run, [Target.of_plain(t) for t in held["targets"]]
 
 
 def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
@@ -114,7 +166,7 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
             raise
         known = {t.folder: t for t in _named(run)} | {t.folder: t for t, _ in finished(run)}
         return [], list(known.values())
-    targets = [Target(**t) for t in held["targets"]]
+    targets = [Target.of_plain(t) for t in held["targets"]]
     wrong = [k for k in run.identity if held["identity"].get(k) != run.identity[k]]
     if not wrong:
         return targets, []
@@ -129,7 +181,7 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
 def _named(run: Run) -> list[Target]:
     """The checkpoints whose reports a file of another version, or a damaged one, names; as far as they are there."""
     try:
-        held = plain_json.read(run.work / RUN_FILE)["targets"]
+        held = read_json(run.work / RUN_FILE)["targets"]
         found = [Target(str(t["name"]), t["revision"], Path(str(t["folder"])).name) for t in held]
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -165,10 +217,10 @@ def _place(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held: dict[str, Any] = plain_json.read(path)
+        held: dict[str, Any] = read_json(path)
         found = held["format"]
         if found == FORMAT:
-            held = plain_json.opened(held, str(path))
+            held = verify(held, str(path))
     except (ValueError, KeyError, TypeError, OSError) as error:
         why = f"no {error} in it" if isinstance(error, KeyError) else str(error).removeprefix(f"{path}: ")
         raise ValueError(

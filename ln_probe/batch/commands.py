@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from ln_probe.batch.arguments import not_there_yet, remove_again
+from ln_probe.analyses.machinery.files import Undo, temporary_folder
+from ln_probe.analyses.wording import encodable
 from ln_probe.batch.endings import DONE, SOME_FAILED, refuse, writable
 from ln_probe.batch.options import Folder, Means, Out, Telling, Wish, Workers, takes
-from ln_probe.batch.running import end, go, nothing_to_do, work
+from ln_probe.batch.running import check_engine, end, go, nothing_to_do, work
 from ln_probe.batch.wishes import check_targets, claiming, run_of, settings_of, slice_of, targets_of
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ ENGINES = ("local", "ray")
 
 @takes(Wish, Means, Workers, Out, Telling)
 def report(wish: Wish, means: Means, processes: Workers, into: Out, telling: Telling) -> None:
-    """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Run again, it goes on where it stopped."""
+    """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Re-run the same command to resume."""
     out = into.out
     if means.engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {means.engine!r}")
@@ -43,26 +42,31 @@ def report(wish: Wish, means: Means, processes: Workers, into: Out, telling: Tel
     if all(t.error for t in targets):
         nothing_to_do(targets, telling.as_json)
 
-    from ln_probe.batch.claiming import claim
-    from ln_probe.batch.drive import BlockedError, BusyError, check_places, locked
+    check_engine(means)
+
+    from ln_probe.batch.claiming import claim, others
+    from ln_probe.batch.drive import BusyError, locked
     from ln_probe.batch.plan import WORK_FOLDER
 
+    undo = Undo(out, out / WORK_FOLDER)
     with ExitStack() as lock:
-        made, new = not_there_yet(out), not (out / WORK_FOLDER).exists()
         try:
             lock.enter_context(locked(out, part))
-            try:
-                with claiming(out):
-                    run = run_of(wish, settings, out, out / WORK_FOLDER / "corpus")
-                    claimed = claim(run, targets, fresh=means.fresh)
-                    check_places(run, claimed.targets)
-            except (FileNotFoundError, ValueError, ConnectionError):
-                if part is None:  # other slices may have begun meanwhile
-                    remove_again(made, out / WORK_FOLDER, new=new)
-                raise
-        except (BusyError, BlockedError, FileNotFoundError, ValueError, ConnectionError) as error:
+            with claiming(out):
+                run = run_of(wish, settings, out, out / WORK_FOLDER / "corpus")
+                claimed = claim(run, targets, fresh=means.fresh)
+        except BusyError as error:
+            undo(lambda path: part is None or not path.name.startswith(part.lock))
             raise refuse(str(error)) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            if part is None:
+                undo()
+            else:
+                lock.close()
+                with suppress(BusyError), locked(out):  # else other slices are at work
+                    undo(others(out, part))
+            if isinstance(error, ValueError | FileNotFoundError | ConnectionError):
+                raise refuse(str(error)) from error
             raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
         go(run, claimed, means, processes.workers, part, telling)
 
@@ -112,12 +116,12 @@ def _plan(wish: Wish, processes: Workers, into: Out, telling: Telling) -> None:
     settings = settings_of(wish)
     targets = targets_of(wish, quiet=telling.quiet)
     check_targets(wish, settings, targets)
-    with tempfile.TemporaryDirectory() as scratch:
+    with temporary_folder() as scratch:
         try:
-            run = run_of(wish, settings, into.out, Path(scratch))
+            run = run_of(wish, settings, into.out, scratch)
         except (FileNotFoundError, ValueError, ConnectionError) as error:
             raise refuse(str(error)) from error
-        lengths = prompt_lengths(run.corpus, Path(scratch) / run.corpus.folder)
+        lengths = prompt_lengths(run.corpus, scratch / run.corpus.folder)
     count = processes.workers or default_workers(run, targets)
     costs = [(t, None if t.error else cost(run, t, lengths)) for t in targets]
     there = {t: sum(run.path(t, u).is_file() for u in run.units()) for t in targets if not t.error}
@@ -135,5 +139,5 @@ def _plan(wish: Wish, processes: Workers, into: Out, telling: Telling) -> None:
         ]
         typer.echo(json.dumps({"workers": count, "shards": run.corpus.shards, "models": rows}, indent=1))
     else:
-        typer.echo(cost_table(run, costs, there, count))
+        typer.echo(encodable(cost_table(run, costs, there, count)))
     raise typer.Exit(SOME_FAILED if any(t.error for t in targets) else DONE)

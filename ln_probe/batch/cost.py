@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import read_json
 from ln_probe.analyses.probes.protocol import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.batch.described import described
@@ -23,12 +23,13 @@ from ln_probe.prompting.sources import SAMPLED
 _WORKER_BYTES = 700 * 2**20
 # Copies of the weights while a model is loaded: the original's, ours, and what is underway between them.
 _COPIES = 3.0
+# Bytes of a number in each format that models are loaded in, and the one they are loaded in by default.
+_ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_DTYPE = "float32"
 _MULTIPLICATIONS = 2.5e10  # a second, of one core on a forward pass
 # Seconds of one core until a worker has imported what it needs, and bytes of weights that are loaded and compared with
 # the original's logits in one: 16 s for GPT-2 small.
 _START_SECONDS, _LOADED = 7.0, 6e7
-_CALIBRATION_TOKENS = 1700.0  # of the passages that constants come from, with GPT-2's vocabulary
-LOOK_ABOVE = 120.0  # seconds of one core: what takes less is not preceded by a first look
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -62,15 +63,14 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     heads = shape.get("heads", math.nan)
     default = run.corpus.given == DEFAULT
     of_words = shape.get("vocabulary", math.nan), shape.get("width", math.nan)
-    # The calibration, and what the probes watch; the constants come from prompts of their own.
-    passed = (1.0 + any(p.watches for p in run.probes)) * tokens + _CALIBRATION_TOKENS
+    passed = (1.0 + any(p.watches for p in run.probes)) * tokens  # the first pass, and what the probes watch
     found = []
     for probe in chosen(run.settings.probes):
         taken = tuple(lengths[: probe.prompts] if default else lengths)
         found.append(probe.cost(Shape(layers, heads, taken, *of_words)))
         passed += found[-1].passes * sum(taken)
-    weights = float(_weight_bytes(target) or math.nan)
-    forward = passed * weights / 4 / _MULTIPLICATIONS
+    weights = _loaded_bytes(run, target) or math.nan
+    forward = passed * (_parameters(target) or math.nan) / _MULTIPLICATIONS
     starting = _START_SECONDS + weights / _LOADED
     return Cost(
         units,
@@ -79,12 +79,6 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
         _WORKER_BYTES + _COPIES * weights,
         sum(c.disk_bytes for c in found),
     )
-
-
-def worth_a_look(run: Run, target: Target) -> bool:
-    """Whether so much is to be measured that somebody would want to see something before."""
-    seconds = cost(run, target, prompt_lengths(run.corpus, run.corpus_folder)).seconds
-    return bool({"decomposition", "causal"} & set(run.settings.probes)) and seconds >= LOOK_ABOVE
 
 
 def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
@@ -117,7 +111,7 @@ def shape_of(target: Target) -> dict[str, float]:
     config: dict[str, Any] = {}
     for file in ("lab.json", "config.json"):
         try:
-            held = plain_json.read(folder / file)
+            held = read_json(folder / file)
         except (OSError, ValueError):
             continue
         held = held.get("model") if isinstance(held, dict) and file == "lab.json" else held
@@ -131,9 +125,19 @@ def shape_of(target: Target) -> dict[str, float]:
     }
 
 
-def _weight_bytes(target: Target) -> int:
-    """Of the weights on disk, or where they will come from; 0 if nobody tells."""
-    return target.weight_bytes or described(target).weight_bytes
+def _parameters(target: Target) -> float:
+    """How many numbers the weights are; 0 if that is not known."""
+    if target.parameters:
+        return float(target.parameters)
+    about = described(target)
+    config = about.config.get("text_config") or about.config
+    stored = str(config.get("dtype") or config.get("torch_dtype") or _DTYPE) if isinstance(config, dict) else _DTYPE
+    return about.weight_bytes / _ITEM_BYTES.get(stored, _ITEM_BYTES[_DTYPE])
+
+
+def _loaded_bytes(run: Run, target: Target) -> float:
+    """Of the weights in memory, in the format that they are loaded in, whatever they have on disk; 0: not known."""
+    return _parameters(target) * _ITEM_BYTES[run.dtype or _DTYPE]
 
 
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
@@ -141,7 +145,7 @@ def default_workers(run: Run, targets: Sequence[Target]) -> int:
     from ln_probe.analyses.machinery.parallel import available
 
     units = sum(len(list(run.units())) for t in targets if not t.error)
-    largest = max((_weight_bytes(t) for t in targets), default=0)
+    largest = max((_loaded_bytes(run, t) for t in targets), default=0.0)
     room = math.inf
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)

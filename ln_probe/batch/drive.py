@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ln_probe.analyses.machinery.files import PARTIAL, write_atomically, write_text
+from ln_probe.analyses.machinery.files import FileError, read_json, remove_listed, write_atomically, write_text
+from ln_probe.analyses.machinery.worker import check_stopped
+from ln_probe.analyses.wording import quoted, whole_number
 from ln_probe.batch.engines import Engine
-from ln_probe.batch.finished import awaited, is_done
-from ln_probe.batch.plan import INDEX_FILE, WORK_FOLDER, Run, Unit, slice_of
+from ln_probe.batch.finished import awaited, is_done, remove_partial
+from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, WORK_FOLDER, Run, Unit, slice_of
 from ln_probe.batch.progress import Display
 from ln_probe.batch.schedule import Schedule
 from ln_probe.batch.store import DamagedError, Stored, storing
@@ -31,10 +32,6 @@ class BusyError(RuntimeError):
     """Another process is writing this folder."""
 
 
-class BlockedError(ValueError):
-    """Something that is no file of ours stands where one will be written."""
-
-
 class StoppedError(RuntimeError):
     """The run cannot go on for any of its checkpoints."""
 
@@ -46,13 +43,18 @@ class Slice:
     number: int
     count: int
 
+    @property
+    def lock(self) -> str:
+        """How the names of the files begin that it holds while it is at work."""
+        return f"slice-{self.number}-of-{self.count}."
+
     @classmethod
     def parse(cls, text: str) -> Slice:
         """K/N; ValueError otherwise."""
-        number, _, count = text.partition("/")
-        if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-            raise ValueError(f"--unit takes K/N with K from 1 to N, such as 3/16, got {text!r}")
-        return cls(int(number), int(count))
+        number, count = (whole_number(part) for part in text.partition("/")[::2])
+        if number is None or count is None or not 1 <= number <= count:
+            raise ValueError(f"--unit takes K/N with K from 1 to N, such as 3/16, got {quoted(text)}")
+        return cls(number, count)
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
                 with ExitStack() as brief:
                     _hold(brief, other, out)
         else:
-            _hold(stack, work / f"slice-{part.number}-of-{part.count}.lock", out)
+            _hold(stack, work / f"{part.lock}lock", out)
             with ExitStack() as brief:
                 _hold(brief, whole, out)
         yield
@@ -86,9 +88,9 @@ def _hold(stack: ExitStack, path: Path, out: Path) -> None:
         stack.enter_context(FileLock(path, timeout=0))
     except Timeout:
         try:
-            held = json.loads(who.read_text())
+            held = read_json(who)
             by = f"process {held['process']} on {held['machine']}"
-        except (OSError, ValueError, KeyError):
+        except (OSError, FileError, KeyError, TypeError):
             by = "another process"
         raise BusyError(f"{out} is being written by {by}: wait for it, or choose another --out") from None
     write_atomically(who, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
@@ -98,15 +100,15 @@ def remains(
     run: Run, targets: Sequence[Target], display: Display, *, fresh: bool = False, part: Slice | None = None
 ) -> dict[Target, list[Unit]]:
     """What is left to do: checkpoints without a report, with the units whose results are not there, or damaged."""
-    for left in run.work.rglob(f"*{PARTIAL}") if part is None else ():
-        left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    if part is None:
+        remove_partial(run, targets)
     chosen = None if part is None else slice_of(run, targets, part.number, part.count)
     todo: dict[Target, list[Unit]] = {}
     for target in targets:
         if target.error or (chosen is not None and target not in chosen):
             continue
         if fresh and part is None:
-            shutil.rmtree(run.folder(target), ignore_errors=True)
+            remove_listed(run.folder(target), run.unit_files())
         elif part is None:
             done, why = is_done(run, target)
             if done and not awaited(run, target):
@@ -135,9 +137,11 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
 
     Raises:
         StoppedError: nothing can be stored any more, or all machines are gone.
+        KeyboardInterrupt: a signal has asked to stop.
     """
     idle, running = set(range(engine.workers)), dict[int, tuple[Target, Unit]]()
     while True:
+        check_stopped()
         for worker in sorted(idle & engine.available()):
             job = schedule.next(worker)
             if job is None:
@@ -159,12 +163,31 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
                 raise StoppedError(outcome.error)
 
 
+def calibrated_deviations(run: Run, target: Target) -> tuple[str, ...]:
+    """How a checkpoint's measurement differs from what was asked for, before its report is made."""
+    from ln_probe.reporting.contents import Contents
+
+    unit = Unit(CALIBRATION)
+    try:
+        info = Stored(run.path(target, unit), run.unit_key(target, unit)).info
+    except (FileNotFoundError, DamagedError):
+        return ()
+    return Contents(provenance={"model": info["model"], "prompts": info["prompts"]}).deviations
+
+
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: why checkpoints have no report, and which probes failed in the reports that there are."""
+    """How a run ended.
+
+    Attributes:
+        failed: why checkpoints have no report.
+        probes: which probes failed in the reports that there are.
+        deviations: how what was measured in them differs from what was asked for.
+    """
 
     failed: Mapping[Target, str]
     probes: Mapping[Target, tuple[str, ...]]
+    deviations: Mapping[Target, tuple[str, ...]]
 
 
 def write_index(
@@ -177,7 +200,8 @@ def write_index(
     from ln_probe.render.index import IndexEntry, index_page
     from ln_probe.reporting.report import load_report
 
-    entries, failures, probes = [], dict[Target, str](), dict[Target, tuple[str, ...]]()
+    entries, failures = [], dict[Target, str]()
+    probes, deviations = dict[Target, tuple[str, ...]](), dict[Target, tuple[str, ...]]()
     everything = [*earlier, *targets]
     labels = Counter(t.label for t in everything if not t.error)
     for target in everything:
@@ -191,21 +215,17 @@ def write_index(
                 report, why = None, str(problem)
             if report is None:
                 error = f"not finished{f' ({why})' if why else ''}: run its command again"
+            elif target in targets and (refused := run.refusal(report.deviations)):
+                error = refused
             else:
                 entries.append(IndexEntry(label, f"{target.folder}/report.html", report))
                 if report.failures:
                     probes[target] = tuple(map(str, report.failures))
+                if report.deviations:
+                    deviations[target] = report.deviations
         if error:
             failures[target] = f"in an earlier command ({target.failed}): {error}" if target.failed else error
             entries.append(IndexEntry(label, error=failures[target]))
     with storing(run.out):
         write_text(run.out / INDEX_FILE, index_page(entries))
-    return Ended(failures, probes)
-
-
-def check_places(run: Run, targets: Sequence[Target]) -> None:
-    """Raise BlockedError if something stands where a file will be written; said now and not after all the work."""
-    wanted = [run.out / INDEX_FILE, *(run.out / t.folder / "report.html" for t in targets if not t.error)]
-    for path in wanted:
-        if path.is_dir():
-            raise BlockedError(f"{path} is a folder, where a file is to be written: move it, or choose another --out")
+    return Ended(failures, probes, deviations)

@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import typer
 
+from ln_probe.analyses.machinery.worker import Stopped
+from ln_probe.analyses.wording import shortened
 from ln_probe.batch.arguments import check_writable
 
-DONE, SOME_FAILED, BAD_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
-GOES_ON = "stopped; the same command goes on from here"
+# DONE: all as asked. SOME_FAILED: a model or a probe failed, or something else than asked was measured. After a signal
+# the status is 128 plus its number: 130 after Ctrl-C, 143 after SIGTERM.
+DONE, SOME_FAILED, BAD_ARGUMENTS = 0, 1, 2
+TRACEBACK = "LN_PROBE_TRACEBACK"  # set: errors that nothing has caught are shown in full
+
+# What libraries say, in errors of many classes, when the system gives them no more memory.
+_NO_MEMORY = (
+    "allocate memory",
+    "unable to allocate",
+    "bad_alloc",
+    "failed to map segment",
+    "can't start new thread",
+)
 
 
 def refuse(message: str) -> typer.Exit:
     """To be raised: says what is wrong with a command, which ends with BAD_ARGUMENTS."""
-    typer.echo(f"ln-probe: {message}", err=True)
+    short = re.sub(r"\S{1000,}", lambda word: shortened(word[0]), message)
+    typer.echo(f"ln-probe: {short}", err=True)
     return typer.Exit(BAD_ARGUMENTS)
 
 
-def interrupted() -> typer.Exit:
-    """To be raised after Ctrl-C in a command that can go on."""
-    typer.echo(f"ln-probe: {GOES_ON}", err=True)
-    return typer.Exit(INTERRUPTED)
+def interrupted(stop: BaseException) -> typer.Exit:
+    """To be raised after Ctrl-C or SIGTERM: says how to resume."""
+    typer.echo(f"ln-probe: {Stopped.message}", err=True)
+    return typer.Exit(getattr(stop, "status", 130))
+
+
+def last_words(error: BaseException) -> str:
+    """What to say of an error that nothing has caught."""
+    message = shortened(" ".join(str(error).split()), 300)
+    if out_of_memory(error):
+        return (
+            f"not enough memory ({type(error).__name__}: {message or 'no more could be had'}): allow this command more "
+            "(ulimit -v, or the limit of its job), or use fewer --workers, a smaller --batch-size or --max-tokens"
+        )
+    return f"{type(error).__name__}: {message}\nThis is a fault of ln_probe; {TRACEBACK}=1 shows where it is."
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is about memory that could not be had."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is e for e in seen):
+        seen.append(error)
+        text = str(error).lower()
+        if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def traceback_wanted() -> bool:
+    """Whether errors are shown in full."""
+    return bool(os.environ.get(TRACEBACK))
 
 
 def writable(out: Path) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.process
 import os
-import tempfile
+import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ln_probe.analyses.machinery import pulse
-from ln_probe.analyses.machinery.worker import follow_parent
+from ln_probe.analyses.machinery.files import temporary_folder
+from ln_probe.analyses.machinery.worker import follow_parent, starting_workers
 from ln_probe.batch.plan import Run, Unit
 from ln_probe.batch.suite import Target
 
@@ -58,14 +59,15 @@ class LocalEngine:
         self._pools: dict[int, ProcessPoolExecutor] = {}
         self._processes: dict[int, set[multiprocessing.process.BaseProcess]] = {}
         self._running: dict[Future[Outcome], int] = {}
-        self._signs = tempfile.TemporaryDirectory(prefix="ln-probe-", ignore_cleanup_errors=True)
+        self._open = ExitStack()
+        self._signs = self._open.enter_context(temporary_folder())
 
     def pulses(self) -> list[pulse.Pulse]:
         """What the busy workers are doing."""
         return [pulse.read(self._sign(worker)) for worker in sorted(set(self._running.values()))]
 
     def _sign(self, worker: int) -> Path:
-        return Path(self._signs.name, str(worker))
+        return self._signs / str(worker)
 
     def available(self) -> set[int]:
         return set(range(self.workers))
@@ -77,7 +79,7 @@ class LocalEngine:
                 1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors, self._sign(worker))
             )
         before = set(multiprocessing.active_children())
-        with _few_threads():
+        with _few_threads(), starting_workers():
             self._running[self._pools[worker].submit(_do, target, unit)] = worker
         if begun := set(multiprocessing.active_children()) - before:  # the pool does not say which process is its own
             self._processes[worker] = begun
@@ -106,7 +108,7 @@ class LocalEngine:
             pool.shutdown(wait=True, cancel_futures=True)
         self._pools.clear()
         self._processes.clear()
-        self._signs.cleanup()
+        self._open.close()
 
 
 class InProcess:
@@ -162,12 +164,16 @@ _worker: Worker | None = None  # of this process
 def _begin(run: Run, processors: int, sign: Path) -> None:
     """What a worker process does first."""
     global _worker
-    follow_parent()
-    pulse.write_to(sign)
-    pulse.tell("starting")
-    from ln_probe.batch.work import Worker
+    try:
+        follow_parent()
+        pulse.write_to(sign)
+        pulse.tell("starting")
+        from ln_probe.batch.work import Worker
 
-    _worker = Worker(run, processors)
+        _worker = Worker(run, processors)
+    except Exception as error:  # the pool would log a traceback
+        print(f"ln-probe: a worker cannot start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _do(target: Target, unit: Unit) -> Outcome:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ln_probe.analyses.machinery.files import FileError, read_text
 from ln_probe.batch.endings import refuse
 
 if TYPE_CHECKING:
     from typer import Context
 else:  # what is handed to a callback is of the class below the one that typer exports
     Context = typer.Context.__base__
+
+LARGEST = 2**20  # bytes of a file of options
 
 
 def read_options(context: Context, path: Path | None) -> Path | None:
@@ -25,9 +28,9 @@ def read_options(context: Context, path: Path | None) -> Path | None:
 
 def _read(context: Context, path: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        said = getattr(error, "strerror", None) or error
+        found = tomllib.loads(read_text(path, LARGEST))
+    except (OSError, FileError, tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        said = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
         raise refuse(f"--config {path} cannot be read ({said}): give a TOML file such as max-tokens = 256") from error
     known = {
         _spelled(name): option

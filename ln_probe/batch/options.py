@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ln_probe.analyses.probes.registry import listing
+from ln_probe.analyses.wording import quoted, whole_number
 from ln_probe.batch.option_file import read_options
 
 # The groups of `--help`.
@@ -20,6 +21,18 @@ WORK, OUTPUT = "How the work is done", "Output"
 
 def _of(group: str, *names: str, **given: Any) -> Any:
     return typer.Option(*names, rich_help_panel=group, **given)
+
+
+def count_option(group: str | None, *names: str, least: int, most: int = 10**9, **given: Any) -> Any:
+    """An option that takes a whole number from `least` to `most`."""
+
+    def parsed(value: str | int) -> int:
+        number = whole_number(str(value), len(str(most)))
+        if number is None or not least <= number <= most:
+            raise typer.BadParameter(f"{quoted(str(value))} is not a whole number from {least} to {most}")
+        return number
+
+    return typer.Option(*names, rich_help_panel=group, parser=parsed, metavar="INTEGER", **given)
 
 
 @dataclass(frozen=True)
@@ -44,9 +57,24 @@ class Wish:
     prompts: Annotated[
         str | None, _of(PROMPTS, help="A .txt, .jsonl or .npy file, a data set (folder or hf:NAME), or 'sampled'.")
     ] = None
-    max_tokens: Annotated[int, _of(PROMPTS, min=1, help="Longer prompts are cut.")] = 512
-    max_prompts: Annotated[int | None, _of(PROMPTS, min=1, help="Only the first so many prompts.")] = None
-    seed: Annotated[int, _of(PROMPTS, help="Of sampled prompts and keys.")] = 0
+    max_tokens: Annotated[int, count_option(PROMPTS, least=1, help="Longer prompts are cut.")] = 512
+    max_prompts: Annotated[int | None, count_option(PROMPTS, least=1, help="Only the first so many prompts.")] = None
+    seed: Annotated[int, count_option(PROMPTS, least=0, most=10**18, help="Of sampled prompts and keys.")] = 0
+    calibration: Annotated[
+        Path | None,
+        _of(PROMPTS, metavar="FILE", help="Text that constants come from. Default: the other prompts (leave-one-out)."),
+    ] = None
+    groups: Annotated[
+        Path | None,
+        _of(PROMPTS, metavar="FILE", help="A label a line for each prompt: equal labels form one prompt group."),
+    ] = None
+    loss: Annotated[
+        str | None,
+        _of(MEASURED, metavar="MODULE:FUNCTION", help="Another loss: (output, tokens) -> mean per prompt [batch]."),
+    ] = None
+    optimal: Annotated[bool, _of(MEASURED, "--optimal", help="Fit loss-optimal constants too (minutes per model).")] = (
+        False
+    )
     probes: Annotated[
         str | None, _of(MEASURED, help=f"Comma-separated; default: all of ln_probe's own. {listing()}.")
     ] = None
@@ -58,20 +86,31 @@ class Wish:
     keys: Annotated[str, _of(MEASURED, help="Rows of the keys table: 'hardest' or 'all'.")] = "hardest"
     keys_sample: Annotated[
         int | None,
-        _of(
+        count_option(
             MEASURED,
-            min=0,
+            least=0,
             help="Keys measured of each head, each among all. 0: all. Default: all, unless that would take over an "
             "hour.",
         ),
     ] = None
     batch_size: Annotated[
         int | None,
-        _of(
-            MEASURED, min=1, help="Prompts that go through the model together. Default: 1 on a CPU, on a GPU by memory."
+        count_option(
+            MEASURED,
+            least=1,
+            help="Prompts that go through the model together. Default: 1 on a CPU, on a GPU by memory.",
         ),
     ] = None
-    shard: Annotated[int | None, _of(WORK, min=1, help="Prompts in a work unit.")] = None
+    shard: Annotated[int | None, count_option(WORK, least=1, help="Prompts in a work unit.")] = None
+    strict: Annotated[
+        bool,
+        _of(
+            MEASURED,
+            "--strict",
+            help="Fail a model where something else than asked would be measured (a tokenizer that does not load, "
+            "skipped prompts, layers left over in the weights).",
+        ),
+    ] = False
     # Its callback has put the file's options in the place of defaults by the time the command runs.
     config: Annotated[
         Path | None,
@@ -103,9 +142,9 @@ class Workers:
 
     workers: Annotated[
         int | None,
-        _of(
+        count_option(
             WORK,
-            min=0,
+            least=0,
             help="Processes, each with one checkpoint and one thread; 0: none but this. Default: the machine's.",
         ),
     ] = None

@@ -5,13 +5,12 @@
                   corpus/<key>/00000.jsonl …  the prompts, in shards
                   tokens/<key>/00000 …        the same as token ids, once per tokenizer
                   units/<key>/prompts-00000 …    results, until the report is made
-                  done/<model>.json           whose report OUT/<model>/ is, and the hashes of its files
+                  done/<model>.json           whose report OUT/<model>/ is, and what its files are
 
 The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *prompts* for each shard of
 them, one of *weights* for every probe that needs no prompts, then the *report*. What a unit computes depends on its key
 alone: not on which worker does it, nor on what was done before, nor on how many shards there are (rows are joined in
-order before anything is summed). Before all of them, where they will take long, a *first look* writes a page of what is
-known soon, and keeps nothing else.
+order before anything is summed).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ln_probe.reporting.software import __version__
 WORK_FOLDER = ".ln_probe"
 INDEX_FILE = "index.html"
 FORMAT = 4
-LOOK, CALIBRATION, PROMPTS, WEIGHTS, REPORT = "first look", "calibration", "prompts", "weights", "report"
+CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
@@ -51,7 +50,7 @@ class Unit:
     """A piece of work on one checkpoint.
 
     Attributes:
-        kind: one of the five above.
+        kind: one of the four above.
         shard: of the prompts; 0 where there is only one unit.
         probe: whose weights are measured; empty otherwise.
     """
@@ -97,6 +96,7 @@ class Run:
     dtype: str | None = None
     device: str | None = None
     allow_pickle: bool = False
+    strict: bool = False  # fail where something else than asked would be measured
     command: str = ""
     probes: tuple[Asked, ...] = ()  # those of the settings; looked up where they are not given
 
@@ -128,6 +128,10 @@ class Run:
             **({} if self.corpus.most is None else {"prompts_most": self.corpus.most}),
         }
 
+    def refusal(self, deviations: Sequence[str]) -> str:
+        """Why a model fails that was not, or could not be, measured as asked; empty unless the run is strict."""
+        return f"{deviations[0]} (--strict: nothing else than asked is measured)" if self.strict and deviations else ""
+
     def units(self) -> Iterator[Unit]:
         """The units of one checkpoint, its report left out, calibration first."""
         yield Unit(CALIBRATION)
@@ -137,6 +141,10 @@ class Run:
         for probe in self.probes:
             if probe.weighs:
                 yield Unit(WEIGHTS, probe=probe.name)
+
+    def unit_files(self) -> list[str]:
+        """The files that may lie in a checkpoint's folder of results: one for each unit, and a lock."""
+        return [*(unit.file for unit in self.units()), f"{Unit(CALIBRATION).file}.lock"]
 
     def key(self, target: Target) -> str:
         """Hash of everything that decides what is found out about a checkpoint."""

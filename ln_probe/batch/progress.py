@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from ln_probe.analyses.machinery.pulse import Pulse
-from ln_probe.batch.plan import CALIBRATION, LOOK, PROMPTS, REPORT, WEIGHTS, Unit
+from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DIED, DONE, NO_STORAGE, RETURNED, Outcome
 from ln_probe.measuring.live import Live, duration, here, left_of
@@ -55,10 +55,6 @@ class Display:
             self.tokens += outcome.tokens
             if unit.kind == REPORT:
                 self.say(f"{target.label}: done")
-            if unit.kind == LOOK and outcome.page:
-                self.say(f"{target.label}: a first look is in {outcome.page}")
-        elif unit.kind == LOOK:
-            self.say(f"{target.label}: no first look ({outcome.error or outcome.state})")
         elif outcome.state == DIED:
             self.say(f"{target.label}: {outcome.error} during {unit.kind} {unit.shard}; trying again")
         elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is said there
@@ -88,8 +84,7 @@ class Display:
         known = {kind: self._seconds[kind] / self._done[kind] for kind in self._done}
         running, now = list(self._running.items()), time.monotonic()
         waiting = Counter(u.kind for u in units)
-        for once in (LOOK, CALIBRATION):  # which count until they are done
-            waiting[once] -= sum(u.kind == once for (_, u), _ in running)
+        waiting[CALIBRATION] -= sum(u.kind == CALIBRATION for (_, u), _ in running)  # which counts until it is done
         kinds = {u.kind for (_, u), _ in running} | {kind for kind, count in waiting.items() if count > 0}
         if not kinds or kinds - known.keys() - {REPORT}:
             return float("nan")

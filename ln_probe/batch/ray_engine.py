@@ -6,6 +6,7 @@ ended.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from typing import Any
@@ -36,29 +37,16 @@ class RayEngine:
     """
 
     def __init__(self, run: Run, workers: int | None, *, address: str | None = None, gpus: float = 0.0) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise RayError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from error
-        self._ray = ray
-        _check_address(address)
-        try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RayError(f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`") from error
+        self._ray = connect(address, gpus)
         self.run, self._gpus = run, gpus
-        room = self._room()
-        if room < 1:
-            raise RayError(f"the Ray cluster has no room for a worker: it has {ray.cluster_resources()}")
-        self.workers = workers or room
+        self.workers = workers or self._room()
         self._actors: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
 
     def _room(self) -> int:
         """How many actors the nodes that are alive have room for."""
-        have = self._ray.cluster_resources()
-        return int(have.get("GPU", 0) / self._gpus) if self._gpus else int(have.get("CPU", 0))
+        return _room(self._ray, self._gpus)
 
     def available(self) -> set[int]:
         others = [w for w in range(self.workers) if w not in self._actors]
@@ -106,6 +94,30 @@ class RayEngine:
             self._ray.kill(actor)
         self._actors.clear()
         self._ray.shutdown()
+
+
+def connect(address: str | None, gpus: float) -> Any:
+    """The package ray, connected to the cluster at an address; arguments and errors as `RayEngine`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise RayError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from error
+    if not math.isfinite(gpus):
+        raise RayError(f"--gpus must be a number of GPUs per worker, fractions too, got {gpus}")
+    if not ray.is_initialized():
+        _check_address(address)
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RayError(f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`") from error
+    if _room(ray, gpus) < 1:
+        raise RayError(f"the Ray cluster has no room for a worker: it has {ray.cluster_resources()}")
+    return ray
+
+
+def _room(ray: Any, gpus: float) -> int:
+    have = ray.cluster_resources()
+    return int(have.get("GPU", 0) / gpus) if gpus else int(have.get("CPU", 0))
 
 
 def _check_address(address: str | None) -> None:

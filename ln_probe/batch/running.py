@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ln_probe.batch.endings import DONE, SOME_FAILED, interrupted, refuse
+from ln_probe.batch.endings import DONE, SOME_FAILED, refuse
 from ln_probe.batch.options import Means, Telling
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def go(
     telling: Telling,
 ) -> None:
     """Do what is missing of a run, or of a slice of it, and exit."""
-    from ln_probe.batch.cost import worth_a_look
-    from ln_probe.batch.drive import remains
+    from ln_probe.batch.drive import calibrated_deviations, remains
     from ln_probe.batch.progress import Display
     from ln_probe.batch.schedule import Schedule
 
@@ -44,8 +43,7 @@ def go(
             if target.error:
                 display.say(f"{target.label}: failed: {target.error}")
         todo = remains(run, targets, display, fresh=means.fresh, part=part)
-        looks = [t for t in todo if part is None and worth_a_look(run, t)]
-        schedule = Schedule(todo, reports=part is None, looks=looks)
+        schedule = Schedule(todo, reports=part is None)
         work(run, schedule, display, means, workers)
     if part is None:
         heard = {*schedule.errors, *(t for t in targets if t.error)}
@@ -53,16 +51,30 @@ def go(
         return
     failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
     done = sum(len(units) for t, units in todo.items() if t not in failed)
-    said = f"slice {part.number}/{part.count}: {done} units done" + (f", {len(failed)} models failed" if failed else "")
+    deviations = {t: whys for t in todo if t not in failed and (whys := calibrated_deviations(run, t))}
     if telling.as_json:
-        typer.echo(json.dumps({"slice": asdict(part), "units": done, "failed": _plain(failed)}, indent=1))
+        about = {
+            "slice": asdict(part),
+            "units": done,
+            "failed": _plain(failed),
+            "deviations": _plain(deviations, "deviations"),
+        }
+        typer.echo(json.dumps(about, indent=1))
     else:
-        typer.echo(said, err=True)
-    raise typer.Exit(SOME_FAILED if failed else DONE)
+        _say_deviations(deviations)
+        more = f", {len(failed)} models failed" if failed else ""
+        typer.echo(f"slice {part.number}/{part.count}: {done} units done{more}", err=True)
+    raise typer.Exit(SOME_FAILED if failed or deviations else DONE)
 
 
-def _plain(errors: Mapping[Target, str]) -> list[dict[str, Any]]:
-    return [{"model": t.name, "revision": t.revision, "error": error} for t, error in errors.items()]
+def _plain(found: Mapping[Target, str] | Mapping[Target, Sequence[str]], what: str = "error") -> list[dict[str, Any]]:
+    return [{"model": t.name, "revision": t.revision, what: value} for t, value in found.items()]
+
+
+def _say_deviations(deviations: Mapping[Target, Sequence[str]]) -> None:
+    for target, whys in deviations.items():
+        for why in whys:
+            typer.echo(f"{target.label}: not all as asked: {why}", err=True)
 
 
 def work(run: Run, schedule: Schedule, display: Display, means: Means, workers: int | None) -> None:
@@ -81,10 +93,20 @@ def work(run: Run, schedule: Schedule, display: Display, means: Means, workers: 
     except StoppedError as error:
         typer.echo(f"ln-probe: {error}", err=True)
         raise typer.Exit(SOME_FAILED) from error
-    except KeyboardInterrupt:
-        raise interrupted() from None
     finally:
         engine.close()
+
+
+def check_engine(means: Means) -> None:
+    """Exit if the engine that is asked for cannot be had; nothing is written before."""
+    if means.engine != "ray":
+        return
+    from ln_probe.batch.ray_engine import RayError, connect
+
+    try:
+        connect(means.address, means.gpus)
+    except RayError as error:
+        raise refuse(str(error)) from error
 
 
 def _engine(run: Run, schedule: Schedule, means: Means, workers: int | None) -> Engine:
@@ -93,12 +115,9 @@ def _engine(run: Run, schedule: Schedule, means: Means, workers: int | None) -> 
     from ln_probe.batch.engines import InProcess, LocalEngine
 
     if means.engine == "ray":
-        from ln_probe.batch.ray_engine import RayEngine, RayError
+        from ln_probe.batch.ray_engine import RayEngine
 
-        try:
-            return RayEngine(run, workers, address=means.address, gpus=means.gpus)
-        except RayError as error:
-            raise refuse(str(error)) from error
+        return RayEngine(run, workers, address=means.address, gpus=means.gpus)
     if workers == 0:
         return InProcess(run)
     if workers is not None:
@@ -138,12 +157,14 @@ def end(
                 "error": ended.failed.get(t),
                 "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
                 "failed_probes": list(ended.probes.get(t, ())),
+                "deviations": list(ended.deviations.get(t, ())),
             }
             for t in (*earlier, *targets)
         ]
         typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
     failures = {t: ended.failed[t] for t in targets if t in ended.failed}
     probes = {t: ended.probes[t] for t in targets if t in ended.probes}
+    deviations = {t: ended.deviations[t] for t in targets if t in ended.deviations}
     if not as_json:
         for target, why in failures.items():
             if target not in said:
@@ -151,9 +172,10 @@ def end(
         for target, whys in probes.items():
             for why in whys:
                 typer.echo(f"{target.label}: {why}", err=True)
+        _say_deviations(deviations)
         more = f"; {len(earlier)} of earlier commands beside them" if earlier else ""
         typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
-    raise typer.Exit(SOME_FAILED if failures or probes else DONE)
+    raise typer.Exit(SOME_FAILED if failures or probes or deviations else DONE)
 
 
 def nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:

@@ -8,10 +8,10 @@ per worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ln_probe.batch.plan import CALIBRATION, LOOK, REPORT, WEIGHTS, Unit
+from ln_probe.batch.plan import CALIBRATION, REPORT, WEIGHTS, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import DAMAGED, DIED, DONE, RETURNED, Outcome
 
@@ -22,7 +22,7 @@ ATTEMPTS = 3
 REPAIRS = 3
 
 
-_COUNTED = {Unit(LOOK), Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, running or not
+_COUNTED = {Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, running or not
 
 
 @dataclass
@@ -33,7 +33,6 @@ class _Work:
     waiting: deque[Unit]
     calibrate: bool  # still to be done, before anything else
     reports: bool  # whether a report is to be made at the end
-    look: bool = False  # whether a first look comes before; it may fail
     running: set[Unit] = field(default_factory=set)
     begun: bool = False
     died: int = 0
@@ -45,8 +44,6 @@ class _Work:
         """A unit that can be done now."""
         if self.error or self.finished:
             return None
-        if self.look:  # which has the machine to itself, so that somebody sees something soon
-            return None if Unit(LOOK) in self.running else Unit(LOOK)
         if self.calibrate:
             if Unit(CALIBRATION) not in self.running:
                 return Unit(CALIBRATION)
@@ -64,24 +61,21 @@ class Schedule:
     Args:
         todo: the units of every checkpoint whose results are not there yet.
         reports: make the reports too (a slice does not).
-        looks: checkpoints at which a first look is worth its while, of those that are not calibrated yet.
     """
 
-    def __init__(
-        self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True, looks: Collection[Target] = ()
-    ) -> None:
+    def __init__(self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True) -> None:
         self._works: list[_Work] = []
         for target, units in todo.items():
             left = list(units)
             calibrate = Unit(CALIBRATION) in left
             waiting = deque(u for u in left if u.kind != CALIBRATION)
-            self._works.append(_Work(target, waiting, calibrate, reports, look=calibrate and target in looks))
+            self._works.append(_Work(target, waiting, calibrate, reports))
         self._held: dict[int, _Work] = {}
 
     def __len__(self) -> int:
         """Units left, running ones included."""
         return sum(
-            len(w.waiting) + w.look + w.calibrate + w.reports + len(w.running - _COUNTED)
+            len(w.waiting) + w.calibrate + w.reports + len(w.running - _COUNTED)
             for w in self._works
             if not w.finished and not w.error
         )
@@ -89,7 +83,6 @@ class Schedule:
     def left(self) -> Iterable[Unit]:
         for w in self._works:
             if not w.finished and not w.error:
-                yield from [Unit(LOOK)] * w.look
                 yield from [Unit(CALIBRATION)] * w.calibrate
                 yield from w.waiting
                 yield from [Unit(REPORT)] * w.reports
@@ -126,9 +119,6 @@ class Schedule:
         """Take note of how a unit ended."""
         work = next(w for w in self._works if w.target == target)
         work.running.discard(unit)
-        if unit.kind == LOOK:  # whatever became of it: what is wrong with the checkpoint, its calibration will say
-            work.look = False
-            return
         if outcome.state == DONE:
             work.died = 0
             if unit.kind == CALIBRATION:

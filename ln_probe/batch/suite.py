@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ln_probe.analyses.wording import quoted, whole_number
 from ln_probe.reporting.report import slug
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Target:
         revision: the training step or hub revision; None if there is only one.
         folder: of its report, under the output folder.
         identity: hash of what would be loaded (files, or the hub's commit); empty if it could not be found out.
-        weight_bytes: size of the weights on disk, 0 if unknown.
+        parameters: how many numbers the weights are, 0 if unknown.
         error: why it cannot be loaded, as far as can be seen without loading it.
         failed: when that was, if an earlier command found it out; empty if it was this one.
     """
@@ -32,9 +33,14 @@ class Target:
     revision: str | None
     folder: str
     identity: str = ""
-    weight_bytes: int = 0
+    parameters: int = 0
     error: str = ""
     failed: str = ""
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Target:
+        """What `asdict` made of a target, without fields that this version does not know."""
+        return cls(**{field.name: plain[field.name] for field in fields(cls) if field.name in plain})
 
     @property
     def label(self) -> str:
@@ -57,9 +63,16 @@ def suite(
         allow_pickle: whether weights may come as pickles.
 
     Raises:
-        SuiteError: a model or step is given twice; steps that are no numbers; both checkpoints and a revision; a folder
-            of checkpoints without a word which.
+        SuiteError: a name that no model has; a model or step is given twice; steps that are no numbers; both
+            checkpoints and a revision; a folder of checkpoints without a word which.
     """
+    from ln_probe.models import check_name
+
+    for name in models:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise SuiteError(str(error)) from error
     _refuse_repeated(models)
     steps = _steps(checkpoints)
     if checkpoints is not None and revision is not None:
@@ -86,11 +99,11 @@ def suite(
             targets.append(Target(name, version, folder, error=wrong))
             continue
         try:
-            identity, size = _identify(name, version, allow_pickle)
+            identity, parameters = _identify(name, version, allow_pickle)
         except Exception as problem:
             targets.append(Target(name, version, folder, error=_said(problem)))
         else:
-            targets.append(Target(name, version, folder, identity, size))
+            targets.append(Target(name, version, folder, identity, parameters))
     return targets
 
 
@@ -118,11 +131,13 @@ def _steps(checkpoints: str | None) -> list[int] | None:
         return None
     steps: list[int] = []
     for part in str(checkpoints).split(","):
-        if not part.strip().isdigit():
-            raise SuiteError(f"--checkpoints takes 'all' or training steps such as 0,1000, got {checkpoints!r}")
-        if int(part) in steps:
-            raise SuiteError(f"--checkpoints {checkpoints}: step {int(part)} is given twice")
-        steps.append(int(part))
+        step = whole_number(part, 18)
+        if step is None:
+            said = quoted(str(checkpoints))
+            raise SuiteError(f"--checkpoints takes 'all' or training steps such as 0,1000, got {said}")
+        if step in steps:
+            raise SuiteError(f"--checkpoints {checkpoints}: step {step} is given twice")
+        steps.append(step)
     return steps
 
 
@@ -159,7 +174,7 @@ def _step_folders(path: Path) -> dict[int, Path]:
     """Subfolders checkpoint-N or stepN that hold a model, by step: what Hugging Face's Trainer writes."""
     from ln_probe.analyses.checkpoint_names import step_named
 
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not os.path.isdir(path) or (path / "config.json").is_file():
         return {}
     found = {step_named(child.name): child for child in path.iterdir() if (child / "config.json").is_file()}
     return {step: found[step] for step in sorted(s for s in found if s is not None)}
@@ -179,9 +194,10 @@ def _folder(name: str, revision: str | None, taken: set[str]) -> str:
 
 
 def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str, int]:
-    """Hash of what would be loaded, and the bytes of its weights (0 if they are not here yet)."""
+    """Hash of what would be loaded, and how many numbers its weights are (0 if they are not here yet)."""
     from ln_probe.loading import hub
-    from ln_probe.loading.folder import inspect_folder
+    from ln_probe.loading.folder import inspect_folder, parameters_of
+    from ln_probe.loading.gguf_header import check_header
     from ln_probe.loading.inputs import combined, files_of_checkpoint, files_of_lab_run, hashes
     from ln_probe.models import bundled_folder, bundled_models, kind_of
 
@@ -192,13 +208,16 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
         return f"{repository}@{hub.commit(repository, revision=revision)}", 0
     if kind in ("lab", "bundled"):
         files = files_of_lab_run(path if kind == "lab" else bundled_folder(name), _lab_step(revision))
-        return combined(hashes(files)), files[0].stat().st_size
+        return combined(hashes(files)), parameters_of(files[:1])
     if revision is not None:
         raise ValueError(f"{name} is a local {kind}: it holds one version, not a revision {revision!r}")
     if kind == "gguf":
-        return combined(hashes([path])), path.stat().st_size
+        return combined(hashes([path])), check_header(path)
     checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
-    return combined(hashes(files_of_checkpoint(checkpoint))), sum(p.stat().st_size for p in checkpoint.weights)
+    parameters = parameters_of(
+        checkpoint.weights, str(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
+    )
+    return combined(hashes(files_of_checkpoint(checkpoint))), parameters
 
 
 def check_same(target: Target, source: ModelSource) -> None:

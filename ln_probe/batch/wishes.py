@@ -41,8 +41,11 @@ def targets_of(wish: Wish, *, quiet: bool) -> list[Target]:
 
 def settings_of(wish: Wish) -> Settings:
     """What is measured, and how; exits where that makes no sense."""
+    from ln_probe.analyses.machinery.files import sha256_of_file
     from ln_probe.analyses.probes.protocol import ProbeError
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+    from ln_probe.hooks.objective import Objective
+    from ln_probe.measuring.given_constants import read_groups
     from ln_probe.measuring.settings import KEYS, Settings
     from ln_probe.prompting.sources import check_source
     from ln_probe.prompting.vocabulary import read_vocabulary
@@ -64,7 +67,7 @@ def settings_of(wish: Wish) -> Settings:
             check_source(str(wish.prompts))
         except (FileNotFoundError, ValueError) as error:
             raise refuse(str(error)) from error
-    vocab = None if wish.vocab is None else str(wish.vocab.resolve())
+    vocab = None if wish.vocab is None else str(wish.vocab.absolute())
     if vocab is not None:
         try:
             read_vocabulary(vocab)
@@ -76,8 +79,31 @@ def settings_of(wish: Wish) -> Settings:
         heads = None if wish.heads is None else numbers(wish.heads, "head")
     except ValueError as error:
         raise refuse(str(error)) from error
+    calibration, groups = (None if f is None else str(f.resolve()) for f in (wish.calibration, wish.groups))
+    try:
+        if groups is not None:
+            read_groups(groups)
+        if calibration is not None:
+            check_source(calibration)
+        Objective.of(wish.loss)
+    except (FileNotFoundError, ValueError) as error:
+        raise refuse(str(error)) from error
     return Settings(
-        wanted, layers, heads, wish.keys, wish.max_tokens, wish.seed, vocab, wish.keys_sample, wish.batch_size
+        wanted,
+        layers,
+        heads,
+        wish.keys,
+        wish.max_tokens,
+        wish.seed,
+        vocab,
+        wish.keys_sample,
+        wish.batch_size,
+        calibration,
+        None if calibration is None else sha256_of_file(Path(calibration)),
+        groups,
+        None if groups is None else sha256_of_file(Path(groups)),
+        wish.loss,
+        wish.optimal,
     )
 
 
@@ -98,7 +124,7 @@ def run_of(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
 
     sharded = divide(wish.prompts, corpus, wish.shard, wish.max_prompts)
     command = shlex.join(["ln-probe", *sys.argv[1:]])
-    return Run(out, settings, sharded, wish.dtype, wish.device, wish.allow_pickle, command)
+    return Run(out, settings, sharded, wish.dtype, wish.device, wish.allow_pickle, wish.strict, command)
 
 
 def claiming(out: Path) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,32 +19,37 @@ from torch import nn
 
 from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.key_sample import KeySample
-from ln_probe.analyses.machinery.files import write_text
-from ln_probe.analyses.machinery.parallel import available, use_processors
+from ln_probe.analyses.machinery.files import remove_listed
+from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
-from ln_probe.batch.finished import mark_done
+from ln_probe.batch.endings import out_of_memory
+from ln_probe.batch.finished import mark_begun, mark_done
 from ln_probe.batch.pieces import packed, unpacked
-from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, LOOK, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
-from ln_probe.hooks.frozen_scale import Sigmas
-from ln_probe.hooks.model import HookedModel, context_length, evaluating
+from ln_probe.hooks.default_tokens import check_contained
+from ln_probe.hooks.fitted_constants import Halves
+from ln_probe.hooks.frozen_scale import Constant
+from ln_probe.hooks.model import HookedModel, context_length
+from ln_probe.hooks.objective import Objective
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.assembly import assemble, provenance
-from ln_probe.measuring.first_look import PROMPTS as LOOKED_AT
-from ln_probe.measuring.first_look import first_look
+from ln_probe.measuring.given_constants import calibration_prompts, check_unchanged, read_groups
 from ln_probe.measuring.passes import Passes
 from ln_probe.measuring.recording import SAMPLED_PROMPTS
-from ln_probe.prompting.prompts import cut_notes, summary
+from ln_probe.measuring.seal import Seal
+from ln_probe.prompting.prompts import cut_notes, skip_note, summary
 from ln_probe.prompting.shards import DEFAULT
 from ln_probe.prompting.token_shards import TokenShards
 from ln_probe.reporting.exhibits import Exhibits
-from ln_probe.reporting.report import REPORT_FILE, Report
+from ln_probe.reporting.report import REPORT_FILE, files_of
 
-_SIGMAS = ("first", "rest")  # what is kept of them
+_CONSTANTS = ("groups", "sums", "counts")  # the arrays that constants are made of
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
 
 
@@ -58,7 +62,6 @@ class Outcome:
             whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
         error: what went wrong, in a sentence.
         seconds, tokens: spent and measured.
-        page: that a first look has written; empty: none.
     """
 
     state: str
@@ -66,7 +69,6 @@ class Outcome:
     seconds: float = 0.0
     tokens: int = 0
     again: tuple[Unit, ...] = ()
-    page: str = ""
 
 
 class _MissingError(Exception):
@@ -93,25 +95,28 @@ class Worker:
         torch.set_num_threads(1)
         use_processors(processors)
         self._target: Target | None = None
+        self._seal: Seal | None = None
         self._passes: Passes | None = None
         self._tokens: TokenShards | None = None
         self._calibration: Calibration | None = None
 
     def do(self, target: Target, unit: Unit) -> Outcome:
-        """Do a unit, unless its result is there and whole. Never raises: what goes wrong is in the outcome."""
+        """Do a unit, unless its result is there and whole.
+
+        What goes wrong is in the outcome, a PanicException of a tokenizer written in Rust (which is no Exception) too.
+        Only what ends the process is raised.
+        """
         start = time.perf_counter()
         try:
-            if unit.kind == LOOK:
-                page = self._look(target)
-                return Outcome(DONE, "", time.perf_counter() - start, page=page)
             tokens = self._do(target, unit)
         except _MissingError as error:
             return Outcome(DAMAGED, str(error), again=tuple(error.units))
         except StorageError as error:
             return Outcome(NO_STORAGE, str(error))
-        except Exception as error:
+        except BaseException as error:
+            check_contained(error)
             self._forget()
-            return Outcome(FAILED, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+            return Outcome(FAILED, _message(error), time.perf_counter() - start)
         return Outcome(DONE, "", time.perf_counter() - start, tokens)
 
     def _do(self, target: Target, unit: Unit) -> int:
@@ -131,7 +136,7 @@ class Worker:
                     stack.enter_context(FileLock(f"{path}.lock"))
                 if _whole(path, key):
                     return 0
-            with evaluating(self._load(target).model):
+            with self._sealed(target):
                 result, tokens = doing[unit.kind](target, unit)
             result = replace(result, info={**result.info, "inputs": self._inputs(unit)})
             with store.storing(self.run.out):
@@ -139,7 +144,7 @@ class Worker:
         return tokens
 
     def _forget(self) -> None:
-        self._target = self._passes = self._tokens = self._calibration = None
+        self._target = self._seal = self._passes = self._tokens = self._calibration = None
         gc.collect()
 
     def _load(self, target: Target) -> Passes:
@@ -155,10 +160,24 @@ class Worker:
                 allow_pickle=self.run.allow_pickle,
             )
             check_same(target, source_of(model))
-            self._passes = Passes(cast(HookedModel, model), self.run.settings)
+            self._check_strictly(source_of(model).deviations)
+            hooked = cast(HookedModel, model)
+            self._seal = Seal(hooked)
+            self._passes = Passes(hooked, self.run.settings, seal=self._seal)
             self._tokens = TokenShards(self.run, target, model=self._passes.model)
             self._target = target
         return self._passes
+
+    def _sealed(self, target: Target) -> Seal:
+        """The seal of a loaded checkpoint: its weights are read once when it is first entered, and once whenever it is
+        left."""
+        self._load(target)
+        assert self._seal is not None
+        return self._seal
+
+    def _check_strictly(self, deviations: Sequence[str]) -> None:
+        if refused := self.run.refusal(deviations):
+            raise ValueError(refused)
 
     def _inputs(self, unit: Unit) -> dict[str, str]:
         """Hashes of what a unit was done with: the model's files, the prompts."""
@@ -171,50 +190,48 @@ class Worker:
             made["prompts"] = self._tokens[unit.shard].sha256
         return made
 
-    def _look(self, target: Target) -> str:
-        """Write the page that stands where the report's will, until that is made; its path, empty if one is there."""
-        from ln_probe.render.page import report_page
-
-        passes, tokens = self._load(target), self._tokens
-        assert tokens is not None
-        folder = self.run.out / target.folder
-        if (folder / REPORT_FILE).exists():
-            return ""
-        torch.set_num_threads(available())  # nothing of it is kept, so it may depend on them
-        rows: list[torch.Tensor] = []
-        names: dict[int, str] = {}
-        for shard in range(self.run.corpus.shards):
-            if len(rows) < LOOKED_AT:
-                rows, names = [*rows, *tokens[shard].rows], names | dict(tokens[shard].names)
-        try:
-            with evaluating(passes.model):
-                report = first_look(passes.model, self.run.settings, rows, tokens[0].source, names.__getitem__)
-        finally:
-            torch.set_num_threads(1)
-        request = {**self.run.identity, "model": target.name, "revision": target.revision}
-        report = replace(report, provenance={**report.provenance, "request": request, "command": self.run.command})
-        rest = [p.name for p in self.run.probes if p.name not in report.provenance["arguments"]["probes"]]
-        with store.storing(self.run.out):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / "report.html", report_page(report, under_way=_under_way(report, rest)))
-        return str(folder / "report.html")
-
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes, tokens = self._load(target), self._tokens
+        passes, tokens, seal = self._load(target), self._tokens, self._seal
         assert tokens is not None
+        assert seal is not None
         shards = range(self.run.corpus.shards)
-        found = passes.calibrate(pair for shard in shards for pair in tokens[shard].numbered())
+        if (first := next((row for shard in shards for row in tokens[shard].rows), None)) is not None:
+            seal.compare(first)
+        settings, default = self.run.settings, self.run.corpus.given == DEFAULT
+        other = labels = None
+        if settings.calibration is not None:
+            check_unchanged(settings.calibration, settings.calibration_sha256)
+            other = calibration_prompts(passes.model, Path(settings.calibration), settings.max_tokens, settings.seed)
+        if settings.groups is not None:
+            check_unchanged(settings.groups, settings.groups_sha256)
+            labels = read_groups(settings.groups)
+        skipped = tokens.skipped()
+        skips = (skip_note(skipped, sum(len(tokens[shard].rows) for shard in shards)),) if skipped else ()
+        self._check_strictly(skips)
+        found = passes.calibrate(
+            (pair for shard in shards for pair in tokens[shard].numbered()),
+            groups=labels,
+            calibration=other,
+            default=default,
+        )
         names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
-        prompts = summary(tokens[0].source, (row for shard in shards for row in tokens[shard].rows), names.__getitem__)
+        rows = (row for shard in shards for row in tokens[shard].rows)
+        prompts = summary(tokens[0].source, rows, names.__getitem__, skipped=skipped)
         given = [length for shard in shards for length in tokens[shard].given]
         context = context_length(passes.model)
-        cut = cut_notes(given, min(self.run.settings.max_tokens, context), context)
+        cut = cut_notes(given, min(settings.max_tokens, context), context)
         exhibits, index = self._record(passes, tokens, found, len(given)).plain()
         info = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
+            "sites": list(found.constants.sites),
+            "constants_source": found.constants.source,
+            "constants_given": None
+            if found.constants.given is None
+            else {name: c.plain for name, c in found.constants.given.items()},
+            "optimal": {group: halves.to_json() for group, halves in found.optimal.items()},
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
-            "notes": [*tokens[0].notes, *cut, *found.notes],
+            "notes": [*skips, *tokens[0].notes, *cut, *found.notes, *seal.notes],
             "sample": None if found.sample is None else found.sample.to_dict(),
             "prompts": prompts,
             "tokens": tokens.key,
@@ -224,7 +241,7 @@ class Worker:
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= empirical_queries.arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
-        arrays |= {f"sigmas/{name}/{part}": getattr(s, part) for name, s in found.sigmas.items() for part in _SIGMAS}
+        arrays |= {f"constants/{part}": getattr(found.constants, part) for part in _CONSTANTS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
     def _record(self, passes: Passes, tokens: TokenShards, found: Calibration, count: int) -> Exhibits:
@@ -255,15 +272,10 @@ class Worker:
         return packed({probe.name: passes.weigh(probe)}), 0
 
 
-def _under_way(report: Report, rest: Sequence[str]) -> str:
-    prompts = report.provenance["prompts"]
-    more = f" {', '.join(rest)} and" if rest else ""
-    return (
-        f"A first look, at {prompts['count']} prompts of at most {prompts['longest']} tokens. All prompts,{more} "
-        "intervals are still being measured and will replace this page, which looks for them every half a minute. If "
-        "the command has ended and this still stands here, it did not finish: run it again, and it goes on where it "
-        "stopped."
-    )
+def _message(error: BaseException) -> str:
+    if out_of_memory(error):
+        return f"not enough memory ({error}): use fewer --workers, a smaller --batch-size or --max-tokens"
+    return f"{type(error).__name__}: {error}"
 
 
 def _all_of(hashes: Iterable[str]) -> str:
@@ -272,13 +284,18 @@ def _all_of(hashes: Iterable[str]) -> str:
 
 def calibration(stored: Stored) -> Calibration:
     """What a calibration unit found."""
-    drawn = stored.arrays("sigmas/")
-    names = dict.fromkeys(name.rpartition("/")[0] for name in drawn)
-    sigmas = {name: Sigmas(**{part: drawn[f"{name}/{part}"] for part in _SIGMAS}) for name in names}
+    info, kept = stored.info, stored.arrays("constants/")
+    given = info["constants_given"]
+    constants = Constants(
+        sites=tuple(info["sites"]),
+        source=info["constants_source"],
+        given=None if given is None else {name: Constant.of(pair) for name, pair in given.items()},
+        **{part: kept[part] for part in _CONSTANTS},
+    )
     return Calibration(
         norms=stored.table("norms"),
-        constants={name: s.constant for name, s in sigmas.items()},
-        sigmas=sigmas,
+        constants=constants,
+        optimal={group: Halves.of_json(halves) for group, halves in info["optimal"].items()},
         calibrated_on=stored.info["calibrated_on"],
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
@@ -351,17 +368,22 @@ class Joining:
             pieces,
             Context(made, settings.layers, token, settings.keys, settings.seed),
             exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
-            provenance=provenance(source, base.info["prompts"], settings, made, base.info["d_model"], probes)
+            provenance=provenance(
+                source, base.info["prompts"], settings, made, base.info["d_model"], probes, Objective.of(settings.loss)
+            )
             | {"request": request, "command": run.command},
             notes=made.notes,
             failures=missing,
         )
+        if refused := run.refusal(report.deviations):
+            raise ValueError(refused)
         folder = run.out / target.folder
         with store.storing(run.out):
+            mark_begun(run, target, [*files_of(report), REPORT_FILE])
             report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
             mark_done(run, target, missing)
             if not missing:
-                shutil.rmtree(run.folder(target), ignore_errors=True)
+                remove_listed(run.folder(target), run.unit_files())
 
     def _check_inputs(self, by_unit: Mapping[Unit, Stored], prompts: Sequence[str]) -> None:
         """Raise MixedError if results were not all made of one model's files and of the prompts that there are."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import read_json
 
 # What the libraries loop over, or make a list of: with 1e9 of them, building a model takes hours before it fails. The
 # deepest models have some hundreds of layers, the widest some hundreds of experts and heads.
@@ -64,7 +64,7 @@ def _short(value: int) -> str:
 
 def check_tokenizer(file: Path) -> None:
     """Raise ValueError if a tokenizer.json is no JSON, or gives ids that no vocabulary has: they are listed up to."""
-    held = plain_json.read(file)
+    held = read_json(file)
     model = held.get("model") if isinstance(held, Mapping) else None
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     added = held.get("added_tokens") if isinstance(held, Mapping) else None

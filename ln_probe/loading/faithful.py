@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
@@ -81,6 +83,7 @@ def into_world(
     # Conversion to HookedTransformer drops them; a bridge would hand a plain assignment on to what it wraps.
     kinds = ("eos", "bos", "pad")
     made.model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
+    made.model.__dict__["missing_head"] = pretrained.missing_head
     remember(
         made.model,
         replace(
@@ -174,10 +177,19 @@ def _tried(
                 f"rounds its own by {own:.1e} in {source.dtype}: rounding"
             )
     except Exception as error:  # whatever TransformerLens stumbles over, another world may do
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
+        return None, _in_words(error), error
     if difference <= bound:
         return _Made(model, world, difference, tuple(notes)), "", None
     return None, f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})", None
+
+
+def _in_words(error: Exception) -> str:
+    """An exception; one without a text (a bare assert) by where it was raised."""
+    text = " ".join(str(error).split())[:300]
+    if text:
+        return f"{type(error).__name__}: {text}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
 
 
 def _processed(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import FileError, read_json
 from ln_probe.loading.bounds import check_numbers
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -96,8 +97,8 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
             "Give the folder that save_pretrained wrote: config.json and model.safetensors side by side."
         )
     try:
-        config = plain_json.read(path)
-    except (OSError, plain_json.JsonError) as error:
+        config = read_json(path)
+    except (OSError, FileError) as error:
         said = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path} is not valid JSON: {said}. Copy the file again.") from error
     if not isinstance(config, dict):
@@ -149,7 +150,7 @@ def _weight_files(folder: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...]
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        weight_map = plain_json.read(index)["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -191,6 +192,31 @@ def _check_weight_file(file: Path, *, pickled: bool) -> int:
         raise ValueError(
             f"{file} ({size} bytes) is truncated or corrupt: {error}. Copy or download the file again."
         ) from error
+
+
+def parameters_of(weights: Sequence[Path], pickled_dtype: str = "") -> int:
+    """How many numbers weight files hold.
+
+    Args:
+        weights: checked files.
+        pickled_dtype: the format of those in pickles, which are not opened; anything else than a format: float32.
+
+    Raises:
+        ValueError: a file is truncated or corrupt.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in weights:
+        if file.suffix != ".safetensors":
+            total += file.stat().st_size // {"float64": 8, "bfloat16": 2, "float16": 2}.get(pickled_dtype, 4)
+            continue
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys()))
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}): it is truncated or corrupt") from error
+    return total
 
 
 def _listing(folder: Path) -> str:

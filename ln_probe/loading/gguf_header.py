@@ -70,8 +70,9 @@ class _Reader:
         return None
 
 
-def check_header(file: Path) -> None:
-    """Raise ValueError if a GGUF file's header does not fit into the file, or says numbers that no model has."""
+def check_header(file: Path) -> int:
+    """How many numbers a GGUF file's weights are; ValueError if its header does not fit into the file, or says numbers
+    that no model has."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(MAGIC))
@@ -81,13 +82,14 @@ def check_header(file: Path) -> None:
             )
         try:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                numbers, tensors = _walk(_Reader(data), size)
+                numbers, tensors, elements = _walk(_Reader(data), size)
         except _HeaderError as error:
             raise ValueError(f"{file} is not a GGUF file that can be read: {error}. Copy it again.") from error
     check_numbers(numbers, str(file), tensors)
+    return elements
 
 
-def _walk(reader: _Reader, size: int) -> tuple[dict[str, int | float | bool], int]:
+def _walk(reader: _Reader, size: int) -> tuple[dict[str, int | float | bool], int, int]:
     reader.skip(len(MAGIC))
     version = reader.number("I")
     if version not in VERSIONS:
@@ -101,6 +103,7 @@ def _walk(reader: _Reader, size: int) -> tuple[dict[str, int | float | bool], in
             numbers[name] = value
     if tensors * 24 > size - reader.at:  # a name's length, dimensions, a type, an offset
         raise _HeaderError(f"it counts {tensors} tensors, in {size} bytes")
+    total = 0
     for _ in range(tensors):
         name = reader.string()
         dimensions = int(reader.number("I"))
@@ -112,4 +115,5 @@ def _walk(reader: _Reader, size: int) -> tuple[dict[str, int | float | bool], in
         if elements > 8 * size:  # no format has less than a bit for each
             raise _HeaderError(f"tensor {name[:60]!r} has {elements} elements, in a file of {size} bytes")
         reader.skip(4 + 8)
-    return numbers, tensors
+        total += elements
+    return numbers, tensors, total

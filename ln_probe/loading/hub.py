@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.checkpoint_names import step_named
+from ln_probe.analyses.machinery.files import FileError, read_json
 from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.loading.downloads import check, gated, is_a_page, portal, status_of, stopped, telling
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
@@ -158,8 +158,8 @@ def describe(repository: str, *, revision: str | None, allow_pickle: bool = True
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        held = read_json(path)
+    except (OSError, FileError):
         return {}
     return held if isinstance(held, dict) else {}
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ln_probe.analyses.machinery.files import FileError, sha256_of_file
 from ln_probe.loading.folder import Checkpoint
-from ln_probe.loading.provenance import sha256_of_file
 
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # beside the weights: configuration and tokenizer
 
@@ -25,14 +25,14 @@ def files_of_checkpoint(checkpoint: Checkpoint) -> tuple[Path, ...]:
 
 
 def files_of_lab_run(folder: Path, step: int | None) -> tuple[Path, ...]:
-    """Weights, description and tokenizer of a lab run.
+    """Weights, description, tokenizer and loss-optimal constants of a lab run.
 
     Raises:
         FileNotFoundError: it has no model of that step.
     """
     from ln_probe.analyses.lab.run_folder import weights_of
 
-    beside = (folder / "lab.json", folder / "tokenizer.json")
+    beside = (folder / "lab.json", folder / "tokenizer.json", folder / "optimal.json")
     return (weights_of(folder, step), *(p for p in beside if p.is_file()))
 
 
@@ -42,7 +42,7 @@ def hashes(files: Sequence[Path]) -> dict[Path, str]:
     for file in files:
         try:
             found[file] = sha256_of_file(file)
-        except OSError:
+        except (OSError, FileError):
             found[file] = ""
     return found
 

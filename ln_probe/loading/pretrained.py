@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.loading.bounds import check_tokenizer
 from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint
 from ln_probe.loading.gguf_header import check_header
@@ -37,6 +40,8 @@ TESTED_ARCHITECTURES = (
 
 # How the note begins that tells a model whose logits mean nothing.
 NO_HEAD = "the folder holds no language-model head"
+# Classes whose head is for another task than predicting tokens: GPT2ForSequenceClassification and the like.
+_OTHER_TASK = re.compile(r"For(?!CausalLM|MaskedLM|PreTraining|ConditionalGeneration)[A-Z]\w*$")
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,16 @@ class Pretrained:
         architecture: its class name.
         tokenizer: its tokenizer, or None.
         notes: what the reader of the results should know.
+        missing_head: why its logits mean nothing, where its head was not in the checkpoint; empty if it was.
+        deviations: those notes that say that something else than the folder's whole model was loaded.
     """
 
     model: nn.Module
     architecture: str
     tokenizer: Any
     notes: tuple[str, ...]
+    missing_head: str = ""
+    deviations: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -101,12 +110,16 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
             f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
             f"{type(error).__name__}: {_first_lines(error)}"
         ) from error
-    notes += _check_loading_info(folder, checkpoint, model_class.__name__, info)
-    notes += _complete_biases(model)
+    missing_head, more = _check_loading_info(folder, checkpoint, model, info)
+    notes += more + complete_biases(model)
     model = _in_memory(model).to(device).eval()
     _check_finite(model, folder)
     tokenizer, more = _folder_tokenizer(checkpoint)
-    return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more))
+    deviations = _layers_left_over(info["unexpected_keys"], model.config)
+    if tokenizer is None and checkpoint.has_tokenizer:
+        deviations += more
+    every = tuple(dict.fromkeys((*notes, *more, *deviations)))
+    return Pretrained(model, model_class.__name__, tokenizer, every, missing_head, deviations)
 
 
 def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
@@ -151,13 +164,15 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     complete_token_ids(model.config)
     model = model.to(device).eval()
     _check_finite(model, file)
-    notes = ["weights unpacked from GGUF: as exact as the file's own quantization"]
+    notes = ("weights unpacked from GGUF: as exact as the file's own quantization",)
+    deviations: tuple[str, ...] = ()
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    except Exception as error:
+    except BaseException as error:
+        check_contained(error)
         tokenizer = None
-        notes.append(_no_tokenizer(f"the one in {file.name} could not be read ({_first_lines(error)})"))
-    return Pretrained(model, architecture, tokenizer, tuple(notes))
+        deviations = (_no_tokenizer(f"the one in {file.name} could not be read ({_first_lines(error)})"),)
+    return Pretrained(model, architecture, tokenizer, (*notes, *deviations), deviations=deviations)
 
 
 def supported_architectures() -> list[str]:
@@ -190,8 +205,10 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 
     config, folder = checkpoint.config, checkpoint.folder
     model_type = config.get("model_type")
-    named = config.get("architectures") or [None]
-    architecture = named[0] if isinstance(named, list) and named else None
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{folder}: architectures in config.json must be a list of class names, got {named!r:.60}")
+    architecture = named[0] if named else None
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         if config.get("auto_map"):
             raise ValueError(
@@ -252,11 +269,17 @@ def _read_pickles(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
 
 
 def _check_loading_info(
-    folder: Path, checkpoint: Checkpoint, architecture: str, info: dict[str, Any]
-) -> tuple[str, ...]:
-    """Raise if weights of the body are missing (transformers would draw them at random); note the rest."""
-    missing = sorted(info["missing_keys"])
-    head = [name for name in missing if name.startswith(("lm_head", "cls.", "embed_out", "head."))]
+    folder: Path, checkpoint: Checkpoint, model: Any, info: dict[str, Any]
+) -> tuple[str, tuple[str, ...]]:
+    """Return why the model has no head of its own (empty if it has one), and notes about the weights.
+
+    Raises:
+        ValueError: weights of the body are missing, which transformers would draw at random, or weights of the head
+            although the config names the very class that was built.
+    """
+    architecture, body = type(model).__name__, f"{model.base_model_prefix}."
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    head = [name for name in missing if not name.startswith(body)]
     named = checkpoint.config.get("architectures") or []
     if missing and (len(head) < len(missing) or architecture in named):
         raise ValueError(
@@ -264,19 +287,38 @@ def _check_loading_info(
             f"(files: {', '.join(file.name for file in checkpoint.weights)}). The config and the weights do "
             "not belong together, or a file is missing."
         )
-    notes = []
+    reason = ""
     if head:
-        notes.append(
-            f"{NO_HEAD}: {_some(head)} drawn at random (seed 0), so logits and "
-            "losses of this model are meaningless; what happens inside its blocks is not affected"
-        )
-    if info["unexpected_keys"]:
-        unused = _some(info["unexpected_keys"])
-        notes.append(f"weights in the file that a {architecture} has no place for: {unused}")
-    return tuple(notes)
+        reason = f"{NO_HEAD}: {_some(head)} drawn at random (seed 0)"
+    elif other := next((name for name in named if _OTHER_TASK.search(name)), ""):
+        its = f" ({_some(unused)})" if unused else ""
+        reason = f"{NO_HEAD}: the head of a {other}{its} predicts no tokens, and the embedding stands in for one"
+    if reason:
+        reason += ", so logits and losses of this model are meaningless; what happens inside its blocks is not affected"
+    notes: tuple[str, ...] = (reason,) if reason else ()
+    if unused:
+        notes += (f"weights in the file that a {architecture} has no place for: {_some(unused)}",)
+    return reason, notes
 
 
-def _complete_biases(model: nn.Module) -> tuple[str, ...]:
+# The number of a block in the name of one of its weights.
+_BLOCK = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)\.")
+
+
+def _layers_left_over(unexpected: Iterable[str], config: Any) -> tuple[str, ...]:
+    """A note if the weights hold blocks beyond those of the configuration: another model was saved than is built."""
+    layers = getattr(config, "num_hidden_layers", None)
+    numbers = {int(found[1]) for name in unexpected if (found := _BLOCK.search(name))}
+    beyond = sorted(n for n in numbers if isinstance(layers, int) and n >= layers)
+    if not beyond:
+        return ()
+    return (
+        f"config.json says {layers} layers, and the weights hold {beyond[-1] + 1}: the model was built without layers "
+        f"{beyond[0]} to {beyond[-1]}",
+    )
+
+
+def complete_biases(model: nn.Module) -> tuple[str, ...]:
     """Give a GPT-NeoX without attention biases zero ones: TransformerLens stumbles over none."""
     import torch
     from torch import nn
@@ -325,7 +367,8 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
-    except Exception as error:
+    except BaseException as error:
+        check_contained(error)
         return None, (_no_tokenizer(f"the folder's could not be read ({_first_lines(error)})"),)
     vocabulary = checkpoint.config.get("vocab_size")
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
@@ -354,6 +397,6 @@ def _some(names: Any) -> str:
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
-def _first_lines(error: Exception) -> str:
+def _first_lines(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 400 else text[:400] + " …"

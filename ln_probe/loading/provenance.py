@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ln_probe.analyses.machinery.files import sha256_of_file
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_READ_BYTES = 1 << 22  # 4 MiB at a time: a checkpoint of any size is hashed in constant memory
+# Said of models in memory: transformers draws a head that a checkpoint lacks at random, and the model does not tell.
+UNKNOWN_HEAD = "whether its head was in a checkpoint cannot be known"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class ModelSource:
             dict (`sha256_of_state`).
         inputs_sha256: SHA-256 of the lines ``name hash`` of every file that was read (weights, configuration,
             tokenizer), which were the same before reading and after; None for a model not loaded by us.
+        deviations: those notes that say that something else than asked was loaded: without layers that the weights
+            hold, or without the tokenizer.
         architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
         world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
         dtype: the format of the weights in memory, ``float32`` and so on.
@@ -56,6 +61,7 @@ class ModelSource:
     logits_max_difference: float | None = None
     notes: tuple[str, ...] = ()
     inputs_sha256: str | None = None
+    deviations: tuple[str, ...] = ()
 
 
 # Beside the models, not on them: nn.Module's own attribute lookup, state dicts and copies stay untouched.
@@ -91,7 +97,7 @@ def source_of(model: nn.Module) -> ModelSource:
         world=kind,
         dtype="none" if parameter is None else str(parameter.dtype).removeprefix("torch."),
         transformer_lens_version=transformer_lens_version(),
-        notes=("not loaded by ln_probe: name, dtype and hash were read from the model itself",),
+        notes=(f"not loaded by ln_probe: name, dtype and hash were read from the model itself; {UNKNOWN_HEAD}",),
     )
 
 
@@ -114,15 +120,6 @@ def sha256_of_hashes(digests: Mapping[str, str]) -> str:
         return next(iter(digests.values()))
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
-
-
-def sha256_of_file(file: Path) -> str:
-    """SHA-256 of a file's content, read in blocks."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sha256_of_state(model: nn.Module) -> str:

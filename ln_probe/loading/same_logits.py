@@ -44,14 +44,14 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     """
     import torch
 
+    from ln_probe.hooks.model import context_of_config
+
     vocabulary = int(config.vocab_size)
-    named_so = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
-    context = next((n for n in (getattr(config, name, None) for name in named_so) if n), 2048)
     window = getattr(config, "window_size", None) or getattr(config, "sliding_window", None) or 0
     length = PROBE_TOKENS
     if isinstance(window, int) and window > 0 and window + 16 <= _LONGEST_PROBE:
         length = max(length, window + 16)
-    length = max(1, min(length, int(context)))
+    length = min(length, context_of_config(config) or length)
     # Padding, begin and end marks can change the attention mask; ordinary ids cannot.
     named = (getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos"))
     special = {i for ids in named for i in (ids if isinstance(ids, list | tuple) else [ids])}  # Llama 3: several ends

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ln_probe.analyses.machinery.files import temporary_folder
+from ln_probe.hooks.model import context_of_config
 from ln_probe.loading.hub import known_hub_names
 from ln_probe.loading.pretrained import Pretrained
 
@@ -80,6 +82,8 @@ def hooked_obstacle(pretrained: Pretrained) -> str | None:
         inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
         if inner is not None and inner != 4 * hidden:
             return f"it takes an MLP width of 4 x {hidden}, and this model's is {inner}"
+    if architecture == "OPTForCausalLM" and (config.word_embed_proj_dim != hidden or not config.do_layer_norm_before):
+        return "it takes OPT with embeddings as wide as the residual stream and norms before attention and MLP"
     head_dim = getattr(config, "head_dim", None)
     if architecture != "Qwen3ForCausalLM" and head_dim is not None and head_dim * heads != hidden:
         return f"it takes a head width of {hidden} / {heads}, and this model's is {head_dim}"
@@ -114,6 +118,7 @@ def to_hooked(
     """
     from transformer_lens import HookedTransformer
 
+    config = pretrained.config
     # It takes only names on its own list, and looks for a tokenizer on the hub if it is given none.
     official = None if hub_name is None else known_hub_names().get(hub_name.lower())
     if official is not None and pretrained.tokenizer is not None:
@@ -128,11 +133,11 @@ def to_hooked(
                 device=str(device),
                 **options,
             )
+            _set_context(model, config)
             return model.eval()
 
     from transformer_lens import loading_from_pretrained as loading
 
-    config = pretrained.config
     with _neutral_folder() as folder:
         written = config.to_dict() | {"architectures": [pretrained.architecture]}
         written.setdefault("n_ctx", getattr(config, "n_positions", None))  # read for GPT-2, no longer written
@@ -150,8 +155,19 @@ def to_hooked(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
     converted.move_model_modules_to_device()
+    _set_context(converted, config)
     result: nn.Module = converted.eval()
     return result
+
+
+def _set_context(model: Any, config: Any) -> None:
+    """Give a HookedTransformer with rotary positions the checkpoint's own context length.
+
+    TransformerLens caps Mistral's and Qwen's at 2048, and takes 2048 where the checkpoint has less. Learned positions
+    are left alone: they are as long as their table.
+    """
+    if model.cfg.positional_embedding_type == "rotary":
+        model.cfg.n_ctx = context_of_config(config) or model.cfg.n_ctx
 
 
 def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
@@ -198,15 +214,16 @@ def process(model: Any, world: World, processing: Processing) -> None:
 @contextmanager
 def _neutral_folder() -> Iterator[Path]:
     """A temporary folder whose path means nothing to the conversion."""
-    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())):
-        for _ in range(5):
-            try:
-                temporary = tempfile.TemporaryDirectory(prefix="ln_probe_", dir=base)
-            except OSError:
-                break
-            with temporary as name:
-                if not any(word in name.lower() for word in _LOADED_WORDS):
-                    yield Path(name)
+    with ExitStack() as stack:
+        for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())):
+            for _ in range(5):
+                stack.close()  # the one before will not do
+                try:
+                    folder = stack.enter_context(temporary_folder(base))
+                except OSError:
+                    break
+                if not any(word in str(folder).lower() for word in _LOADED_WORDS):
+                    yield folder
                     return
     raise OSError(
         f"no temporary folder without one of the words {', '.join(_LOADED_WORDS)} in its path, which "
@@ -225,6 +242,6 @@ def _reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
         return
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory(prefix="ln_probe_") as folder:
+    with temporary_folder() as folder:
         tokenizer.save_pretrained(folder)
         yield AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

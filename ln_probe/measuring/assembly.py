@@ -14,6 +14,7 @@ from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.probes import registry
 from ln_probe.analyses.probes.protocol import Context, Failure, Marks, Piece, Probe, whole
 from ln_probe.analyses.schema import Part, Table, TableError, joined
+from ln_probe.hooks.objective import Objective
 from ln_probe.loading.provenance import ModelSource
 from ln_probe.measuring.recording import marked
 from ln_probe.measuring.settings import Settings
@@ -49,6 +50,7 @@ def assemble(
     made = _Made(failures)
     for probe in probes:
         made.add(probe, pieces.get(probe.name, ()), context)
+    made.tables[declared.SCALE_SUMS.name] = declared.SCALE_SUMS.check(context.calibration.constants.to_table())
     tables = {t.name: t for t in declared.BUILT_IN} | {t.name: t for p in probes for t in whole(p.tables)}
     return Report(
         tables={n: made.tables.get(n, t.empty()) for n, t in tables.items()},
@@ -115,16 +117,25 @@ def provenance(
     calibration: Calibration,
     d_model: int,
     probes: Sequence[Probe] = (),
+    objective: Objective | None = None,
 ) -> dict[str, Any]:
     """Where tables come from, as plain JSON: the part that is the same whenever and however they are made."""
+    objective = Objective() if objective is None else objective
     others = {p.name: registry.package_of(p) for p in probes if registry.package_of(p) != registry.OWN}
     return {
         "ln_probe": __version__,
         "model": asdict(source),
         "prompts": dict(prompts),
         "arguments": settings.plain,
-        "constants": {name: c.plain for name, c in calibration.constants.items()},
-        "calibration": dict(calibration.calibrated_on),
+        "constants": {name: c.plain for name, c in calibration.constants.pooled.items()},
+        "calibration": {
+            "constants": calibration.constants.source,
+            "given": calibration.constants.given is not None,
+            "groups": calibration.constants.group_count,
+            "effective_groups": calibration.constants.effective_groups,
+            **calibration.calibrated_on,
+        },
+        "loss": {"name": objective.name, "unit": objective.unit},
         "thresholds": _thresholds(probes),
         "random_angle_deg": random_angle(d_model, seed=settings.seed),
         "versions": versions(),

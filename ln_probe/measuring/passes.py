@@ -9,45 +9,60 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
 
 from ln_probe.analyses import norm_statistics
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius, plain_queries
+from ln_probe.analyses.constants import Constants, grouped
+from ln_probe.analyses.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.empirical_queries import Queries
 from ln_probe.analyses.key_sample import DEFAULT as DEFAULT_SAMPLE
 from ln_probe.analyses.key_sample import SAMPLE_ABOVE, KeySample
 from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.norm_statistics import SiteStatistics
+from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.protocol import Failure, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
-from ln_probe.hooks.default_tokens import begun_like, calibration_tokens, special_tokens, tokenizer_of
-from ln_probe.hooks.frozen_scale import calibration_sigmas
-from ln_probe.hooks.model import HookedModel, device_of, n_layers, stretches_positions
+from ln_probe.hooks.fitted_constants import Halves, Shipped
+from ln_probe.hooks.interventions import members
+from ln_probe.hooks.model import (
+    HookedModel,
+    device_of,
+    in_missing_head,
+    missing_head,
+    n_layers,
+    stretches_positions,
+)
+from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.optimal_constants import fit_halves
 from ln_probe.hooks.sites import Site, layers_in_words, survey
-from ln_probe.loading.pretrained import NO_HEAD
-from ln_probe.loading.provenance import source_of
 from ln_probe.measuring import recording
 from ln_probe.measuring.beside import Beside
+from ln_probe.measuring.given_constants import given_constants
+from ln_probe.measuring.seal import Seal
 from ln_probe.measuring.settings import Settings
-from ln_probe.measuring.watching import Watching
-from ln_probe.prompting.prompts import namer, summary
-from ln_probe.prompting.sources import BUNDLED, SAMPLED
+from ln_probe.measuring.watching import Watching, is_foreign
+from ln_probe.prompting.prompts import Prompts, namer, summary
 from ln_probe.prompting.vocabulary import name_tokens, naming_notes
 from ln_probe.reporting.exhibits import Exhibits
 
 # Prompts go through the model together if at least so much of what goes through is no padding.
 FILLED = 0.75
+
+# Fitting loss-optimal constants takes so many forward passes over all prompts: two groups of norms, two halves, two
+# starts, about 100 evaluations of three passes each (lm-layernorm); and multiplications a second of one core.
+_FITTING_PASSES, _MULTIPLICATIONS = 1200.0, 2.5e10
 
 Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
 
@@ -59,6 +74,8 @@ class Passes:
         model: in evaluation mode.
         settings: what to measure.
         probes: those that were asked for; None: as the settings name them.
+        objective: the loss; None: as the settings name it.
+        seal: looked at between passes and around probes of other packages.
 
     Raises:
         ValueError: a layer, head or probe that does not exist.
@@ -70,13 +87,23 @@ class Passes:
         settings: Settings,
         *,
         probes: Sequence[Probe] | None = None,
+        objective: Objective | None = None,
+        seal: Seal | None = None,
     ) -> None:
         settings.check(model)
+        self.seal = seal
+        self.objective = Objective.of(settings.loss) if objective is None else objective
         if settings.vocab is not None:
             name_tokens(model, settings.vocab)
         self.model, self.settings = model, settings
         self.probes = chosen(settings.probes if probes is None else probes)
-        self.found = survey(model)
+        found = survey(model)
+        self.left_out = [s.name for s in (*found.sites, *found.unknown) if in_missing_head(model, s.module)]
+        self.found = replace(
+            found,
+            sites=tuple(s for s in found.sites if s.name not in self.left_out),
+            unknown=tuple(s for s in found.unknown if s.name not in self.left_out),
+        )
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
@@ -99,11 +126,17 @@ class Passes:
             if group and not (alike(group[0][0]) == alike(number) and self._fits([len(r) for _, r in group], len(row))):
                 tell(stage, done, total, "prompts")
                 yield group
+                self._rest()
                 done, group = done + len(group), []
             group.append((number, row))
         if group:
             tell(stage, done, total, "prompts")
             yield group
+            self._rest()
+
+    def _rest(self) -> None:
+        if self.seal is not None:
+            self.seal.rest()
 
     def _fits(self, lengths: Sequence[int], length: int) -> bool:
         """Whether a prompt of this length may join others."""
@@ -159,11 +192,25 @@ class Passes:
         self._forms[seen.layer] = length, heads.form
         return heads
 
-    def calibrate(self, prompts: Iterable[tuple[int, Int[Tensor, " _"]]]) -> Calibration:
+    def calibrate(
+        self,
+        prompts: Iterable[tuple[int, Int[Tensor, " _"]]],
+        *,
+        groups: Sequence[Hashable] | None = None,
+        calibration: Prompts | None = None,
+        default: bool = False,
+    ) -> Calibration:
         """The first pass, over all prompts (number and token ids) in their order.
 
-        The constants are not theirs: they come from prompts of their own (`calibration_tokens`), on which nothing is
-        measured.
+        Args:
+            prompts: from number 0 on.
+            groups: a label for each prompt; prompts with equal labels form one group. None: equal prompts do.
+            calibration: other text that the constants come from; None: the constants of a prompt are means over all
+                prompts outside its group.
+            default: whether these are the model's default prompts.
+
+        Raises:
+            ValueError: another number of labels than prompts, or calibration text that cannot be used.
         """
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
@@ -179,11 +226,17 @@ class Passes:
         occurred: dict[int, Queries] = defaultdict(Queries)
         group: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
-        firsts: list[int] = []
+        rows: list[bytes] = []  # the token ids of every prompt: equal ones form a group
+        frozen = [s.site for s in statistics if not s.site.stands_in]
+        places = {site.name: place for place, site in enumerate(frozen)}
+        sums: list[np.ndarray] = []  # of sigma, of each prompt: [2 site 2], sums and counts
 
         def on_norm(place: int, site: Site, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
-                by_name[site.name].add(x, y, heads=max(1, len(x) // len(group[place][1])))
+                number, row = group[place]
+                added = by_name[site.name].add(x, y, heads=max(1, len(x) // len(row)))
+                if site.name in places:
+                    sums[number][:, places[site.name]] = added
 
         def on_attention(_: int, seen: AttentionInput) -> None:
             nonlocal bidirectional
@@ -203,7 +256,8 @@ class Passes:
 
         for group in self._told("first pass", prompts):  # the callbacks read it
             lengths += [float(len(row)) for _, row in group]
-            firsts += [int(row[0]) for _, row in group]
+            rows += [row.numpy().astype(np.int64).tobytes() for _, row in group]
+            sums += [np.zeros((2, len(frozen), 2)) for _ in group]
             stream_together(
                 self.model,
                 [row for _, row in group],
@@ -212,26 +266,55 @@ class Passes:
                 layers=self.layers,
                 on_attention=on_attention if self.wants_heads else None,
             )
-        rows, begin = begun_like(firsts, calibration_tokens(self.model), special_tokens(self.model, "bos"))
-        sigmas = calibration_sigmas(self.model, [s.site for s in statistics if not s.site.stands_in], rows)
+        stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
+        measured = Constants(tuple(places), _groups(rows, groups), stacked[:, 0], stacked[:, 1])
+        constants, calibrated_on, on_constants = given_constants(self.model, frozen, measured, rows, calibration)
+        optimal = self._optimal(constants, rows, default=default)
+        if not optimal:
+            passes = _FITTING_PASSES * sum(lengths) * sum(p.numel() for _, p in self.model.named_parameters())
+            calibrated_on = {**calibrated_on, "optimal_minutes": round(passes / _MULTIPLICATIONS / 60, 1)}
         return_free_memory()
         sample = self._sample(lengths)
         notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
-        source = SAMPLED if tokenizer_of(self.model) is None else BUNDLED
+        notes = (*notes, *on_constants, *constants.notes())
         return Calibration(
-            norms=norm_statistics.table(statistics),
-            constants={name: found.constant for name, found in sigmas.items()},
-            sigmas=sigmas,
-            calibrated_on=summary(f"{source}, calibration part", rows),
+            norms=norm_statistics.table(statistics, constants),
+            constants=constants,
+            calibrated_on=calibrated_on,
+            optimal=optimal,
             radii={
                 layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
                 for layer, found in observed.items()
             },
             unsupported=unsupported,
-            notes=(*notes, *begin) if sample is None else (*notes, *begin, sample.note),
+            notes=notes if sample is None else (*notes, sample.note),
             empirical={layer: found.ellipsoid() for layer, found in occurred.items()},
             sample=sample,
         )
+
+    def _optimal(self, constants: Constants, rows: Sequence[bytes], *, default: bool) -> dict[str, Halves]:
+        """Loss-optimal constants of the groups of the primary contrasts: those that a bundled model brings for its
+        default prompts, or fitted if that is asked for; none without the probe that measures them."""
+        if not any(p.name == Causal.name for p in self.probes):
+            return {}
+        ids = [torch.from_numpy(np.frombuffer(row, np.int64).copy()) for row in rows]
+        shipped = vars(self.model).get("shipped_constants")
+        if default and isinstance(shipped, Shipped) and shipped.prompts_sha256 == summary("", ids)["sha256"]:
+            return dict(shipped.halves)
+        found: dict[str, Halves] = {}
+        for group in PRIMARY_SITES if self.settings.optimal else ():
+            sites = [s for s in members(self.sites, group) if s.scales and s.name in constants.sites]
+            if sites and constants.group_count > 1 and not self.objective.obstacle(self.model):
+                tell(f"fitting loss-optimal constants ({group})")
+                found[group] = fit_halves(
+                    self.model,
+                    sites,
+                    ids,
+                    constants.groups.tolist(),
+                    start=constants.pooled,
+                    objective=self.objective,
+                )
+        return found
 
     def _sample(self, lengths: Sequence[float]) -> KeySample | None:
         """Which keys are measured: all, if that takes no longer than it may, or if the user wants all."""
@@ -258,7 +341,8 @@ class Passes:
         if not asked:
             return {}
         view = self._view(calibration)
-        watching = [Watching(p, view, p.prompts if default else None) for p in asked]
+        alone = sum(map(is_foreign, asked)) < 2
+        watching = [Watching(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
         with Beside(self._aside) as beside:
             for group in self._told("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
                 self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration, beside)
@@ -295,7 +379,7 @@ class Passes:
             def read() -> Heads | None:
                 return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
 
-            attended = Attended(seen, read, calibration, self.heads)
+            attended = Attended(seen, read, calibration, number, self.heads)
             if large:
                 return_free_memory()
             for w in attention:
@@ -327,7 +411,7 @@ class Passes:
     def weigh(self, probe: Probe) -> Piece | Failure:
         """What a probe that needs no prompts finds out."""
         tell(probe.name)
-        return Watching(probe, self._view(None)).piece()
+        return Watching(probe, self._view(None), None, self.seal).piece()
 
     def record(
         self,
@@ -345,12 +429,11 @@ class Passes:
         if not any(p.needs.attention for p in self.probes):
             return Exhibits()
 
-        def frozen(seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
+        def frozen(number: int, seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
             if seen.layer in calibration.unsupported:
                 return None
-            return Attended(seen, lambda: self._heads_of(seen, again=True), calibration, self.heads).pattern(
-                "no_scaling"
-            )
+            attended = Attended(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
+            return attended.pattern("no_scaling")
 
         return recording.record(
             self.model,
@@ -365,14 +448,6 @@ class Passes:
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
         )
 
-    @cached_property
-    def _meaningless(self) -> str:
-        """Why the model's outputs mean nothing; asked for only where a probe looks at them: it hashes the weights."""
-        if not any(p.needs.output for p in self.probes):
-            return ""
-        notes = source_of(cast(nn.Module, self.model)).notes
-        return next((n for n in notes if n.startswith(NO_HEAD)), "")
-
     def _view(self, calibration: Calibration | None) -> View:
         return View(
             self.model,
@@ -381,7 +456,8 @@ class Passes:
             self.heads,
             calibration,
             namer(self.model),
-            self._meaningless,
+            missing_head(self.model),
+            self.objective,
         )
 
     def _notes(
@@ -402,6 +478,10 @@ class Passes:
             said = f": {idle} {'was' if idle.count(' and ') == 0 else 'were'} not measured" if idle else ""
             notes.append(f"no norm of this model is read by attention{said}")
         notes += self.found.notes
+        if self.left_out:
+            notes.append(
+                f"{', '.join(self.left_out)} was not measured: it belongs to the head, which was drawn at random"
+            )
         if unbounded:
             notes.append(
                 f"nothing bounds the queries of {layers_in_words(unbounded)} (no scaling before them): margins and "
@@ -436,3 +516,14 @@ class Passes:
                 "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
             )
         return tuple(notes)
+
+
+def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[np.ndarray, " prompt"]:
+    if labels is None:
+        return grouped(rows)
+    if len(labels) != len(rows):
+        raise ValueError(
+            f"groups must hold a label for each prompt: got {len(labels)} labels for {len(rows)} prompts (prompts with "
+            "equal labels form one group)"
+        )
+    return grouped(labels)

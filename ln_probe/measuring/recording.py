@@ -47,8 +47,8 @@ SAMPLED_PROMPTS = 8  # prompts they come from
 _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
 
 
-# What a layer's pattern would be with its keys made without scaling.
-Frozen = Callable[[AttentionInput], Float[Tensor, "head query key"] | None]
+# The pattern of a layer on a prompt (its number) with scaling frozen for the keys.
+Frozen = Callable[[int, AttentionInput], Float[Tensor, "head query key"] | None]
 
 
 def record(
@@ -129,7 +129,7 @@ class _Marked:
         found = {m: values[: len(self.shown.heads), keys] for m, values in marks.measures.items()}
         ending = _ENDINGS[marks.variant]
         self.arrays[f"verdict{ending}"][place] = _CODES[found["verdict"]]
-        self.arrays[f"attainable{ending}"][place] = found["attainable"]
+        self.arrays[f"attainable{ending}"][place] = found["attainable_last"]
         if not ending:
             middle = (found["margin_lower"] + found["margin_upper"]) / 2
             self.arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)
@@ -183,7 +183,7 @@ class _Recorder:
         self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
         edges = bin_edges(pattern.shape[-1])
         self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, edges))
-        without = None if self.frozen_of is None else self.frozen_of(seen)
+        without = None if self.frozen_of is None else self.frozen_of(prompt, seen)
         if without is not None:
             self.frozen[prompt, seen.layer] = to_bytes(pooled(without.float().cpu().numpy()[heads], edges))
         self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))

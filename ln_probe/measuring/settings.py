@@ -35,8 +35,10 @@ def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Settings:
     """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
-    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), and how
-    many prompts go through the model together (None: as many as pay)."""
+    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), how many
+    prompts go through the model together (None: as many as pay), text that constants come from and a file of group
+    labels (with the hash of what they held; None: leave-one-out means, and equal prompts form groups), a loss as
+    `module:function` (None: of the next token), and whether loss-optimal constants are fitted."""
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
@@ -47,6 +49,12 @@ class Settings:
     vocab: str | None = None
     keys_sample: int | None = None
     batch_size: int | None = None
+    calibration: str | None = None
+    calibration_sha256: str | None = None
+    groups: str | None = None
+    groups_sha256: str | None = None
+    loss: str | None = None
+    optimal: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.probes, str) or not self.probes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -10,16 +11,21 @@ from torch import Tensor
 
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
-from ln_probe.analyses.probes.registry import package_of
+from ln_probe.analyses.probes.registry import OWN, package_of
 from ln_probe.hooks.sites import Site
+from ln_probe.measuring.seal import Seal, SealError
 
 
 class Watching:
     """A probe's observer, told what it is told itself; whatever it raises ends its part, and nobody else's."""
 
-    def __init__(self, probe: Probe, view: View, limit: int | None = None) -> None:
+    def __init__(
+        self, probe: Probe, view: View, limit: int | None = None, seal: Seal | None = None, *, alone: bool = True
+    ) -> None:
+        """`seal`: of the model; `alone`: whether no other probe of another package watches the same passes."""
         self.probe, self.limit = probe, limit
         self.failure: Failure | None = None
+        self._seal, self._alone = seal if is_foreign(probe) else None, alone
         self._observer: Observer | None = None
         self._see(lambda _: setattr(self, "_observer", probe.start(view)))
 
@@ -27,10 +33,10 @@ class Watching:
         return self.limit is None or prompt < self.limit
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        self._see(lambda o: o.norm(prompt, site, x, y))
+        self._see(lambda o: o.norm(prompt, site, x, y), thorough=not self._alone)
 
     def attention(self, prompt: int, attended: Attended) -> None:
-        self._see(lambda o: o.attention(prompt, attended))
+        self._see(lambda o: o.attention(prompt, attended), thorough=not self._alone)
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         self._see(lambda o: o.prompt(prompt, tokens))
@@ -38,11 +44,18 @@ class Watching:
     def end(self, prompt: int) -> None:
         self._see(lambda o: o.end(prompt))
 
-    def _see(self, what: Callable[[Observer], Any]) -> Any:
-        """Let the observer see it, unless it has failed."""
+    def _see(self, what: Callable[[Observer], Any], *, thorough: bool = True) -> Any:
+        """Let the observer see it, unless it has failed.
+
+        Raises:
+            SealError: it changed the model's weights.
+        """
         if self.failure is None:
             try:
-                return what(self._observer)  # type: ignore[arg-type]  # None before it is started
+                with nullcontext() if self._seal is None else self._seal.watching(self.probe.name, thorough=thorough):
+                    return what(self._observer)  # type: ignore[arg-type]  # None before it is started
+            except SealError:
+                raise
             except Exception as error:
                 self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
         return None
@@ -53,3 +66,8 @@ class Watching:
             wrong = TypeError(f"its observer's piece is a {type(made).__name__}, not a Piece")
             self.failure = Failure.of(self.probe.name, package_of(self.probe), wrong)
         return made if self.failure is None else self.failure
+
+
+def is_foreign(probe: Probe) -> bool:
+    """Whether a probe is not one of ln_probe's own."""
+    return package_of(probe) != OWN

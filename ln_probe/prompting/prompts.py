@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ln_probe.analyses.wording import encodable
 from ln_probe.hooks.default_tokens import (
     COMMONEST_SHARE,
     MAX_TOKENS,
+    bundled_prompts,
     bundled_texts,
     commonest,
     encode,
@@ -31,6 +33,8 @@ from ln_probe.prompting.token_forms import Sampled, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
 _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
+# How many skipped prompts are named, with how much of the reason.
+_NAMED, _REASON = 5, 200
 _FEW_TOKENS = 20  # of which a third can be the same by chance
 
 
@@ -51,6 +55,8 @@ class Prompts:
         notes: what was done to them (cut, sampled), in plain sentences.
         name_of: the string of a token id.
         given: how many tokens each prompt had before it was cut.
+        skipped: the prompts that could not be used, by their number among all that were given, and why; the others are
+            numbered without them.
     """
 
     tokens: tuple[Int[Tensor, " _"], ...]
@@ -59,20 +65,25 @@ class Prompts:
     notes: tuple[str, ...]
     name_of: Callable[[int], str]
     given: tuple[int, ...]
+    skipped: tuple[tuple[int, str], ...] = ()
 
     @property
     def summary(self) -> dict[str, Any]:
         """What a report's provenance says of them."""
-        return summary(self.source, self.tokens, self.name_of)
+        return summary(self.source, self.tokens, self.name_of, skipped=self.skipped)
 
 
 def summary(
-    source: str, rows: Iterable[Int[Tensor, " _"]], name_of: Callable[[int], str] | None = None
+    source: str,
+    rows: Iterable[Int[Tensor, " _"]],
+    name_of: Callable[[int], str] | None = None,
+    *,
+    skipped: Sequence[tuple[int, str]] = (),
 ) -> dict[str, Any]:
     """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts.
 
-    With `name_of`, also what a reader can judge them by: how the first of them begin, the commonest tokens with their
-    shares, and how many prompts are the same as an earlier one.
+    With `skipped` also which were skipped, in a sentence. With `name_of`, also what a reader can judge them by: how the
+    first of them begin, the commonest tokens with their shares, and how many prompts are the same as an earlier one.
     """
     digest = hashlib.sha256()
     lengths = []
@@ -104,7 +115,25 @@ def summary(
         "longest": max(lengths, default=0),
         "sha256": digest.hexdigest(),
         **shown,
+        **({"skipped": skip_note(skipped, len(lengths))} if skipped else {}),
     }
+
+
+def skip_note(skipped: Sequence[tuple[int, str]], kept: int) -> str:
+    """What to say about prompts that were skipped.
+
+    Args:
+        skipped: number (from 0) and reason of each.
+        kept: how many are left.
+
+    Raises:
+        ValueError: none is left.
+    """
+    named = "; ".join(f"prompt {number}: {why[:_REASON]}" for number, why in skipped[:_NAMED])
+    more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+    if not kept:
+        raise ValueError(f"none of {len(skipped)} prompts can be used ({named}{more})")
+    return f"{len(skipped)} of {kept + len(skipped)} prompts were skipped ({named}{more})"
 
 
 def _spaced(names: Sequence[str]) -> list[str]:
@@ -126,35 +155,39 @@ def make_prompts(
     """Prompts for `model` from whatever the user gave.
 
     Args:
-        prompts: None (bundled texts; sampled sequences if the model has no tokenizer); a text, or a list of texts; a
+        prompts: None (a bundled model's own held-out windows; bundled texts; sampled sequences if the model has no
+            tokenizer); a text, or a list of texts; a
             `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or `{"tokens": […]}` a line; `.npy`: ids);
             token ids in any form (`token_forms.token_rows`), a tokenizer's output among them; `sampled(n)`.
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
-        most: of sampled sequences, the first so many; None: all.
+        most: of sampled sequences and of a bundled model's windows, the first so many; None: all.
+
+    Of a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: no prompts, an empty prompt, ids outside the vocabulary, text without a tokenizer, an unknown
+        ValueError: no prompt that can be used, ids outside the vocabulary, text without a tokenizer, an unknown
             format, the name of an existing file or the word "sampled" as a text.
         TypeError: something that is none of the above.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     limit = min(max_tokens, context_length(model))
+    if prompts is None and (own := bundled_prompts(model)) is not None:
+        return _finish(model, own.measured[:most], own.source, limit, _said(prepend_bos))
     if prompts is None and tokenizer_of(model) is not None:
-        return _finish(model, _encoded(model, bundled_texts(), prepend_bos), BUNDLED, limit, _said(prepend_bos))
+        return _of_usable(model, bundled_texts(), BUNDLED, limit, prepend_bos)
     if isinstance(prompts, str):
-        return _finish(
-            model, _encoded(model, [prompts], prepend_bos), "texts", limit, (*_text_notes(prompts), *_said(prepend_bos))
-        )
+        row = encode(model, prompts, prepend_bos=prepend_bos)
+        return _finish(model, [row], "texts", limit, (*_text_notes(prompts), *_said(prepend_bos)))
     if isinstance(prompts, Path):
         if not prompts.exists():
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}")
-        return _finish(model, _read(model, prompts, prepend_bos), prompts.name, limit, _said(prepend_bos))
+        return _of_usable(model, entries(prompts), prompts.name, limit, prepend_bos)
     if isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
-        return _finish(model, _encoded(model, prompts, prepend_bos), "texts", limit, _said(prepend_bos))
+        return _of_usable(model, prompts, "texts", limit, prepend_bos)
     if prepend_bos is not None:
         raise ValueError(
             f"prepend_bos={prepend_bos} is about texts: token ids are taken as they are, so put the first token in "
@@ -188,14 +221,55 @@ def make_prompts(
     return _finish(model, rows, "tokens", limit, notes)
 
 
-def _encoded(model: HookedModel, texts: Iterable[str], prepend_bos: bool | None) -> list[Tensor]:
-    return [encode(model, text, prepend_bos=prepend_bos) for text in texts]
+def _of_usable(
+    model: HookedModel, found: Iterable[Entry], source: str, limit: int, prepend_bos: bool | None
+) -> Prompts:
+    """Prompts of the entries that can be used; the others are named in a note and in a warning."""
+    made = of_entries(model, found, source, max_tokens=limit, prepend_bos=prepend_bos, notes=_said(prepend_bos))
+    if not made.skipped:
+        return made
+    note = skip_note(made.skipped, len(made.tokens))
+    warnings.warn(note, stacklevel=4)
+    return replace(made, notes=(note, *made.notes))
 
 
-def of_entries(model: HookedModel, found: Iterable[Entry], source: str, *, max_tokens: int = MAX_TOKENS) -> Prompts:
-    """Prompts for `model` from texts and ids that were read already; arguments and errors as `make_prompts`."""
-    rows = [encode(model, e) if isinstance(e, str) else torch.tensor(e, dtype=torch.long) for e in found]
-    return _finish(model, rows, source, min(max_tokens, context_length(model)))
+def of_entries(
+    model: HookedModel,
+    found: Iterable[Entry],
+    source: str,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    prepend_bos: bool | None = None,
+    notes: tuple[str, ...] = (),
+) -> Prompts:
+    """Prompts for `model` from texts and token ids, as `make_prompts` has them.
+
+    Those that are empty, that the tokenizer fails on or that hold other ids than the model's are skipped: `skipped`
+    says why, and `tokens` is empty if none is left.
+
+    Raises:
+        ValueError: there are no entries, or texts for a model without a tokenizer.
+    """
+    rows: list[Tensor] = []
+    skipped: list[tuple[int, str]] = []
+    for number, entry in enumerate(found):
+        try:
+            row = (
+                encode(model, entry, prepend_bos=prepend_bos)
+                if isinstance(entry, str)
+                else torch.tensor(entry, dtype=torch.long)
+            )
+            _check_row(row, vocabulary_size(model))
+        except ValueError as error:
+            if isinstance(entry, str) and tokenizer_of(model) is None:
+                raise
+            skipped.append((number, str(error)))
+        else:
+            rows.append(row)
+    limit = min(max_tokens, context_length(model))
+    if skipped and not rows:
+        return Prompts((), (), source, notes, namer(model), (), tuple(skipped))
+    return replace(_finish(model, rows, source, limit, notes), skipped=tuple(skipped))
 
 
 def _said(prepend_bos: bool | None) -> tuple[str, ...]:
@@ -230,33 +304,33 @@ def _text_notes(text: str) -> tuple[str, ...]:
 _SUFFIXES = (".txt", ".jsonl", ".json", ".npy")
 
 
-def _read(model: HookedModel, path: Path, prepend_bos: bool | None) -> list[Tensor]:
-    return [
-        encode(model, e, prepend_bos=prepend_bos) if isinstance(e, str) else torch.tensor(e, dtype=torch.long)
-        for e in entries(path)
-    ]
-
-
 def _finish(
     model: HookedModel, rows: Sequence[Tensor], source: str, limit: int, notes: tuple[str, ...] = ()
 ) -> Prompts:
     if not rows:
         raise ValueError(f"no prompts ({source} is empty): give at least one")
-    size = vocabulary_size(model)
     for number, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompt {number} has no tokens")
-        wrong = row[(row < 0) | (row >= size)]
-        if len(wrong):
-            raise ValueError(
-                f"prompt {number}: token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})"
-            )
+        try:
+            _check_row(row, vocabulary_size(model))
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from error
     given = tuple(map(len, rows))
     cut = tuple(row[:limit] for row in rows)
     name_of = namer(model)
     strings = tuple(tuple(map(name_of, row.tolist())) for row in cut)
     said = (*notes, *cut_notes(given, limit, context_length(model)), *monotony_notes(cut, name_of))
     return Prompts(cut, strings, source, said, name_of, given)
+
+
+def _check_row(row: Int[Tensor, " _"], size: int) -> None:
+    """Raise ValueError if a prompt has no tokens, or one that the vocabulary has not."""
+    if not len(row):
+        raise ValueError("it has no tokens")
+    wrong = row[(row < 0) | (row >= size)]
+    if len(wrong):
+        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
 
 
 def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import read_json, sha256_of_file, verify, with_checksum, write_atomically
 from ln_probe.prompting.sources import BUNDLED, SAMPLED, Entry, entries, is_dataset
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
@@ -20,7 +19,9 @@ PER_SHARD = 4
 # Into so many shards few prompts are divided as well, so that all workers have something to do.
 SHARDS = 8
 INDEX_FILE = "shards.txt"
-DEFAULT = "default"  # the bundled prompts, or sampled ones for a model without a tokenizer
+# The bundled prompts, a bundled model's own windows, or sampled prompts for a model without a tokenizer.
+DEFAULT = "default"
+WINDOWS = 64  # of a bundled model's own; shards beyond a model's prompts are empty
 
 
 class AlteredError(ValueError):
@@ -82,7 +83,7 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
     if given is None:
         texts = bundled_texts()[:limit]
         _, digest, index = _write(texts, folder, usual)
-        count = max(len(texts), sampled)
+        count = max(len(texts), sampled, WINDOWS if limit is None else min(WINDOWS, limit))
         return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, folder=name, index_sha256=index, most=limit)
     found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
@@ -100,13 +101,11 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
         raise ValueError(f"{given} changed while it was being read: wait until nobody writes it, and try again")
     source = given if is_dataset(given) else Path(given).name
     corpus = ShardedCorpus(given, source, count, digest, per_shard, file_sha256, name, index)
-    write_atomically(folder / "corpus.json", plain_json.sealed(vars(corpus)))
+    write_atomically(folder / "corpus.json", with_checksum(vars(corpus)))
     return corpus
 
 
 def _sha256(path: Path) -> str:
-    from ln_probe.loading.provenance import sha256_of_file
-
     return sha256_of_file(path) if path.is_file() else ""
 
 
@@ -114,7 +113,7 @@ def _held(folder: Path, file_sha256: str) -> ShardedCorpus | None:
     """What an earlier command read, if it is whole and its file has not changed."""
     file = folder / "corpus.json"
     try:
-        corpus = ShardedCorpus(**plain_json.opened(plain_json.read(file), str(file)))
+        corpus = ShardedCorpus(**verify(read_json(file), str(file)))
         if corpus.file_sha256 != file_sha256:
             return None
         for shard in range(corpus.shards):

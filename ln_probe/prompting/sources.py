@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from ln_probe.analyses.machinery import plain_json
+from ln_probe.analyses.machinery.files import LONGEST_LINE, open_regular, parse_json, read_lines
+from ln_probe.analyses.wording import quoted
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
 
@@ -21,6 +23,7 @@ _OPTIONS = ("config", "split", "field")
 # The largest vocabularies have some millions of entries; larger ids are other numbers, and arrays of 2³¹ would follow.
 LARGEST_ID = 2**31 - 1
 _SAVED = ("state.json", "dataset_dict.json")  # what Dataset.save_to_disk leaves
+_DATA = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,41 @@ class DatasetName:
 
 def is_dataset(given: str) -> bool:
     """Whether `given` names a data set (a folder, or hf:NAME) rather than a file."""
-    return given.startswith(HUB_PREFIX) or (not Path(given).is_file() and Path(given.partition("?")[0]).is_dir())
+    # os.path answers False where pathlib raises (a name too long, or not a possible path at all).
+    return given.startswith(HUB_PREFIX) or (not os.path.isfile(given) and os.path.isdir(given.partition("?")[0]))
 
 
 def check_source(given: str) -> None:
     """Raise FileNotFoundError or ValueError for what can be seen to be wrong without reading."""
     if is_dataset(given):
-        DatasetName.parse(given)
-    elif not Path(given).is_file():
-        raise FileNotFoundError(f"no prompts file {given!r}")
+        name = DatasetName.parse(given).name
+        if not given.startswith(HUB_PREFIX) and not _holds_data(Path(name)):
+            raise ValueError(
+                f"--prompts {given!r}: no data set. A folder of prompts holds what Dataset.save_to_disk wrote, or "
+                f"files of data ({', '.join(_DATA)}), itself or in its folders"
+            )
+    elif os.path.exists(given):
+        open_regular(Path(given)).close()
+    else:
+        raise FileNotFoundError(f"no prompts file {quoted(given, 200)}")
+
+
+def _holds_data(folder: Path) -> bool:
+    """Whether a folder, or one of the folders in it, holds a file of data; not the root of the file system."""
+    if folder.resolve() == Path(folder.resolve().anchor):
+        return False
+    try:
+        places = [folder, *(p for p in folder.iterdir() if p.is_dir())]
+        return any(p.name in _SAVED or p.suffix in _DATA for place in places for p in _entries_of(place))
+    except OSError as error:
+        raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
+
+
+def _entries_of(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except PermissionError:
+        return []
 
 
 def entries(given: str | Path) -> Iterator[Entry]:
@@ -83,20 +112,25 @@ def entries(given: str | Path) -> Iterator[Entry]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from file
-    except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a readable UTF-8 text file: {error}") from error
+        yield from read_lines(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _paragraphs(path: Path) -> Iterator[Entry]:
     words: list[str] = []
+    length = 0
     for line in _lines(path):
         if line != "\n":
             words += line.split()
+            length += len(line)
+            if length > LONGEST_LINE:
+                raise ValueError(
+                    f"{path} holds a prompt of more than {LONGEST_LINE} characters: put empty lines between prompts"
+                )
         elif words:
             yield " ".join(words)
-            words = []
+            words, length = [], 0
     if words:
         yield " ".join(words)
 
@@ -105,7 +139,7 @@ def _json_lines(path: Path) -> Iterator[Entry]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
-        entry = plain_json.parse(line, f"{path}, line {number}")
+        entry = parse_json(line, f"{path}, line {number}")
         if isinstance(entry, dict) and isinstance(entry.get("text"), str):
             yield entry["text"]
         elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
@@ -143,7 +177,7 @@ def _short(value: object) -> str:
 
 def _array(path: Path) -> Iterator[Entry]:
     try:
-        ids = np.atleast_2d(np.load(path, allow_pickle=False))
+        ids = np.atleast_2d(np.load(path, mmap_mode="r", allow_pickle=False))  # in memory row by row
     except (ValueError, OSError, EOFError, MemoryError, SyntaxError, RecursionError) as error:
         raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
     if ids.ndim != 2 or ids.dtype.kind not in "iu":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.machinery.files import FileError, read_json, read_text
+from ln_probe.analyses.wording import quoted
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.model import HookedModel, vocabulary_size
 
@@ -23,13 +24,13 @@ def read_vocabulary(path: str | Path) -> dict[int, str]:
         ValueError: it holds no vocabulary, or two tokens of one id.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no vocabulary file {str(path)!r}")
     try:
-        text = path.read_text(encoding="utf-8")
-        found = _names(json.loads(text)) if path.suffix == ".json" else dict(enumerate(text.splitlines()))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a readable vocabulary: {type(error).__name__}: {error}") from error
+        found = _names(read_json(path)) if path.suffix == ".json" else dict(enumerate(read_text(path).splitlines()))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no vocabulary file {quoted(str(path), 200)}") from error
+    except (OSError, FileError) as error:
+        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path} is not a readable vocabulary: {why}") from error
     if not found:
         raise ValueError(
             f"{path} holds no vocabulary: it takes JSON ({{token: id}}, {{id: token}} or a list) or a text file with a "

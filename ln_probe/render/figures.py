@@ -98,8 +98,8 @@ def margins_over_depth(report: Contents) -> Figure:
 
 
 def attainable_over_depth(report: Contents) -> Figure:
-    """Attention that queries of the size that occur can give a key: median head's median key, hardest twentieth."""
-    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
+    """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
+    figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
     axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
         axes.axhline(even, color="black", ls=":", lw=1.2, label=f"an even share, 1/n = {percent(even)}")

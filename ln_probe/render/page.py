@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 from urllib.parse import quote
@@ -44,13 +44,12 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def report_page(report: Contents, index: str = "", under_way: str = "") -> str:
+def report_page(report: Contents, index: str = "") -> str:
     """The whole report as one HTML page that opens offline.
 
     Args:
         report: what is shown.
         index: where the page that lists this report stands, relative to this one; empty: nowhere.
-        under_way: what a reader has to know of a report that is still being made; the page then looks for a newer one.
     """
     more, failed = others(report)
     found = [*groups(report), *more]
@@ -83,10 +82,7 @@ def report_page(report: Contents, index: str = "", under_way: str = "") -> str:
             ],
             notes=(*report.notes, *report.exhibits.notes, *failed),
             groups=shown_groups,
-            under_way=under_way,
-            absent=[]
-            if under_way
-            else [p for p in chosen(DEFAULT) if p.absent and p.name not in shown and p.name != CAUSAL.name],
+            absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
             attention=frame,
             by_head=by_head.pictures[0].drawings[0] if by_head else None,
             tables=tables,
@@ -110,7 +106,7 @@ def notebook_cell(report: Contents) -> str:
     heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
     tables = []
     if len(heads):
-        numbers = ["unselectable_fraction", "attainable_median", "margin_median", "entropy_ratio", "score_spread"]
+        numbers = ["unselectable_fraction", "attainable_last_median", "margin_median", "entropy_ratio", "score_spread"]
         median = heads.groupby("variant", sort=False)[numbers].median().reset_index()
         tables.append(table(report.declared["heads"], median, interactive=False, about="Median head, by variant:"))
     elif len(report.layernorms):
@@ -145,7 +141,7 @@ def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
         return keys
     rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
     order = keys.assign(rank=rank, first=keys["variant"] != "intact", other=keys["space"] != "head")
-    return order.sort_values(["other", "first", "rank", "attainable", "margin_upper"], kind="stable").drop(
+    return order.sort_values(["other", "first", "rank", "attainable_last", "margin_upper"], kind="stable").drop(
         columns=["rank", "first", "other"]
     )
 
@@ -153,7 +149,7 @@ def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
 # How a table stands on the page, where that is not as it is; and what is computed from others to stand behind one.
 _ARRANGED: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {"keys": hardest_first}
 _BEHIND: dict[str, tuple[tuple[Declared, Callable[[Contents], pd.DataFrame]], ...]] = {
-    "heads": ((TOKENS, lambda report: by_token(report.exhibits)),),
+    "heads": ((TOKENS, lambda report: by_token(report.exhibits, report.sinks)),),
 }
 
 
@@ -161,10 +157,21 @@ _BEHIND: dict[str, tuple[tuple[Declared, Callable[[Contents], pd.DataFrame]], ..
 _NOT_SHOWN = ("causal_prompts",)
 
 
+def _run(report: Contents) -> Collection[str]:
+    """Names of the probes that ran; of reports that do not say, those with a table of their name."""
+    asked: Collection[str] | None = report.provenance.get("arguments", {}).get("probes")
+    return [name for name, table in report.tables.items() if len(table)] if asked is None else asked
+
+
 def _unmeasured(report: Contents) -> str:
     """Why there is no card about the loss."""
-    if not len(report.causal):
+    if CAUSAL.name not in _run(report):
         return "Not run: what happens to the loss when a term is switched off in the running model (the causal probe)."
+    if not len(report.causal):
+        return (
+            "No term was switched off in the running model: the causal probe failed, or the model has no norm that it "
+            "could change (see the notes)."
+        )
     return (
         "What the loss would be without a term is not known: this model, or these prompts, give no next-token loss. "
         "What its output distributions and its attention do is in the table of interventions."
@@ -203,6 +210,8 @@ def _facts(report: Contents) -> Iterator[tuple[str, str]]:
         yield "Attention", f"{inside['layer'].nunique()} layers × {inside['head'].nunique()} heads"
     if prompts:
         yield "Prompts", f"{prompts.get('count')} ({prompts.get('source')}), {prompts.get('tokens')} tokens"
+    if kept := of.get("hooks", {}).get("measured_with"):
+        yield "Measured with hooks", "; ".join(kept)
     loaded = [model.get(k) for k in ("architecture", "world", "dtype")]
     if any(loaded):
         yield "Loaded as", ", ".join(dict.fromkeys(str(v) for v in loaded if v))

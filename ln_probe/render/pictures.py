@@ -87,7 +87,11 @@ GROUPS = (
         "Per head, as attention sees the keys, under each variant.",
         (
             Picture(
-                "attainable", "Attention a key can get", figures.attainable_over_depth, "heads", "attainable_median"
+                "attainable",
+                "Attention a key can get",
+                figures.attainable_over_depth,
+                "heads",
+                "attainable_last_median",
             ),
             Picture("margins", "Margins over depth", figures.margins_over_depth, "heads", "margin_median"),
             Picture(

@@ -82,7 +82,7 @@ def _meaning(column: Column | None) -> str:
 
 def figure_text(value: Any) -> str:
     """A number as tables show it: four digits, a dash for what is not known."""
-    if value is None or (isinstance(value, float | np.floating) and math.isnan(value)):
+    if value is None or value is pd.NA or (isinstance(value, float | np.floating) and math.isnan(value)):
         return "–"
     if isinstance(value, float | np.floating):
         value = float(value)
@@ -105,7 +105,7 @@ def _strings(column: pd.Series, name: str) -> list[str]:
 def _numbers(column: pd.Series) -> list[float | int | None]:
     found: list[float | int | None] = []
     for value in column.tolist():
-        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        if value is None or value is pd.NA or (isinstance(value, float) and not math.isfinite(value)):
             found.append(None)
         elif isinstance(value, float):
             found.append(float(f"{value:.{DIGITS}g}"))

@@ -14,7 +14,7 @@ _KEY = ["layer", "head"]
 # Column of the `heads` table, intact: its name here, and whether what keys without scaling do to it is given too.
 _OF_HEADS = {
     "entropy_ratio": ("entropy_ratio", "entropy_change"),
-    "attainable_median": ("attainable", "attainable_change"),
+    "attainable_last_median": ("attainable", "attainable_change"),
     "pattern_max_median": ("received", None),
     "margin_median": ("margin", "margin_change"),
 }

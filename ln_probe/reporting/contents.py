@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses import tables as declared_here
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.protocol import Failure, Probe
 from ln_probe.analyses.schema import Table
 from ln_probe.reporting.exhibits import Exhibits
@@ -70,6 +71,19 @@ class Contents:
         return self.tables["causal_prompts"]
 
     @property
+    def constants(self) -> Constants:
+        """What replaced each norm's sigma on every prompt: `.of(i)`, `.pooled`, `.observed`.
+
+        Raises:
+            ValueError: the report is of a version that did not keep them.
+        """
+        table, about = self.tables["scale_sums"], self.provenance.get("calibration", {})
+        if "constants" not in about:
+            raise ValueError("this report is of an ln_probe that did not keep the sums of sigma: make it again")
+        given = self.provenance["constants"] if about["given"] else None
+        return Constants.of_table(table, str(about["constants"]), given)
+
+    @property
     def head_effects(self) -> pd.DataFrame:
         """The table `head_effects`."""
         return self.tables["head_effects"]
@@ -102,6 +116,13 @@ class Contents:
     @property
     def name(self) -> str:
         return str(self.provenance.get("model", {}).get("name", "model"))
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """How what was measured differs from what was asked for, a sentence each: a part of the model or of the prompts
+        that could not be used."""
+        model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
+        return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
 
     def describe(self, table: str) -> pd.DataFrame:
         """What the columns of a table mean: a row per column with `column`, `dtype`, `unit`, `meaning`.

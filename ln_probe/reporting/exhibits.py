@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.machinery.files import parse_json, write_atomically
 from ln_probe.hooks.one_line import OneLine
 
 EXHIBITS_FILE = "exhibits.npz"
+# A page is some megabytes, and what it shows was once in such a file; a small file that unpacks to more is none.
+UNPACKED = 512 * 2**20
 CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads
 # What reading a cut or altered .npz raises.
 _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, MemoryError, zipfile.BadZipFile, zlib.error)
@@ -68,7 +69,8 @@ class PromptAttention(OneLine):
         cells: pooled patterns, as `to_bytes` stores them.
         verdict: index into VERDICTS, of all keys of the prompt and a query at its last position.
         margin: in nats (NaN: unknown or one key).
-        attainable: share of attention that a query of the observed set can give (NaN: no bound on queries).
+        attainable: share of the last position's attention that a query of the observed set can give (NaN: no bound on
+            queries).
         verdict_frozen, attainable_frozen: the same with scaling replaced by a constant.
         received: mean share of attention that the key got from the queries after position 0 that see it, as `to_bytes`
             stores it.
@@ -215,12 +217,19 @@ class Exhibits(OneLine):
         """What `save` wrote.
 
         Raises:
-            ValueError: the file is damaged.
+            ValueError: the file is damaged, or unpacks to more than UNPACKED bytes.
         """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+        except _DAMAGE as error:
+            raise ValueError(f"{path} is damaged ({error}): make the report again") from error
+        if size > UNPACKED:
+            raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): make the report again")
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
-            index = plain_json.parse(arrays.pop("index").tobytes().decode(), f"{path}, index")
+            index = parse_json(arrays.pop("index").tobytes().decode(), f"{path}, index")
             return Exhibits.of_plain(arrays, index)
         except _DAMAGE as error:
             raise ValueError(f"{path} is damaged ({error}): make the report again") from error

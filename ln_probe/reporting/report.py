@@ -12,33 +12,54 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe.analyses import tables as declared_here
-from ln_probe.analyses.machinery import plain_json
-from ln_probe.analyses.machinery.files import replacing, write_atomically, write_text
+from ln_probe.analyses.machinery.files import (
+    FileError,
+    checksums,
+    listed,
+    open_regular,
+    read_json,
+    remove_listed,
+    replacing,
+    sha256_of_file,
+    verify,
+    with_checksum,
+    write_atomically,
+    write_text,
+)
 from ln_probe.analyses.probes.protocol import Failure, Probe, ProbeError
 from ln_probe.analyses.probes.registry import find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.reporting.contents import Contents
 from ln_probe.reporting.exhibits import EXHIBITS_FILE, Exhibits
-from ln_probe.reporting.whole_files import check_exhibits, check_file, hashes_of, read_table, unlisted
 
 if TYPE_CHECKING:
     from ln_probe.render.attention_view import AttentionView
 
-REPORT_FILE = "report.json"
+REPORT_FILE = "report.json"  # the manifest of a report's folder
+PAGE_FILE = "report.html"
 FORMAT = 4
+_LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
 # Tables of reports that do not say which they have.
 _OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
 READ = (2, 3, 4)
 _FORMAT_OF_0_1_0 = 2
+# Rows that a byte of a parquet file can stand for: our tables take some bytes a row, columns of one value almost none.
+_ROWS_PER_BYTE = 100
+_FEW_ROWS = 1_000_000  # which are read without a look at the file's size
 _MEANT_0_1_0 = (
     "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
     "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
     "of that constant, too) and gave intervals that covered less than they said (left out): make the report again"
 )
-_JUDGED_AGAIN = (
-    "causal: this report is of an earlier ln_probe, which knew no `p_mean`; intervals, `p_mean` and medians were made "
-    "from `causal_prompts` when it was loaded"
+_STATISTICS_OF_TODAY = (
+    "causal: this report is of an earlier ln_probe: its constants come from other text than its prompts, and intervals "
+    "do not include their choice; intervals, p-values and families were computed from `causal_prompts` on loading"
+)
+_AT_THE_LAST_POSITION = (
+    "heads, keys: this report is of an earlier ln_probe, whose attainable attention was of queries at the last "
+    "position; it is `attainable_last` here. What keys can receive at any position, and whether a head's own queries "
+    "reach them, is not known"
 )
 
 
@@ -117,34 +138,39 @@ class Report(Contents):
 
         `index`: where the page that lists this report stands, relative to the folder; report.html then links to it.
 
-        Files are written aside and renamed; report.json comes last, so a folder that has it is complete.
+        Files are written aside and renamed; report.json comes last, so a folder that has it is complete. Tables of a
+        report saved there before are deleted if report.json lists them; other files of the folder are left alone.
 
         Raises:
             OSError: the folder cannot be written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = _files_of(folder / REPORT_FILE)
+        earlier = listed(folder / REPORT_FILE)
         (folder / REPORT_FILE).unlink(missing_ok=True)
         for name, table in self.tables.items():
             with replacing(folder / f"{name}.parquet") as aside, aside.open("wb") as file:  # pyarrow wants UTF-8 paths
                 table.to_parquet(file, index=False)
         self.exhibits.save(folder / EXHIBITS_FILE)
-        self.to_html(folder / "report.html", index=index)
-        files = [*(f"{name}.parquet" for name in self.tables), EXHIBITS_FILE]
-        for name in earlier - set(files):
-            (folder / name).unlink(missing_ok=True)
+        self.to_html(folder / PAGE_FILE, index=index)
+        files = files_of(self)
+        remove_listed(folder, earlier.keys() - set(files))
         content = {
             "format": FORMAT,
-            "files": hashes_of(folder, files),
+            "files": checksums(folder, files),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
             "tables": {name: self.declared[name].plain() for name in self.tables},
             "probes": {p.name: package_of(p) for p in self.probes},
             "failures": [asdict(f) for f in self.failures],
         }
-        write_atomically(folder / REPORT_FILE, plain_json.sealed(content))
+        write_atomically(folder / REPORT_FILE, with_checksum(content))
         return folder
+
+
+def files_of(report: Report) -> list[str]:
+    """The files that `Report.save` writes beside report.json, which lists them with their checksums."""
+    return [*(f"{name}.parquet" for name in report.tables), EXHIBITS_FILE, PAGE_FILE]
 
 
 def load_report(folder: str | Path) -> Report:
@@ -161,9 +187,9 @@ def load_report(folder: str | Path) -> Report:
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
     try:
-        content = plain_json.read(path)
+        content = read_json(path)
         if content["format"] == FORMAT or "files" in content:
-            content = plain_json.opened(content, str(path))
+            content = verify(content, str(path))
         files = {str(k): str(v) for k, v in content.get("files", {}).items()}
         version, notes = content["format"], tuple(content["notes"])
         provenance = dict(content["provenance"])
@@ -187,48 +213,66 @@ def load_report(folder: str | Path) -> Report:
         if not there and name in own:
             tables[name], declared[name] = own[name].empty(), own[name]  # a table that came later
             continue
-        check_file(file, files.get(file.name))
+        _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
+    earlier = [n for n in ("heads", "keys") if len(tables[n]) and not _knows_positions(described.get(n))]
+    tables |= {name: _at_the_last_position(tables[name]) for name in earlier}
+    notes = (*notes, _AT_THE_LAST_POSITION) if earlier else notes
     if version == _FORMAT_OF_0_1_0:
         tables["causal"] = _as_meant_today(tables["causal"])
         notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
-    elif len(tables["causal"]) and "causal" in described and "p_mean" not in described["causal"].names:
-        tables["causal"] = _judged_again(tables, provenance)
-        notes = (*notes, _JUDGED_AGAIN) if len(tables["causal_prompts"]) else notes
+    elif len(tables["causal"]) and "causal" in described and "family" not in described["causal"].names:
+        tables["causal"] = _with_today_statistics(tables, provenance)
+        notes = (*notes, _STATISTICS_OF_TODAY) if len(tables["causal_prompts"]) else notes
     kept = folder / EXHIBITS_FILE
-    check_file(kept, files.get(EXHIBITS_FILE))
-    check_exhibits(kept)
+    _check_file(kept, files.get(EXHIBITS_FILE))
     probes, missing = _installed(makers)
-    missing += [f"{name} is not part of this report and was left out" for name in unlisted(folder, files) if files]
+    strange = sorted(p.name for p in folder.glob("[!.]*.parquet") if files and p.name not in files)
+    missing += [f"{name} is not part of this report and was left out" for name in strange]
     return Report(
         tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
     )
 
 
+def _knows_positions(described: Table | None) -> bool:
+    return described is not None and any("attainable_last" in name for name in described.names)
+
+
+def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:
+    """`heads` or `keys` of a version that knew attainable attention at the last position only, under today's names."""
+    names = [name for name in map(str, table) if re.match(r"attainable(?!_(last|reach))", name)]
+    moved = {name.replace("attainable", "attainable_last", 1): table[name] for name in names}
+    return table.assign(**moved, **dict.fromkeys(names, float("nan")))
+
+
 def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
     """0.1.0's effects under today's names: one constant for all positions, intervals that covered too little."""
+    from ln_probe.analyses.probes.causal import family
+
     scaled = causal["variant"].isin(("no_scaling", "neither"))
     nothing: dict[str, Any] = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
     nothing |= {c: causal[c].where(~scaled) for c in ("loss", "kl", "top1_agreement", "entropy_change") if c in causal}
     return causal.assign(
         delta_loss_uniform=causal["delta_loss"].where(scaled),
         delta_loss=causal["delta_loss"].where(~scaled),
+        family=[family(*pair) for pair in zip(causal["sites"], causal["variant"], strict=True)],
         **nothing,
     )
 
 
-def _judged_again(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> pd.DataFrame:
-    """Effects of a version that had no `p_mean`, with what every prompt gave; as they are where that was not kept."""
-    from ln_probe.analyses.probes.causal import judged_again
+def _with_today_statistics(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> pd.DataFrame:
+    """Loss changes of an earlier version with the statistics of this one, from what every prompt gave; as they are
+    where that was not kept."""
+    from ln_probe.analyses.probes.causal import with_today_statistics
 
     seed = provenance.get("arguments", {}).get("seed", 0)
-    return judged_again(tables["causal"], tables["causal_prompts"], seed=int(seed))
+    return with_today_statistics(tables["causal"], tables["causal_prompts"], seed=int(seed))
 
 
 def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
     """A table and what it is: as the report describes it, and with the columns that this ln_probe knows of."""
     try:
-        frame = read_table(file)
+        frame = _read_frame(file)
         table = described or known or Table.of_frame(file.stem, frame)
         if described is None and known is not None:  # an earlier version may lack columns, a later one have more
             table = _narrowed(known, frame)
@@ -240,9 +284,42 @@ def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.
     if known is None:
         return frame, table
     more = tuple(c for c in table.columns if c.name not in known.names)
-    absent = {c.name: "" if c.kind == "text" else float("nan") for c in known.columns if c.name not in frame}
+    absent = {c.name: _unknown(c, len(frame)) for c in known.columns if c.name not in frame}
     whole = replace(known, columns=(*known.columns, *more))
     return (frame.assign(**absent)[whole.names] if len(frame) else whole.empty()), whole
+
+
+def _check_file(file: Path, digest: str | None) -> None:
+    """Raise FileNotFoundError or ValueError if a file is missing, no file, or (where its checksum is known) altered."""
+    try:
+        if digest is None:
+            open_regular(file).close()
+        elif sha256_of_file(file) != digest:
+            raise FileError("its content is not what was written")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{file} is missing: make the report again") from error
+    except (OSError, FileError) as error:
+        why = str(error).removeprefix(f"{file}: ")
+        raise ValueError(f"{file} is damaged ({why}): make the report again") from error
+
+
+def _read_frame(file: Path) -> pd.DataFrame:
+    """A parquet file of a plausible number of rows; OSError or ValueError if it is damaged or says that it has more."""
+    from pyarrow import parquet
+
+    with open_regular(file) as stream:  # not its path: pyarrow takes only those that are UTF-8
+        rows, size = parquet.read_metadata(stream).num_rows, file.stat().st_size
+        if rows > max(_FEW_ROWS, _ROWS_PER_BYTE * size):
+            raise ValueError(f"it says {rows} rows, in {size} bytes")
+        stream.seek(0)
+        return pd.read_parquet(stream)
+
+
+def _unknown(column: Column, rows: int) -> Any:
+    """Values of a column that a report lacks."""
+    if column.kind == "bool":
+        return pd.array([pd.NA] * rows, dtype="boolean")
+    return "" if column.kind == "text" else float("nan")
 
 
 def _narrowed(known: Table, frame: pd.DataFrame) -> Table:
@@ -256,14 +333,6 @@ def _narrowed(known: Table, frame: pd.DataFrame) -> Table:
 def _check_key(known: Table, frame: pd.DataFrame) -> None:
     if lost := [k for k in known.key if k not in frame]:
         raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
-
-
-def _files_of(path: Path) -> set[str]:
-    """The files that a report in the same place names; empty if there is none, or it cannot be told."""
-    try:
-        return {Path(str(name)).name for name in plain_json.read(path)["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
 
 
 def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]:
@@ -282,5 +351,5 @@ def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]
 
 def slug(name: str) -> str:
     """A folder name for a model name or path: letters, digits, '.', '_' and '-'."""
-    last = Path(name).name if os.sep in name and Path(name).exists() else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "model"
+    last = Path(name).name if os.sep in name and os.path.exists(name) else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:_LONGEST_SLUG] or "model"

@@ -5,31 +5,36 @@ Computed from what the report keeps of its prompts (`Report.exhibits`): every ke
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.head_tables import SINKS
 from ln_probe.analyses.tables import TOKENS
 from ln_probe.analyses.wording import encodable
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
 
-# A sink: a key that gets more than this share of the attention of the average query that sees it. Threshold and
-# definition of Gu et al. 2025, When Attention Sink Emerges in Language Models, section 3.
 __all__ = [
     "by_token",
 ]
 
-SINK = 0.3
-SINK_QUERIES = 10  # a key that fewer queries see is no sink: the last one is seen by itself alone
 PLACES = ("position 0", "sink", "elsewhere")
 
 
-def by_token(exhibits: Exhibits) -> pd.DataFrame:
+def by_token(exhibits: Exhibits, sinks: pd.DataFrame | None = None) -> pd.DataFrame:
     """A row per token and place (`ln_probe.analyses.tables.TOKENS`), the tokens that scaling helps most first.
+
+    Args:
+        exhibits: `Report.exhibits`.
+        sinks: `Report.sinks`, which says which tokens of which prompts are sinks. None: no token is called one.
 
     `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is what taking
     scaling away does to the median attainable attention: negative where the token loses.
     """
-    rows = [_keys(shown) for shown in exhibits.attention]
+    of_sinks = SINKS.empty() if sinks is None else sinks[sinks["sink"].astype(bool)]
+    known = [(int(prompt), int(at)) for prompt, at in of_sinks[["prompt", "position"]].to_numpy()]
+    rows = [_keys(shown, {at for prompt, at in known if prompt == shown.prompt}) for shown in exhibits.attention]
     if not rows:
         return TOKENS.empty()
     keys = pd.concat(rows, ignore_index=True)
@@ -53,12 +58,11 @@ def by_token(exhibits: Exhibits) -> pd.DataFrame:
     return order[TOKENS.names].reset_index(drop=True)
 
 
-def _keys(shown: PromptAttention) -> pd.DataFrame:
+def _keys(shown: PromptAttention, sinks: Collection[int]) -> pd.DataFrame:
     layers, heads, length = shown.verdict.shape
     received = to_weights(shown.received)
     position = np.broadcast_to(np.arange(length), shown.verdict.shape)
-    queries = length - position if shown.causal else np.full_like(position, length)
-    place = np.where(position == 0, 0, np.where((received > SINK) & (queries >= SINK_QUERIES), 1, 2))
+    place = np.where(position == 0, 0, np.where(np.isin(position, sorted(sinks)), 1, 2))
     stuck = [VERDICTS.index("unselectable"), VERDICTS.index("duplicate")]
     unknown = VERDICTS.index("not measured")
     return pd.DataFrame(

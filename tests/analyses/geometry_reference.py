@@ -60,26 +60,36 @@ class Report:
 
 
 class Truth:
-    """A set of keys in whole numbers: `z` as measured in units of `scale`, `h` (bias and center) in `h_scale`."""
+    """A set of keys in whole numbers.
+
+    Margins: `z` as the queries see the keys, in units of `scale`, and `h` (bias and center) in `h_scale`. Verdicts:
+    `points`, the keys themselves, in units of `point_scale`, and their bias `b` in `b_scale`.
+    """
 
     def __init__(self, case: Case) -> None:
         center, axes = case.query_set or (None, None)
         self.case = case
         self.exact = ExactSet(case.keys, case.bias, axes=axes, center=center)
-        rows = [self.exact.measured(j) for j in range(len(case.keys))]
-        least = min(self.exact.lows, default=0)
-        shifts = [low - least for low in self.exact.lows]
-        self.z = np.array([[v << s for v, s in zip(z, shifts, strict=True)] for z, _ in rows], object)
-        self.h = np.array([h for _, h in rows], object)
-        self.scale = Fraction(2) ** least
-        self.h_scale = Fraction(2) ** self.exact.bias_low
-        # Verdicts: a center inside the span of the axes is no bias. The sets tried have axes of full rank.
-        spanned = axes is not None and np.linalg.matrix_rank(axes) == len(axes)
-        self.verdicts = ExactSet(case.keys, case.bias, axes=axes, center=None if spanned else center)
-        self.b = np.array([self.verdicts.measured(j)[1] for j in range(len(case.keys))], object)
-        self.b_scale = Fraction(2) ** self.verdicts.bias_low
+        self.z, self.h, self.scale, self.h_scale = self._whole(self.exact)
+        # Verdicts are about the keys. Axes of full rank change none. Where some lack directions, verdicts are known for
+        # axes along coordinates: the keys are judged without the others, in which the center gives a bias per key.
+        self.kept, bias, self.knows_verdicts = np.ones(case.keys.shape[1], bool), case.bias, True
+        if axes is not None and np.linalg.matrix_rank(axes) < len(axes):
+            self.kept, self.knows_verdicts = axes.any(axis=1), bool((np.count_nonzero(axes, axis=0) == 1).all())
+            bias = case.keys[:, ~self.kept] @ center[~self.kept] + (0.0 if bias is None else bias)
+        self.verdicts = ExactSet(case.keys[:, self.kept], bias)
+        self.points, self.b, self.point_scale, self.b_scale = self._whole(self.verdicts)
         self.z2 = self._square(self.z)  # R², in units of scale²
+        self.p2 = self._square(self.points)
         self.b2 = self._square(self.b[:, None])
+
+    def _whole(self, exact: ExactSet) -> tuple[np.ndarray, np.ndarray, Fraction, Fraction]:
+        """Keys as an exact set measures them, and what is added to their scores, with the units of both."""
+        rows = [exact.measured(j) for j in range(len(self.case.keys))]
+        least = min(exact.lows, default=0)
+        shifts = [low - least for low in exact.lows]
+        z = np.array([[v << s for v, s in zip(z, shifts, strict=True)] for z, _ in rows], object)
+        return z, np.array([h for _, h in rows], object), Fraction(2) ** least, Fraction(2) ** exact.bias_low
 
     @staticmethod
     def _square(rows: np.ndarray) -> Fraction:
@@ -88,15 +98,16 @@ class Truth:
 
     def distances(self, i: int) -> np.ndarray:
         """Squared distances of all keys from key i over R² (and of the bias over its RMS²)."""
-        steps = self.z - self.z[i]
+        steps = self.points - self.points[i]
         found = np.array([Fraction(int(v)) for v in (steps * steps).sum(axis=1)], object)
-        found = found / self.z2 if self.z2 else found
+        found = found / self.p2 if self.p2 else found
         if self.b2:
             found = found + np.array([Fraction(int(v)) for v in (self.b - self.b[i]) ** 2], object) / self.b2
         return found
 
     def judge(self, geometry: Any, only: Any = None) -> Report:
         """Every verdict (or those of some keys), witness, weights and representative against exact arithmetic."""
+        assert self.knows_verdicts, "verdicts of axes that lack directions are known along coordinates only"
         report, tau = Report(), Fraction(float(geometry.tau))
         for i in range(len(self.z)) if only is None else only:
             code, near = str(geometry.verdict[i]), self.distances(i)
@@ -124,12 +135,12 @@ class Truth:
 
     def _outside(self, report: Report, geometry: Any, i: int, code: str, rivals: np.ndarray, tau: Fraction) -> None:
         query = None
-        if len(rivals) and self.case.query_set is None:  # with one, a witness may be in other coordinates
-            query = geometry.witness(i)
+        if len(rivals):
+            query = geometry.witness(i)[self.kept]
             whole = fractions(query)
-            gaps = ((self.z[i] - self.z[rivals]) * whole).sum(axis=1) * self.scale
-            length2 = (whole * whole).sum() * self.z2 * self.scale**2
-            if self.case.bias is not None:
+            gaps = ((self.points[i] - self.points[rivals]) * whole).sum(axis=1) * self.point_scale
+            length2 = (whole * whole).sum() * self.p2 * self.point_scale**2
+            if self.verdicts.biased:
                 gaps = gaps + (self.b[i] - self.b[rivals]) * self.b_scale
                 length2 += self.b2 * self.b_scale**2
             least = min(gaps)
@@ -145,8 +156,8 @@ class Truth:
         convex = len(used) and (weights >= 0).all() and abs(total - 1) < Fraction(1, 10**9) and set(used) <= rivals
         if convex:
             weights = weights[used] / total
-            miss = (weights[:, None] * (self.z[used] - self.z[i])).sum(axis=0)
-            miss2 = (miss * miss).sum() / (self.z2 or 1)
+            miss = (weights[:, None] * (self.points[used] - self.points[i])).sum(axis=0)
+            miss2 = (miss * miss).sum() / (self.p2 or 1)
             below = min((weights * (self.b[used] - self.b[i])).sum(), 0)
             miss2 += below**2 / (self.b2 or 1)
             if miss2 <= (tau * (1 + SLACK)) ** 2:
@@ -158,8 +169,8 @@ class Truth:
         query = np.array(verdict.query, object) * Fraction(1)
         # The query is over coordinates as measured; of the exact gap and its length, a lower bound of the distance.
         others = sorted(rivals)
-        gaps = ((self.z[i] - self.z[others]) * query).sum(axis=1) * self.scale
-        length2 = (query * query).sum() * self.z2 * self.scale**2
+        gaps = ((self.points[i] - self.points[others]) * query).sum(axis=1) * self.point_scale
+        length2 = (query * query).sum() * self.p2 * self.point_scale**2
         if self.verdicts.biased:
             gaps = gaps + (self.b[i] - self.b[others]) * self.b_scale
             length2 += self.b2 * self.b_scale**2

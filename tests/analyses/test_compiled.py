@@ -8,6 +8,7 @@ import numba
 import pytest
 
 from ln_probe.analyses.machinery.compiled import compiled
+from ln_probe.analyses.machinery.files import mark
 
 
 def test_without_a_folder_for_the_cache(monkeypatch):
@@ -72,6 +73,8 @@ def test_code_of_earlier_sources_goes_after_a_week(monkeypatch, tmp_path):
     old, recent, foreign = tmp_path / "numba-old", tmp_path / "numba-recent", tmp_path / "other"
     for folder in (old, recent, foreign):
         folder.mkdir()
+    for folder in (old, recent):
+        mark(folder)
     for folder in (old, foreign):
         os.utime(folder, (0, 0))
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.norm_statistics import SiteStatistics, table
 from ln_probe.analyses.tables import LAYERNORMS
@@ -26,10 +28,23 @@ def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteSt
     return found
 
 
+def rows_of(model: Any) -> pd.DataFrame:
+    """The `layernorms` table of one prompt, with its own constants."""
+    found = {s.name: SiteStatistics(s) for s in find_sites(model)}
+    sums: dict[str, Any] = {}
+
+    def on_norm(site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+        sums[site.name] = found[site.name].add(x, y, heads=len(x) // len(TOKENS))
+
+    stream(model, TOKENS, [s.site for s in found.values()], on_norm=on_norm)
+    of_sites = np.array([[sums[name] for name in found]], float)
+    return table(list(found.values()), Constants(tuple(found), np.array([0]), of_sites[:, :, 0], of_sites[:, :, 1]))
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3"])
 def test_terms_add_up(arch: str, dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any]) -> None:
-    rows = table(list(statistics_of(make_bridge(arch, dtype)).values()))
+    rows = rows_of(make_bridge(arch, dtype))
     if dtype == torch.float64 and arch in ("llama", "gemma", "qwen3"):
         bound = 1e-6  # Hugging Face's RMSNorms compute in float32 whatever the model's format
     assert list(rows.columns) == LAYERNORMS.names
@@ -48,7 +63,7 @@ def test_half_precision_is_bounded_by_its_rounding(
     arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]
 ) -> None:
     """Recomputed exactly, a norm differs from its own output by the roundings of the format alone."""
-    rows = table(list(statistics_of(make_bridge(arch, dtype)).values()))
+    rows = rows_of(make_bridge(arch, dtype))
     assert (
         rows["reconstruction_error"] > torch.finfo(dtype).eps / 2
     ).all()  # it is the rounded output that is compared
@@ -60,16 +75,13 @@ def test_half_precision_is_bounded_by_its_rounding(
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
 def test_half_precision_in_hooked_transformer(kind: str, dtype: torch.dtype, make_hooked: Callable[..., Any]) -> None:
-    rows = table(list(statistics_of(make_hooked(normalization_type=kind, dtype=dtype)).values()))
+    rows = rows_of(make_hooked(normalization_type=kind, dtype=dtype))
     assert (rows["reconstruction_error"] < rows["reconstruction_bound"]).all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_statistics_in_half_precision_are_those_of_float32(dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
-    half, full = (
-        table(list(statistics_of(make_bridge("gpt2", t)).values())).select_dtypes("number")
-        for t in (dtype, torch.float32)
-    )
+    half, full = (rows_of(make_bridge("gpt2", t)).select_dtypes("number") for t in (dtype, torch.float32))
     for column in ("norm_before_mean", "norm_after_mean", "scale_mean", "sigma_mean", "gain_mean", "bias_norm"):
         # activations drift by a few roundings through two layers
         np.testing.assert_allclose(half[column], full[column], rtol=8 * torch.finfo(dtype).eps)
@@ -117,9 +129,12 @@ def test_statistics_are_those_of_numpy() -> None:
     prompts = [torch.randn(n, 16, generator=generator, dtype=torch.float64) * 3 + 1 for n in (5, 9)]
     prompts[0][0] *= 100  # a sink at position 0
     gathered = SiteStatistics(site)
-    for x in prompts:
-        gathered.add(x, site.module(x).detach())
+    sums = [gathered.add(x, site.module(x).detach()) for x in prompts]
     row = gathered.row()
+    for prompt, (of_sigma, counts) in zip(prompts, sums, strict=True):
+        sigma = np.sqrt(prompt.numpy().var(-1) + 1e-5)
+        assert of_sigma == pytest.approx((sigma[0], sigma[1:].sum()))
+        assert counts == (1, len(prompt) - 1)
     for ending, rows in (("", np.concatenate(prompts)), ("_tail", np.concatenate([p[1:] for p in prompts]))):
         mu, length = rows.mean(-1), np.linalg.norm(rows, axis=-1)
         share = 16 * mu**2 / length**2
@@ -139,12 +154,11 @@ def test_statistics_are_those_of_numpy() -> None:
     gain = site.gain
     assert gain is not None
     assert row["gain_cv"] == pytest.approx(float(gain.std(correction=0) / gain.mean().abs()))
-    assert gathered.constant == pytest.approx(row["sigma_mean_tail"])
     assert row["sigma_mean"] > 3 * row["sigma_mean_tail"]  # type: ignore[operator]
 
 
 def test_rmsnorm_has_no_bias_and_no_projection(make_bridge: Callable[..., Any]) -> None:
-    rows = table(list(statistics_of(make_bridge("llama")).values()))
+    rows = rows_of(make_bridge("llama"))
     assert rows["bias_norm"].isna().all()
     assert (rows["mean_share"] > 1e-4).all()  # what it would remove is still described
 
@@ -153,7 +167,26 @@ def test_one_position_has_no_tail() -> None:
     site = a_site()
     gathered = SiteStatistics(site)
     x = torch.randn(1, 16, dtype=torch.float64)
-    gathered.add(x, site.module(x).detach())
+    of_sigma, counts = gathered.add(x, site.module(x).detach())
     row = gathered.row()
     assert math.isnan(float(row["mean_share_tail"]))  # type: ignore[arg-type]
-    assert gathered.constant == pytest.approx(row["sigma_mean"])
+    assert of_sigma == pytest.approx((row["sigma_mean"], 0.0))
+    assert counts == (1, 0)
+    sums = np.array([[of_sigma]])
+    (made,) = Constants((site.name,), np.array([0]), sums, np.array([[counts]], float)).pooled.values()
+    assert made.rest == made.first == pytest.approx(row["sigma_mean"])
+
+
+def test_constants_of_a_norm_stand_in_its_row(make_bridge: Callable[..., Any]) -> None:
+    """Those of a single prompt are its own mean sigmas; a norm whose sigma nothing replaces has none."""
+    model = make_bridge("gpt2")
+    rows = rows_of(model).set_index("site")
+    np.testing.assert_allclose(rows["constant_rest"], rows["sigma_mean_tail"], rtol=1e-12)
+    count = len(TOKENS)
+    both = (rows["constant_first"] + (count - 1) * rows["constant_rest"]) / count
+    np.testing.assert_allclose(both, rows["sigma_mean"], rtol=1e-12)
+    assert (rows[["constant_ratio_first", "constant_ratio_rest"]] == 1).all(axis=None)
+    statistics = list(statistics_of(model).values())
+    nothing = np.zeros((1, 0, 2))
+    unknown = table(statistics, Constants((), np.array([0]), nothing, nothing))
+    assert unknown[list(CONSTANT_COLUMNS)].isna().all(axis=None)

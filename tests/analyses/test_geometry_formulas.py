@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import certificates, judged, scores, strict
+from ln_probe.analyses.geometry import certificates, judged, scores
 from ln_probe.analyses.geometry.certificates import Checker, Rows
 from ln_probe.analyses.geometry.exact import ExactSet
 from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
 from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.witnesses import GivenSet, over_given
 
 KEYS, DIM = 9, 3
 
@@ -42,7 +43,7 @@ def offset_of(checker: Checker) -> np.ndarray:
 def test_what_a_checker_measures_are_the_scores_of_the_queries(rng: np.random.Generator) -> None:
     keys, bias = rng.standard_normal((KEYS, DIM)), rng.standard_normal(KEYS)
     center, axes = rng.standard_normal(DIM), rng.standard_normal((DIM, 2))
-    space = Checker(keys, bias, QuerySet(center, axes), TAU).measured
+    space = Checker(keys, bias, QuerySet(center, axes), TAU).nats
     u = rng.standard_normal((1, 2))
     expected = keys @ (center + axes @ u[0]) + bias
     found = space.scores(u)[0]
@@ -184,7 +185,8 @@ def test_brackets_of_a_margin_hold_their_formulas(biased: bool, seen: bool, rng:
 @pytest.mark.parametrize("biased", [False, True])
 def test_brackets_of_attention_hold_their_formulas(biased: bool, rng: np.random.Generator) -> None:
     checker = checker_of(rng, biased, True)
-    rows, offset, targets = checker.measured.rows, offset_of(checker), np.arange(KEYS)
+    rows, targets = checker.nats.rows, np.arange(KEYS)
+    offset = np.zeros(KEYS) if checker.nats.offset is None else checker.nats.offset
     points = 0.4 * rng.standard_normal((KEYS, 2))
     points[0] *= 10.0
     found, bound = checker.attention(targets, points, points)
@@ -217,22 +219,46 @@ def test_brackets_of_attention_hold_their_formulas(biased: bool, rng: np.random.
 
 def test_the_part_of_a_center_that_no_axis_reaches() -> None:
     axes = np.array([[1.0], [1.0], [0.0]])
-    for outside in (certificates._outside, lambda a, c: judged._outside(QuerySet(c, a))):
-        np.testing.assert_allclose(outside(axes, np.array([2.0, 0.0, 3.0])), [1.0, -1.0, 3.0], atol=1e-12)
-        assert not outside(np.eye(3), np.array([1.0, 2.0, 3.0])).any()
-        assert not outside(axes, np.array([2.0, 2.0, 0.0])).any()
-        assert not outside(axes, np.zeros(3)).any()
+    np.testing.assert_allclose(QuerySet(np.array([2.0, 0.0, 3.0]), axes).outside, [1.0, -1.0, 3.0], atol=1e-12)
+    for center, some in (([1.0, 2.0, 3.0], np.eye(3)), ([2.0, 2.0, 0.0], axes), ([0.0, 0.0, 0.0], axes)):
+        assert not QuerySet(np.array(center), some).outside.any()
     slanted = np.array([[2.0, 0.5], [0.5, 3.0], [1.5, 1.0]])
-    rest = certificates._outside(slanted, np.array([1.0, 2.0, 4.0]))
-    lengths = np.linalg.norm(slanted, axis=1)
-    np.testing.assert_allclose((rest / lengths) @ (slanted / lengths[:, None]), np.zeros(2), atol=1e-12)
+    rest = QuerySet(np.array([1.0, 2.0, 4.0]), slanted).outside
+    np.testing.assert_allclose(rest @ slanted, np.zeros(2), atol=1e-12)
     assert rest.any()
-    # rows are brought to equal length: another unit of a coordinate gives the part in that unit
-    scale = np.array([0.3, 2.5, 1.0])
-    expected = certificates._outside(axes, np.array([2.0, 0.0, 3.0])) * scale
-    np.testing.assert_allclose(
-        certificates._outside(axes * scale[:, None], np.array([2.0, 0.0, 3.0]) * scale), expected, atol=1e-12
-    )
+
+
+@pytest.mark.parametrize(("short", "missing"), [(2e-9, 0), (5e-10, 1), (0.0, 1)])
+def test_directions_are_missing_below_a_billionth_of_the_longest_axis(short: float, missing: int) -> None:
+    turn = np.linalg.qr(np.random.default_rng(3).standard_normal((3, 3)))[0]
+    queries = QuerySet(np.zeros(3), turn @ np.diag([4.0, 1.0, 4.0 * short]))
+    assert queries.missing.shape == (3, missing)
+    rows = np.random.default_rng(4).standard_normal((5, 3))
+    if not missing:
+        assert queries.in_span(rows) is rows
+        return
+    np.testing.assert_allclose(np.abs(queries.missing[:, 0] @ turn), [0.0, 0.0, 1.0], atol=1e-7)
+    expected = rows - np.outer(rows @ queries.missing[:, 0], queries.missing[:, 0])
+    np.testing.assert_allclose(queries.in_span(rows), expected, atol=1e-14)
+    assert QuerySet(np.zeros(3), np.zeros((3, 1))).missing.shape == (3, 3)
+
+
+def test_the_part_that_no_axis_reaches_is_known_to_its_doubt(rng: np.random.Generator) -> None:
+    """It is the sum of the center's parts along the missing directions, in fractions, for keys of any unit."""
+    for near, key_power in ((1.0, 0), (1e-6, 300), (2e-9, -300)):
+        axes = rng.standard_normal((4, 2))
+        across = np.linalg.svd(axes)[0][:, 2:]
+        queries = QuerySet(axes @ rng.standard_normal(2) + near * across @ rng.standard_normal(2), axes)
+        found = certificates.outside(queries, key_power)
+        assert found is not None
+        direction, lost, power = found
+        missing, center = (np.vectorize(Fraction, [object])(part) for part in (queries.missing, queries.center))
+        exact = (missing @ (missing.T @ center)) * Fraction(2) ** (key_power - power)
+        for value, known, doubt in zip(exact, direction, lost, strict=True):
+            assert abs(value - Fraction(float(known))) <= doubt
+        assert 0.5 <= np.abs(direction).max() <= 1.0
+        assert lost.max() * near < 1e-12
+    assert certificates.outside(QuerySet(axes @ np.ones(2), axes), 0) is None
 
 
 def test_points_are_brought_into_the_ball() -> None:
@@ -297,29 +323,27 @@ def test_queries_over_white_and_flat_keys_give_the_same_order(biased: bool, rng:
         assert scores.residual_norm(q, sets.stretch, sets.slope) == pytest.approx(np.sqrt(step @ step + up**2))
 
 
-def test_a_query_over_points_is_one_over_normalized_points_and_back(rng: np.random.Generator) -> None:
-    for scale in (0.01, 1.0, 700.0):
-        sets = coordinates(scale * rng.standard_normal((12, DIM)), 3.0 * rng.standard_normal(12))
-        query = np.append(rng.standard_normal(DIM), 0.7)
-        over = strict._over_points(sets, query)
-        assert over is not None
-        back = strict._over_normalized(sets, [Fraction(float(v)) for v in over])
-        np.testing.assert_allclose(back, query / np.linalg.norm(query), atol=1e-12)
-        # what it selects is the same: the bias is added to it as it is
-        assert strict._over_points(sets, -query) is None
-    plain = coordinates(rng.standard_normal((12, DIM)))
-    np.testing.assert_allclose(strict._over_normalized(plain, [Fraction(3), Fraction(0), Fraction(-4)]), [0.6, 0, -0.8])
-    assert not strict._over_normalized(plain, [Fraction(0)] * 3).any()
-
-
-def test_the_query_of_a_biased_set_is_added_to_its_bias(rng: np.random.Generator) -> None:
-    keys, bias = 40.0 * rng.standard_normal((12, DIM)), 3.0 * rng.standard_normal(12)
-    sets = coordinates(keys, bias)
-    query = np.append(rng.standard_normal(DIM), 0.7)
-    over = strict._over_points(sets, query)
-    ours, theirs = keys @ over + bias, sets.normalized @ query
-    ours, theirs = ours - ours.mean(), theirs - theirs.mean()
-    np.testing.assert_allclose(ours / np.linalg.norm(ours), theirs / np.linalg.norm(theirs), atol=1e-12)
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_query_over_normalized_points_comes_back_to_the_given_keys(
+    seen: bool, biased: bool, rng: np.random.Generator
+) -> None:
+    """What it scores is the same, up to what all keys share, with all directions and without one."""
+    for size, rank in ((0.01, DIM), (1.0, DIM - 1), (700.0, DIM), (3e200, DIM - 1)):
+        keys, bias = size * (rng.standard_normal((12, DIM)) + 3.0), 3.0 * rng.standard_normal(12) if biased else None
+        center, axes = rng.standard_normal(DIM) / size, rng.standard_normal((DIM, rank))
+        given = GivenSet(keys, bias, QuerySet(center, axes) if seen else None)
+        sets = coordinates(given.own.points, given.own.lift)
+        assert sets.biased == (biased or (seen and rank < DIM))
+        query = np.append(rng.standard_normal(DIM), [0.7] * sets.biased)
+        theirs = sets.normalized @ query
+        over = over_given(given.own, sets, query[None])[0]
+        ours = keys @ over + (0.0 if bias is None else bias)
+        ours, expected = ours / np.abs(ours).max(), theirs - theirs.mean()
+        ours = ours - ours.mean()
+        np.testing.assert_allclose(ours / np.linalg.norm(ours), expected / np.linalg.norm(expected), atol=1e-9)
+        if not sets.biased:
+            assert np.linalg.norm(over) == pytest.approx(1.0)
 
 
 def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:

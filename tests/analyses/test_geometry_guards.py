@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -115,22 +114,6 @@ def test_a_flat_cloud_spans_only_where_it_extends(rng: np.random.Generator) -> N
 
 
 # Rounding
-
-
-def test_what_is_lifted_is_known_to_within_its_noise(rng: np.random.Generator) -> None:
-    """A bias far from zero loses digits when it is centred; the noise of a score owns up to that."""
-    points = rng.standard_normal((12, 2))
-    bias = 1e6 + rng.standard_normal(12)
-    space = Checker(points, bias, None, TAU).judged
-    exact = [Fraction(float(b)) for b in bias / np.abs(bias).max()]
-    mean = sum(exact, Fraction(0)) / 12
-    centred = [e - mean for e in exact]
-    true = np.array([float(c) for c in centred])
-    true /= np.sqrt((true**2).mean())
-    error = np.abs(space.rows[:, -1] - true)
-    assert error.max() > 1e-12  # (digits were lost)
-    assert (error <= space.noise).all()
-    assert space.noise.max() < 1e-7
 
 
 def test_no_weight_is_bounded_by_more_than_all_of_it() -> None:

@@ -410,7 +410,7 @@ def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.M
         return weight, upper, np.full((n, 3), float(first)), np.full((n, 3), 10.0 + first), np.zeros(n, np.int64)
 
     monkeypatch.setattr(attainable, "largest_weights", solver)
-    found = attainable.attainable(Judged(rows, None, None, np.zeros(3), 0.0, 1.0))
+    found = attainable.attainable(Judged(rows, None, 0.0, 1.0))
     assert calls == [3, 2]
     assert found.weight.tolist() == [0.5, 0.3, 0.3]
     assert found.upper.tolist() == [0.5, 0.4, 0.9]

@@ -162,24 +162,38 @@ def test_a04_a_bias_per_key_is_a_center_in_one_more_dimension():
 # 5. The basis of a head.
 
 
-def test_a05_keys_are_measured_through_the_query_set():
+def test_a05_verdicts_are_about_the_keys_and_margins_about_the_queries_of_the_set():
     square = np.array([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])
-    square[:, 2] *= 5e-8  # within tau of the middle of the square, but 50 nats above it for the set's queries
-    geometry = proved(Case(square, None, (np.zeros(3), np.diag([1.0, 1.0, 1e9]))))
-    assert geometry.verdict.tolist() == ["selectable"] * 5
+    square[:, 2] *= 5e-8  # within tau of the middle of the square, but 40 nats above it for the set's queries
+    geometry = proved(Case(square, None, (np.zeros(3), np.diag([1.0, 1.0, 8e8]))))
+    assert geometry.verdict.tolist() == ["selectable"] * 4 + ["unselectable"]
     assert geometry.attainable[4] > 0.99
-    assert geometry.margin_lower[4] > 0.0
+    assert geometry.margin_lower[4] > 1.0
+    assert geometry.reachable.all()
+
+
+def test_a05_a_key_may_be_out_of_reach():
+    # The fifth key leads the square by its length along an axis, and the set's queries are short there.
+    square = np.array([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])
+    geometry = proved(Case(square, None, (np.zeros(3), np.diag([1.0, 1.0, 1e-8]))))
+    assert geometry.verdict.tolist() == ["selectable"] * 5
+    assert geometry.reachable.tolist() == [True] * 4 + [False]
+    assert 0.0 <= geometry.margin_lower[4] <= geometry.margin_upper[4] < 1e-7
+    assert ln_probe.key_geometry(square).reachable is None
+    assert ln_probe.key_geometry(square, query_set=1.0, margins=False).reachable is None
+    assert ln_probe.key_geometry(square[:1], query_set=1.0).reachable.tolist() == [True]
+    assert ln_probe.key_geometry(square[[0, 0, 1]], query_set=1.0).reachable.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("exponent", [20, 30, 60])
-def test_a05_powers_of_two_along_the_dimensions_of_a_head_change_nothing(exponent):
+def test_a05_powers_of_two_along_the_dimensions_of_a_head_change_nothing_that_is_measured(exponent):
     # Exact in float64: keys times S and axes over S are the same head.
     rng = np.random.default_rng(exponent)
     keys, center, axes = rng.standard_normal((40, 4)), rng.standard_normal(4), rng.standard_normal((4, 4))
     stretch = np.ldexp(1.0, rng.integers(-exponent // 2, exponent // 2, 4))
     here = proved(Case(keys, None, (center, axes)))
-    there = proved(Case(keys * stretch, None, (center / stretch, axes / stretch[:, None])))
-    assert (here.verdict == there.verdict).all()
+    there = ln_probe.key_geometry(keys * stretch, query_set=(center / stretch, axes / stretch[:, None]))
+    there.certify()
     assert (here.margin_lower <= there.margin_upper).all()
     assert (there.margin_lower <= here.margin_upper).all()
     assert (here.attainable <= there.attainable_upper + 1e-9).all()

@@ -32,7 +32,7 @@ from ln_probe.analyses.lab.approximation.relative_transformer import (
     RelativeTransformer,
     lag_features,
 )
-from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.experiments import Request, claim, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.runs import train_all
 from ln_probe.analyses.lab.training import TrainConfig
@@ -300,6 +300,7 @@ def test_what_there_is_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         approximation, "training", lambda quick, seed, lr: TrainConfig(steps=1, batch=2, seed=seed, lr=lr)
     )
+    claim("approximation", request)  # as the machines that trained these runs did
     runs = approximation.make_runs(request)
     for part in ([r for r in runs if r.keys["target"] == "1b"][:4], [runs[0]], [runs[40]]):
         train_all(part, progress=False)

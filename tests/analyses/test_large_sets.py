@@ -73,8 +73,10 @@ def test_the_checker_of_large_sets_is_the_checker(biased: bool, dtype: type) -> 
     axes, center = rng.normal(size=(5, 4)), rng.normal(size=5)
     for queries in (None, query_sets((center, axes), 1, 5)[0], query_sets(2.0, 1, 5)[0]):
         one, two = Checker(keys.astype(float), bias, queries, TAU), LargeChecker(keys, bias, queries)
-        assert one.size == pytest.approx(two.size, rel=1e-14)
-        for a, b in ((one.judged, two.judged), (one.measured, two.measured)):
+        centred = (keys - keys.mean(axis=0)).astype(float)
+        points = centred if queries is None else queries.in_span(centred)
+        assert np.sqrt((points**2).sum(axis=1).mean()) == pytest.approx(two.size * two.unit, rel=1e-6)
+        for a, b in ((one.judged, two.judged), (one.nats if queries else one.measured, two.measured)):
             np.testing.assert_allclose(a.rows, b.rows, atol=1e-13)
             np.testing.assert_allclose(a.error, b.error, rtol=0.1)
             assert (a.offset is None) == (b.offset is None)
@@ -97,15 +99,15 @@ def test_verdicts_and_brackets_are_those_of_all_keys_at_once(
     whole = ln_probe.key_geometry(keys, bias, query_set=(center, axes), margins="exact")
     checker = LargeChecker(keys, bias, query_sets((center, axes), 1, 5)[0])
     screened = pointed(checker.measured.rows, checker.measured.offset)
-    code = decide_large(checker, screened.gap / checker.size, np.arange(len(keys)), len(keys))
+    code = decide_large(checker, checker.lead(screened.gap), np.arange(len(keys)), len(keys))
     assert (NAMES[code] == whole.verdict).all()
     some = np.concatenate([np.flatnonzero(whole.verdict != "selectable")[:8], np.arange(0, len(keys), 29)])
     lower, upper = margins_large(checker, some)
-    slack = 1e-9 * checker.size
+    slack = 1e-9 * checker.measured.size
     assert (lower <= whole.margin_upper[some] + slack).all()
     assert (upper >= whole.margin_lower[some] - slack).all()
     size = np.maximum(np.abs(lower), np.abs(upper))
-    assert (upper - lower <= np.maximum(0.0101 * size, 1e-7 * checker.size)).mean() > 0.9
+    assert (upper - lower <= np.maximum(0.0101 * size, 1e-7 * checker.measured.size)).mean() > 0.9
     reach = prove_attention(checker, attainable_large(checker, some), only=some)
     assert (reach.weight <= whole.attainable_upper[some] + 1e-12).all()
     assert (reach.upper >= whole.attainable[some] - 1e-12).all()
@@ -115,7 +117,7 @@ def test_verdicts_and_brackets_are_those_of_all_keys_at_once(
 def test_what_may_not_be_solved_for_stays_undecided() -> None:
     keys = planted(4)
     checker = LargeChecker(keys, None, query_sets(1.0, 1, 5)[0])
-    lead = pointed(checker.measured.rows, None).gap / checker.size
+    lead = checker.lead(pointed(checker.measured.rows, None).gap)
     everything = decide_large(checker, lead, np.arange(len(keys)), len(keys))
     some = decide_large(checker, lead, np.arange(len(keys)), 5)
     assert 0 < (some == UNDECIDED).sum() < len(keys)

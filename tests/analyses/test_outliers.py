@@ -131,7 +131,7 @@ def test_a_few_tokens_have_no_median() -> None:
 
 
 def test_what_is_no_tokens() -> None:
-    with pytest.raises(ValueError, match=r"tokens must be whole numbers \[batch pos\], got \[4\]"):
+    with pytest.raises(ValueError, match=r"tokens must be whole numbers \[batch pos\], got int64 \[4\]"):
         outlier_tokens(random_model(0), torch.arange(4))
     with pytest.raises(TypeError, match="is not a TransformerLens model"):
         ln_probe.outlier_tokens(object(), torch.arange(4)[None])

@@ -70,7 +70,7 @@ def test_a_planted_sink() -> None:
         return out
 
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", planted)]):
-        report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False)
+        report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False, hooks="keep")
     assert not report.failures
     sinks = report.tables["sinks"].set_index("position")
     assert sinks.index[sinks["sink"]].tolist() == [3]

@@ -67,7 +67,7 @@ def test_every_table_of_a_real_report_is_as_declared(make_bridge: Callable[..., 
 
 
 def test_every_column_is_filled_by_a_probe() -> None:
-    """Two probes share `heads`; together they fill all of it."""
+    """Two probes share `heads`; together they fill all of it. The first pass fills `scale_sums`, whatever was asked."""
     filled: dict[str, set[str]] = {}
     for probe in chosen(DEFAULT):
         for declared in probe.tables:
@@ -75,7 +75,7 @@ def test_every_column_is_filled_by_a_probe() -> None:
                 filled.setdefault(declared.table.name, set()).update(declared.columns)
             else:
                 filled.setdefault(declared.name, set()).update(declared.names)
-    assert filled == {t.name: set(t.names) for t in tables.BUILT_IN}
+    assert filled == {t.name: set(t.names) for t in tables.BUILT_IN if t is not tables.SCALE_SUMS}
 
 
 def test_the_registry_says_what_the_probes_say() -> None:

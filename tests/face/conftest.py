@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.tables import CAUSAL
 from ln_probe.reporting.report import Report
 
@@ -203,23 +205,25 @@ def causal() -> pd.DataFrame:
         {
             "sites": sites,
             "variant": variant,
+            "family": family(sites, variant),
             "loss": 4.0 + d,
             "delta_loss": d,
             "delta_loss_low": d - 0.02,
             "delta_loss_high": d + 0.03,
             "p_mean": 0.001 if abs(d) > 0.03 else 0.5,
+            "equivalence_bound": abs(d) + 0.02,
             "delta_loss_median": d,
             "delta_loss_uniform": d,
-            "delta_loss_resampled": d,
+            "delta_loss_optimal": math.nan,
+            "delta_loss_optimal_low": math.nan,
+            "delta_loss_optimal_high": math.nan,
             "prompts_worse": 30,
             "p_adjusted": 0.001,
             "kl": 0.1,
             "top1_agreement": 0.9,
             "entropy_change": 0.01,
             "prompts": 33,
-            "divisor": 1.5 if sites.startswith("blocks") else float("nan"),
-            "divisor_first": 1.5 if sites.startswith("blocks") else float("nan"),
-            "matched": True,
+            "groups": 33,
             "no_op": "",
         }
         for sites in ("attention", "all", "blocks.0.ln1")

@@ -6,7 +6,9 @@ import time
 
 
 def begin(*_given: object) -> None:
-    pass
+    from ln_probe.analyses.machinery.worker import follow_parent
+
+    follow_parent()  # as the engine's own workers do: signals are kept from them until then
 
 
 def idle(_target: object, _unit: object) -> None:

@@ -18,6 +18,8 @@ assert spec.loader is not None
 fixtures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fixtures)
 
+import architectures  # noqa: E402
+
 import ln_probe  # noqa: E402  (the fixtures have its shapes checked as it is imported)
 from ln_probe.analyses.probes.registry import BUILT_IN  # noqa: E402
 
@@ -26,7 +28,7 @@ TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5
 
 def bridge(arch: str) -> torch.nn.Module:
     made = fixtures.hugging_face(arch)
-    fixtures.randomize(made)
+    architectures.randomize(made)
     bridged: torch.nn.Module = fixtures.bridge_of(made)
     return bridged
 

@@ -17,10 +17,10 @@ TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 SAME = {
     "layernorms": ["site", "layer", "kind", "reads", "state", "tokens"],
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
-              "no_op", "unselectable_fraction", "queries", "keys_all", "prompts"],
-    "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at"],
+              "no_op", "unselectable_fraction", "unreachable_fraction", "queries", "keys_all", "prompts"],
+    "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at", "reachable"],
     # (Not `prompts_worse`: where nothing changes but rounding, a loss may rise in one world and fall in the other.)
-    "causal": ["sites", "variant", "prompts", "matched", "no_op", "top1_agreement"],
+    "causal": ["sites", "variant", "family", "prompts", "groups", "no_op", "top1_agreement"],
     "unembedding": [],
 }  # fmt: skip
 # Formulas of activations and weights: as near as the arithmetic allows.
@@ -34,8 +34,14 @@ CLOSED_FORM = {
 }  # fmt: skip
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.
 BRACKETED = {
-    "heads": ["attainable_median", "attainable_p05", "attainable_reachable_median"],
-    "keys": ["attainable", "attainable_upper", "attainable_reachable"],
+    "heads": [
+        "attainable_median",
+        "attainable_p05",
+        "attainable_last_median",
+        "attainable_last_p05",
+        "attainable_reachable_median",
+    ],
+    "keys": ["attainable", "attainable_upper", "attainable_last", "attainable_last_upper", "attainable_reachable"],
     "unembedding": ["attainable"],
 }
 # What a projection removes from a centred stream is rounding, by construction: nothing to agree about.
@@ -48,7 +54,10 @@ CHANGES = (
     "delta_loss_high",
     "delta_loss_median",
     "delta_loss_uniform",
-    "delta_loss_resampled",
+    "delta_loss_optimal",
+    "delta_loss_optimal_low",
+    "delta_loss_optimal_high",
+    "equivalence_bound",
     "kl",
     "entropy_change",
 )
@@ -76,7 +85,8 @@ def differences(one: dict[str, pd.DataFrame], two: dict[str, pd.DataFrame], tole
             yield f"{table}: {len(a)} rows of {list(a.columns)} and {len(b)} of {list(b.columns)}"
             continue
         for column in SAME[table]:
-            if not (unlike := a[column].astype(str) != b[column].astype(str)).any():
+            unknown = a[column].isna() & b[column].isna()
+            if not (unlike := (a[column].astype(str) != b[column].astype(str)) & ~unknown).any():
                 continue
             row = int(np.argmax(unlike))
             yield f"{table}.{column}: {int(unlike.sum())} rows differ, first {a[column][row]!r} and {b[column][row]!r}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,15 +91,29 @@ def test_tables_are_those_of_analyze(whole: Path, lab_suite: list[Path], prompts
         assert made.provenance[part] == json.loads(json.dumps(alone.provenance[part])), part
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize(("shard", "workers"), [(1, 0), (2, 0), (1, 2), (2, 3)])
 @pytest.mark.slow
-def test_tables_do_not_depend_on_the_shards(
-    shard: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
+def test_tables_do_not_depend_on_shards_and_workers(
+    shard: int, workers: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
 ) -> None:
-    code, _, said = report(*lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard)
+    options = ("--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard, "--workers", workers)
+    code, _, said = command("report", *lab_suite, *options)
     assert code == 0, said
     assert tables(tmp_path) == tables(whole)
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
+
+
+def test_torch_threads_change_rounding_alone(lab_suite: list[Path], prompts: Path) -> None:
+    model, threads = ln_probe.load_model(lab_suite[0]), torch.get_num_threads()
+    made = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            made.append(ln_probe.analyze(model, prompts, max_tokens=9, progress=False))
+    finally:
+        torch.set_num_threads(threads)
+    for name in TABLES:
+        pd.testing.assert_frame_equal(made[0].tables[name], made[1].tables[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

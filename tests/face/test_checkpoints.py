@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses import prompt_intervals
-from ln_probe.analyses.probes.causal import adjusted
+from ln_probe.analyses.probes.causal import by_group, holm_by_family
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 
 HERE = Path(__file__).parents[2] / "examples" / "checkpoints"
@@ -48,18 +48,26 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
         size = max(1e-3, float(np.abs(mine["delta_loss"]).max()))
         assert abs(change.sum() / weight.sum() - row["delta_loss"]) < 2e-5 * size + 1e-5
         if row["sites"] in set(groups["sites"]) and np.ptp(change) > 0:
-            low, high = prompt_intervals.interval(change, weight)
+            labels = mine["group"].to_numpy()
+            sums = by_group(change + mine["shift"].to_numpy(), labels)
+            low, high = prompt_intervals.interval(sums, by_group(weight, labels))
             assert abs(low - row["delta_loss_low"]) < 1e-3 * size
             assert abs(high - row["delta_loss_high"]) < 1e-3 * size
     idle = (table["variant"] == "intact") | table["no_op"].notna()
     signs = [
-        math.nan if i else prompt_intervals.sign_test(by_row[s, v]["delta_loss"].to_numpy())
+        math.nan if i else _sign_test(by_row[s, v])
         for i, s, v in zip(idle, table["sites"], table["variant"], strict=True)
     ]
-    np.testing.assert_allclose(table["p_adjusted"], adjusted(table.assign(p_adjusted=signs)), rtol=1e-5)
+    expected = holm_by_family(table.assign(p_adjusted=signs), "p_adjusted")
+    np.testing.assert_allclose(table["p_adjusted"], expected, rtol=1e-5)
     about = json.loads((folder / "about.json").read_text())
     assert about["command"] == f"python examples/checkpoints/measure.py {folder.name}"
     assert about["prompts"]["count"] >= 64
+
+
+def _sign_test(rows: pd.DataFrame) -> float:
+    change = (rows["delta_loss"] * rows["predicted"]).to_numpy(float)
+    return prompt_intervals.sign_test(by_group(change, rows["group"].to_numpy()))
 
 
 def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

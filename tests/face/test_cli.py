@@ -123,7 +123,7 @@ def test_options_from_a_file(capp: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("max-token = 3", "unknown option 'max-token'; report takes address, allow-pickle, batch-size, checkpoints"),
+    ("max-token = 3", "unknown option 'max-token'; report takes address, allow-pickle, batch-size, calibration"),
     ("[report]\nseed = 1", "unknown option 'report'; report takes"),
     ("config = 'b.toml'", "unknown option 'config'"),
     ("seed = 1979-05-27", "seed is datetime.date(1979, 5, 27): an option is a text, a number, true or false"),

@@ -73,7 +73,7 @@ def test_ctrl_c_says_how_to_go_on(toy: list[Request], tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys.modules["toy_experiment"], "run", stopped)
     result = runner.invoke(app, ["lab", "run", "toy", "--out", str(tmp_path / "o")])
     assert result.exit_code == 130
-    assert result.stderr.endswith("ln-probe: stopped; the same command goes on from here\n")
+    assert result.stderr.endswith("ln-probe: stopped: re-run the same command to resume\n")
 
 
 @pytest.mark.parametrize(("args", "said"), [

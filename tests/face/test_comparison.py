@@ -116,12 +116,19 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
     """Of 40 prompts that differ much from one another, and of two models that differ little."""
     generator = np.random.default_rng(0)
     hard = generator.lognormal(0, 1, 40)
-    values = {"prompt": np.arange(40), "sites": "all", "variant": "no_scaling", "predicted": 10, "loss": 4.0}
+    values = {
+        "prompt": np.arange(40),
+        "group": np.arange(40),
+        "sites": "all",
+        "variant": "no_scaling",
+        "predicted": 10,
+        "loss": 4.0,
+    }
     kept = {
         name: pd.DataFrame(
             values
             | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
-            | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0)
+            | dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0)
         )
         for name, more in (("a", 0.0), ("b", 0.1))
     }

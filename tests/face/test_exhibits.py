@@ -92,7 +92,9 @@ def test_marks_are_those_of_the_keys_table(long_report: Report) -> None:
             shape = shown.verdict.shape
             assert (np.array(VERDICTS)[getattr(shown, verdict)] == rows["verdict"].to_numpy().reshape(shape)).all()
             kept = getattr(shown, attainable).astype(float)
-            assert np.allclose(kept, rows["attainable"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True)
+            assert np.allclose(
+                kept, rows["attainable_last"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True
+            )
             if margin is not None:
                 middle = ((rows["margin_lower"] + rows["margin_upper"]) / 2).to_numpy().reshape(shape)
                 assert np.allclose(shown.margin.astype(float), middle, rtol=1e-3, atol=1e-6, equal_nan=True)

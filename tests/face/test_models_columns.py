@@ -148,6 +148,7 @@ def test_a_prompt_of_one_token_tells_nothing_about_scores(make_bridge: Callable[
     """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
     model, long = make_bridge("neo"), TOKENS[0].tolist()
     asked: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}
+    asked["calibration"] = [list(range(5, 25))]  # the constants of a prompt would come from its company
     alone, before, after = (ln_probe.analyze(model, p, **asked) for p in ([long], [[5], long], [long, [5]]))
     rows = ["layer", "head", "space", "variant", "position"]
     columns = ["attainable", "pattern_max", "margin_lower"]

@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+import ln_probe
+from ln_probe.hooks.objective import Objective
 from ln_probe.models import load_model, source_of
 
 try:
@@ -294,6 +296,62 @@ def test_a_headless_bert_says_that_its_logits_are_meaningless(tmp_path: Path) ->
     assert any("logits and losses of this model are meaningless" in note for note in source.notes)
     tokens = torch.arange(3, 20)[None]
     assert torch.equal(first(tokens), second(tokens)), "the random head differs between loads"
+
+
+def assert_the_head_is_not_measured(folder: Path) -> None:
+    """Neither logits nor a norm of the head; what happens inside the blocks is."""
+    model = load_model(folder, device="cpu")
+    (note,) = (n for n in source_of(model).notes if n.startswith("the folder holds no language-model head: "))
+    assert note.endswith(
+        "logits and losses of this model are meaningless; what happens inside its blocks is not affected"
+    )
+    probes = ("decomposition", "causal", "head_effects", "unembedding", "attribution")
+    tokens = torch.arange(3, 20)[None]
+    report = ln_probe.analyze(model, tokens, probes=probes, progress=False)
+    assert report.tables["causal"][["loss", "delta_loss", "kl", "top1_agreement"]].isna().all(axis=None)
+    for table in ("unembedding", "head_effects", "attribution"):
+        assert not len(report.tables[table]), table
+    assert any(n == f"the unembedding was not measured: {note}" for n in report.notes)
+    assert "blocks.0.ln1" in set(report.tables["layernorms"]["site"])
+    assert not any("most likely" in finding for finding in report.findings())
+    with pytest.raises(ValueError, match="logits of this model cannot be attributed: the folder holds no"):
+        ln_probe.attribute_logits(model, tokens)
+    with pytest.raises(ValueError, match="no sequences can be sampled from it: give token ids"):
+        ln_probe.analyze(model, progress=False)
+    with pytest.raises(ValueError, match=r"freezing_cost is not applicable: causal: .*: the folder holds no"):
+        ln_probe.freezing_cost(model, tokens)
+    for loss in (None, lambda output, _tokens: output.mean((1, 2))):
+        assert Objective.of(loss).obstacle(model) == note
+    alone = ln_probe.analyze(model, tokens, probes=("unembedding",), progress=False)
+    assert not len(alone.tables["unembedding"])
+
+
+def test_the_head_of_a_bert_model_is_not_measured(tmp_path: Path) -> None:
+    transformers.BertModel(transformers.BertConfig(**SMALL), add_pooling_layer=False).save_pretrained(tmp_path)
+    assert_the_head_is_not_measured(tmp_path)
+    report = ln_probe.analyze(load_model(tmp_path, device="cpu"), torch.arange(3, 20)[None], progress=False)
+    assert "ln_final" not in set(report.tables["layernorms"]["site"])
+    assert "ln_final was not measured: it belongs to the head, which was drawn at random" in report.notes
+    assert not set(report.tables["causal"]["sites"]) & {"ln_final", "final"}
+
+
+@pytest.mark.parametrize("kind", ["GPT2ForSequenceClassification", "GPTNeoXForSequenceClassification"])
+def test_the_head_of_a_classifier_is_not_taken_for_another(kind: str, tmp_path: Path) -> None:
+    """GPT-2's embedding would be taken for its head, NeoX's head be drawn at random."""
+    config = getattr(transformers, f"{kind.removesuffix('ForSequenceClassification')}Config")
+    getattr(transformers, kind)(config(**(GPT2 if "GPT2" in kind else SMALL))).save_pretrained(tmp_path)
+    assert_the_head_is_not_measured(tmp_path)
+
+
+def test_a_head_for_several_tasks_is_a_head(tmp_path: Path) -> None:
+    transformers.BertForPreTraining(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    assert not any("meaningless" in note for note in source_of(model).notes)
+    assert len(
+        ln_probe.analyze(model, torch.arange(3, 20)[None], probes=("unembedding",), progress=False).tables[
+            "unembedding"
+        ]
+    )
 
 
 def test_a_headless_gpt2_gets_its_tied_head(tmp_path: Path) -> None:

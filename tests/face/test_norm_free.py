@@ -12,7 +12,8 @@ import torch
 import ln_probe
 from ln_probe.analyses.prompt_intervals import PROMPTS_NEEDED
 
-COLUMNS = ["margin_median", "attainable_median", "pattern_max_median", "entropy_ratio", "score_spread", "unselectable"]
+COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "pattern_max_median", "entropy_ratio",
+           "score_spread", "unselectable"]  # fmt: skip
 
 
 def norm_free(make_bridge: Callable[..., Any]) -> Any:

@@ -255,8 +255,15 @@ def models(report: Report, causal: pd.DataFrame) -> list[Report]:
     hard = rng.lognormal(-2, 1, 40)
     found = []
     for i in range(3):
-        values = {"prompt": np.arange(40), "sites": "all", "variant": "no_scaling", "predicted": 10, "loss": 4.0}
-        rows = pd.DataFrame(values | {"delta_loss": hard + 0.1 * i} | dict.fromkeys(CAUSAL_PROMPTS.names[6:], 0.0))
+        values = {
+            "prompt": np.arange(40),
+            "group": np.arange(40),
+            "sites": "all",
+            "variant": "no_scaling",
+            "predicted": 10,
+            "loss": 4.0,
+        }
+        rows = pd.DataFrame(values | {"delta_loss": hard + 0.1 * i} | dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0))
         model = {"name": "run" if i else "one", "step": 1000 * i} if i else {"name": "one"}
         found.append(
             Report(

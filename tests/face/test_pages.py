@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render import norm_geometry as geometry
@@ -78,11 +79,29 @@ def test_five_findings_come_first_and_link_to_their_pictures(report: Report, par
         assert sentence in parsed(first).text
 
 
+def asked_of(report: Report, *probes: str) -> Report:
+    """The report as if these probes had been asked for."""
+    arguments = report.provenance["arguments"] | {"probes": list(probes)}
+    return replace(report, provenance={**report.provenance, "arguments": arguments})
+
+
+def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, page_of: PageOf) -> None:
+    everything = [p.name for p in chosen(DEFAULT)]
+    assert "Not run:" not in page_of(asked_of(report, *everything)).replace("Not run: what happens to the loss", "")
+    page = page_of(asked_of(report, *(n for n in everything if n not in ("head_effects", "sinks"))))
+    assert "Not run: which heads depend on their norm (the head_effects probe)." in page
+    assert "Not run: attention sinks and outlier tokens (the sinks probe)." in page
+
+
 def test_interventions_are_drawn_when_there_are_some(
     report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
 ) -> None:
-    without = parsed(report_page(report.with_tables(causal=causal.head(0))))
+    emptied = report.with_tables(causal=causal.head(0))
+    without = parsed(report_page(asked_of(emptied, "decomposition", "selectability")))
     assert "Not run: what happens to the loss when a term is switched off" in without.text
+    failed = parsed(report_page(asked_of(emptied, "decomposition", "causal")))
+    assert "Not run: what happens to the loss" not in failed.text
+    assert "No term was switched off in the running model: the causal probe failed" in failed.text
     page = parsed(report_page(report.with_tables(causal=causal)))
     assert "Not run: what happens to the loss" not in page.text
     assert "change of loss, nats per token" in page.text
@@ -217,7 +236,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
             pytest.param(a, marks=pytest.mark.slow)
             for a in (
                 "unselectable_fraction",
-                "attainable_p05",
+                "attainable_last_p05",
                 "entropy_ratio",
             )
         ),

@@ -18,6 +18,7 @@ from ln_probe.hooks.default_tokens import (
     MEASURED,
     SAMPLED_LEAST_TOKENS,
     SAMPLED_SEQUENCES,
+    NextLogits,
     bundled_texts,
     passages,
     sample,
@@ -134,13 +135,9 @@ def test_sampling_with_a_cache_is_sampling(
 ) -> None:
     model = model if world == "bridge" else request.getfixturevalue("make_hooked")()
     kept = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
-    monkeypatch.setattr(default_tokens._Generating, "__init__", without_cache)
+    monkeypatch.setattr(default_tokens, "NextLogits", lambda model, cached: NextLogits(model, cached=False))
     whole = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
     assert [r.tolist() for r in kept] == [r.tolist() for r in whole]
-
-
-def without_cache(self: Any, model: Any) -> None:
-    self.model, self.original, self.cache, self.hooked = model, None, None, False
 
 
 def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
@@ -215,7 +212,7 @@ def test_vocabulary_files(name: str, content: str, tmp_path: Path, model: Any) -
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.json", "{", "is not a readable vocabulary: JSONDecodeError"),
+    ("a.json", "{", "is not a readable vocabulary: not JSON"),
     ("b.json", '{"x": 1.5}', "holds no vocabulary: it takes JSON"),
     ("c.json", '{"x": 1, "y": 1}', "gives two tokens the same id"),
     ("d.json", '{"x": 50}', r"names token 50, and the model has 0 … 49: another model's file\?"),

@@ -12,19 +12,19 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.analyses.machinery.plain_json import SEAL, sealed
+from ln_probe.analyses.machinery.files import CHECKSUM, checksums, sha256_of_file, with_checksum
+from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.prompt_intervals import judged
-from ln_probe.analyses.tables import BUILT_IN, CAUSAL, CAUSAL_PROMPTS
-from ln_probe.loading.provenance import sha256_of_file
+from ln_probe.analyses.tables import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
 from ln_probe.reporting.report import Report, slug
-from ln_probe.reporting.whole_files import hashes_of
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
     for table in (t.name for t in BUILT_IN):
-        pd.testing.assert_frame_equal(getattr(loaded, table), getattr(report, table), check_dtype=False)
+        pd.testing.assert_frame_equal(loaded.tables[table], report.tables[table], check_dtype=False)
+    assert loaded.causal is loaded.tables["causal"]
     assert dict(loaded.provenance) == json.loads(json.dumps(report.provenance))
     assert (loaded.notes, loaded.findings(), repr(loaded)) == (report.notes, report.findings(), repr(report))
     assert sorted(p.name for p in folder.iterdir()) == sorted(
@@ -68,33 +68,49 @@ OLD = Path(__file__).parent / "report_0_1_0"  # made by ln_probe 0.1.0: one laye
 
 
 HEADS_LATER = [
+    "unreachable_fraction",
+    "attainable_last_median",
+    "attainable_last_p05",
     "queries",
     "keys_all",
     "prompts",
-    "unselectable_fraction_low",
-    "unselectable_fraction_high",
-    "margin_median_low",
-    "margin_median_high",
-    "margin_p05_low",
-    "margin_p05_high",
-    "attainable_median_low",
-    "attainable_median_high",
-    "attainable_p05_low",
-    "attainable_p05_high",
+    *(f"{name}_{end}" for name in INTERVALS for end in ("low", "high")),
 ]
 LATER = {  # columns that came since
+    "layernorms": ["constant_first", "constant_rest", "constant_ratio_first", "constant_ratio_rest"],
     "heads": HEADS_LATER,
-    "keys": ["attainable_upper", "judged_at"],
+    "keys": ["reachable", "attainable_upper", "attainable_last", "attainable_last_upper", "judged_at"],
     "causal": [
+        "family",
         "p_mean",
+        "equivalence_bound",
         "delta_loss_median",
         "delta_loss_uniform",
-        "delta_loss_resampled",
+        "delta_loss_optimal",
+        "delta_loss_optimal_low",
+        "delta_loss_optimal_high",
         "prompts_worse",
         "p_adjusted",
-        "divisor_first",
+        "groups",
     ],
 }
+
+
+POSITIONS = ("attainable", "attainable_median", "attainable_p05")
+
+
+def test_attainable_attention_of_an_earlier_report_is_that_of_the_last_position() -> None:
+    report = ln_probe.load_report(OLD)
+    written = {n: pd.read_parquet(OLD / f"{n}.parquet") for n in ("heads", "keys")}
+    pd.testing.assert_series_equal(
+        report.keys["attainable_last"], written["keys"]["attainable"], check_names=False, check_exact=True
+    )
+    for column in ("attainable_median", "attainable_p05"):
+        moved = report.heads[column.replace("attainable", "attainable_last")]
+        pd.testing.assert_series_equal(moved, written["heads"][column], check_names=False, check_exact=True)
+        assert report.heads[column].isna().all()
+    assert report.keys[["attainable", "attainable_upper", "reachable"]].isna().all(axis=None)
+    assert any("attainable attention was of queries at the last position" in note for note in report.notes)
 
 
 def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
@@ -102,9 +118,11 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     assert {n: len(t) for n, t in report.tables.items()} == {
         "layernorms": 3, "heads": 12, "keys": 92, "causal": 28, "causal_prompts": 0, "unembedding": 0,
         "head_effects": 0, "sinks": 0, "sink_heads": 0, "token_sizes": 0, "outlier_dimensions": 0,
+        "scale_sums": 0,
     }  # fmt: skip
     for table in BUILT_IN:
-        gone = ["delta_loss_tail"] if table.name == "causal" else []  # kept where it is known
+        # Columns that are gone since are kept where they are known.
+        gone = ["delta_loss_tail", "divisor", "matched"] if table.name == "causal" else []
         assert report.tables[table.name].columns.tolist() == [*table.names, *gone]
         if len(report.tables[table.name]):
             written = pd.read_parquet(OLD / f"{table.name}.parquet")
@@ -119,14 +137,21 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
                     if unknown != "delta_loss":
                         written = written.assign(**{unknown: written[unknown].where(~scaled)})
                 read = read.assign(
-                    delta_loss=read["delta_loss"].fillna(read["delta_loss_uniform"]), delta_loss_uniform=""
+                    delta_loss=read["delta_loss"].fillna(read["delta_loss_uniform"]), delta_loss_uniform="", family=""
                 )
                 written = written.drop(columns=["delta_loss_low", "delta_loss_high"])
+            # Attainable attention was that of the last position, and what any position allows was not known.
+            moved = {c: c.replace("attainable", "attainable_last") for c in written if c in POSITIONS}
+            read = read.assign(**{old: read[new] for old, new in moved.items()}, **dict.fromkeys(moved.values()))
             assert read[since].replace("", None).isna().all(axis=None)
             there = read[written.columns]
             pd.testing.assert_frame_equal(there, written, check_exact=True)
     assert report.provenance["ln_probe"] == "0.1.0"
-    assert any(text.startswith("Without projection at every norm") for text in report.findings())
+    assert sum(text.startswith("Removing projection at every norm changes") for text in report.findings()) == 1
+    assert not any(text.startswith("Freezing scaling") for text in report.findings())
+    assert (report.causal["family"] == "primary").sum() == 4
+    with pytest.raises(ValueError, match="did not keep the sums of sigma: make it again"):
+        report.constants  # noqa: B018
     assert "one constant in the place of every sigma" in report.notes[-1]
     assert not any(note.startswith("causal: intervals come from") for note in report.notes)
     assert "`heads` and `keys` without scaling are of that constant, too" in report.notes[-1]
@@ -149,20 +174,31 @@ def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -
     assert "<svg" in report.to_html(tmp_path / "page.html").read_text()
 
 
-def test_effects_of_a_report_without_p_mean_are_judged_again(tmp_path: Path) -> None:
-    """From what every prompt gave; as they were, and not spoken of, where that was not kept."""
+SINCE_FAMILIES = [
+    "family",
+    "equivalence_bound",
+    "delta_loss_optimal",
+    "delta_loss_optimal_low",
+    "delta_loss_optimal_high",
+    "groups",
+]
+
+
+@pytest.mark.parametrize("without", [SINCE_FAMILIES, [*SINCE_FAMILIES, "p_mean", "delta_loss_median"]])
+def test_earlier_reports_get_the_statistics_of_this_version(without: list[str], tmp_path: Path) -> None:
+    """From what every prompt gave; as they were, and not called significant, where that was not kept."""
     generator = np.random.default_rng(0)
     kept = [
         {"prompt": i, "sites": sites, "variant": "no_scaling", "predicted": 20 + i, "loss": 3.0, "delta_loss": change}
         for sites, size in (("all", 0.5), ("attention", 0.03))
         for i, change in enumerate(size + generator.normal(0, 0.1, 40))
     ]
-    by_prompt = CAUSAL_PROMPTS.frame(kept)
+    by_prompt = CAUSAL_PROMPTS.frame([row | {"group": row["prompt"]} for row in kept])
     groups = by_prompt.groupby("sites", sort=False)
     means = [float(np.average(r["delta_loss"], weights=r["predicted"])) for _, r in groups]
     effects = [
-        {"sites": s, "variant": v, "loss": 3.0 + d, "delta_loss": d, "delta_loss_low": d - w, "delta_loss_high": d + w,
-         "prompts_worse": 39, "p_adjusted": 0.001, "prompts": 40, "matched": True, "no_op": ""}
+        {"sites": s, "variant": v, "family": family(s, v), "loss": 3.0 + d, "delta_loss": d, "delta_loss_low": d - w,
+         "delta_loss_high": d + w, "prompts_worse": 39, "p_adjusted": 0.001, "prompts": 40, "no_op": ""}
         for s, mean in zip(("all", "attention"), means, strict=True)
         for v, d, w in (("intact", 0.0, 0.0), ("no_scaling", mean, 0.01))
     ]  # fmt: skip
@@ -171,26 +207,31 @@ def test_effects_of_a_report_without_p_mean_are_judged_again(tmp_path: Path) -> 
         {"model": {"name": "old"}, "arguments": {"seed": 3}},
     )
     old = tmp_path / "old"
-    without_columns(now.save(old), "causal", ["p_mean", "delta_loss_median"])
+    without_columns(now.save(old), "causal", without)
+    without_columns(old, "causal_prompts", ["group", "delta_loss_optimal"])
     read = ln_probe.load_report(old)
-    assert any("which knew no `p_mean`" in note for note in read.notes)
+    assert any("its constants come from other text than its prompts, and intervals do not" in n for n in read.notes)
     rows = read.causal.set_index(["sites", "variant"])
+    assert rows.loc[("all", "no_scaling"), "family"] == "primary"
+    assert rows.loc[("all", "no_scaling"), "groups"] == 40
+    assert rows.loc[("all", "intact"), "family"] == ""
     assert rows.loc[("all", "no_scaling"), "p_mean"] < 0.001
     assert rows.loc[("all", "no_scaling"), "delta_loss_low"] > 0.45
     assert rows.loc[("all", "intact"), "delta_loss_median"] == 0
     mine = by_prompt[by_prompt["sites"] == "all"]
     again = judged((mine["delta_loss"] * mine["predicted"]).to_numpy(), mine["predicted"].to_numpy(float), seed=3)
     assert rows.loc[("all", "no_scaling"), "delta_loss_low"] == again.low
-    assert "Without scaling at every norm the loss rises by" in read.findings()[0]
+    assert rows.loc[("all", "no_scaling"), "equivalence_bound"] == again.bound
+    assert "Freezing scaling at every norm raises the loss by" in read.findings()[0]
     assert ln_probe.load_report(read.save(tmp_path / "again")).causal.equals(read.causal)
     bare = tmp_path / "bare"
-    without_columns(
-        Report({"causal": now.causal}, now.provenance).save(bare), "causal", ["p_mean", "delta_loss_median"]
-    )
+    without_columns(Report({"causal": now.causal}, now.provenance).save(bare), "causal", without)
     read = ln_probe.load_report(bare)
     assert read.causal["delta_loss_low"].equals(now.causal["delta_loss_low"])
-    assert not any("p_mean" in note for note in read.notes)
-    assert "whether it is told from chance among the others is not known" in " ".join(read.findings())
+    assert not any("intervals do not include" in note for note in read.notes)
+    (text,) = read.findings()
+    assert "Freezing scaling at every norm does not significantly change the loss (" in text
+    assert text.count("; p not known)") == 2
 
 
 def without_columns(folder: Path, table: str, columns: list[str]) -> None:
@@ -200,9 +241,9 @@ def without_columns(folder: Path, table: str, columns: list[str]) -> None:
     about = json.loads((folder / "report.json").read_text())
     described = about["tables"][table]["columns"]
     about["tables"][table]["columns"] = [c for c in described if c["name"] not in columns]
-    about["files"] = hashes_of(folder, list(about["files"]))
-    about.pop(SEAL)
-    (folder / "report.json").write_bytes(sealed(about))
+    about["files"] = checksums(folder, list(about["files"]))
+    about.pop(CHECKSUM)
+    (folder / "report.json").write_bytes(with_checksum(about))
 
 
 def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:
@@ -236,7 +277,7 @@ def test_tables_that_are_not_what_they_should_be(
             with pytest.raises(ValueError, match=r"heads\.parquet is damaged \(its content is not what was written\)"):
                 ln_probe.load_report(folder)
             listed["files"][file.name] = sha256_of_file(file)
-            (folder / "report.json").write_bytes(sealed({k: v for k, v in listed.items() if k != SEAL}))
+            (folder / "report.json").write_bytes(with_checksum({k: v for k, v in listed.items() if k != CHECKSUM}))
         with pytest.raises(ValueError, match=said):
             ln_probe.load_report(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ln_probe.analyses.tables import TOKENS
@@ -36,10 +37,12 @@ def test_tokens_that_lose_come_first_and_position_0_and_sinks_stand_apart() -> N
         tokens,
         [0.9, 0.5, 0.5, 0.7, *[0.5] * 10],
         [0.9, 0.25, 0.75, 0.25, *[0.5] * 10],
-        received=to_bytes(np.array([[[0.1, 0.1, 0.4, 0.0, *[0.0] * 9, 0.9]]])),
+        received=to_bytes(np.array([[[0.1, 0.1, 0.4, 0.0, *[0.0] * 9, 0.9]]])),  # however much: `sinks` decides
         verdict_frozen=np.array([[[0, 1, 0, 2, *[0] * 10]]], np.uint8),
     )
-    table = by_token(Exhibits((one,)))
+    rows = [{"prompt": 0, "position": 2, "sink": True}, {"prompt": 0, "position": 3, "sink": False},
+            {"prompt": 1, "position": 5, "sink": True}]  # fmt: skip
+    table = by_token(Exhibits((one,)), pd.DataFrame(rows))
     assert list(table.columns) == TOKENS.names
     assert table[["token", "place", "keys"]].to_numpy().tolist() == [
         ["a", "position 0", 1], ["c", "sink", 1], ["b", "elsewhere", 2], ["x", "elsewhere", 10],
@@ -64,6 +67,18 @@ def test_against_the_keys_table(long_report: Report) -> None:
     keys = long_report.keys.query("space == 'head' and variant == 'intact'")
     assert table["keys"].sum() == len(keys)
     assert table["unselectable"].sum() == keys["verdict"].isin(["unselectable", "duplicate"]).sum()
-    first = keys[keys["position"] == 0].groupby("token")["attainable"].median()
+    first = keys[keys["position"] == 0].groupby("token")["attainable_last"].median()
     mine = table[table["place"] == "position 0"].set_index("token")["attainable_median"]
     assert np.allclose(mine, first[mine.index], rtol=1e-3)
+
+
+def test_a13_one_definition_of_a_sink(long_report: Report) -> None:
+    """What the table of tokens calls a sink is what findings and the table of sinks call one."""
+    sinks = long_report.sinks[long_report.sinks["sink"].astype(bool)]
+    shown = {p.prompt: p for p in long_report.exhibits.attention}
+    later = sinks[(sinks["position"] > 0) & sinks["prompt"].isin(list(shown))]
+    table = by_token(long_report.exhibits, long_report.sinks)
+    heads = {p: len(kept.layers) * len(kept.heads) for p, kept in shown.items()}
+    assert table.loc[table["place"] == "sink", "keys"].sum() == sum(heads[int(p)] for p in later["prompt"])
+    without = by_token(long_report.exhibits, sinks.head(0))
+    assert "sink" not in set(without["place"])

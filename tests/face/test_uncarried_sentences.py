@@ -13,7 +13,6 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes import causal_findings, unembedding
-from ln_probe.hooks.default_tokens import begun_like
 from ln_probe.hooks.model import transformed_logits
 from ln_probe.prompting.prompts import summary
 
@@ -68,7 +67,7 @@ def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any
     rows = report.heads[(report.heads["space"] == "head") & (report.heads["variant"] == "intact")]
     assert (rows["unselectable"] > 0).all()
     assert (rows["by_theorem"] == "").all()
-    assert all("0.0 % intact" in text for text in said(report) if "by theorem" in text)
+    assert all(text.startswith("0.0 % of keys cannot") for text in said(report) if "follows from theory" in text)
 
 
 def test_undecided_tokens_are_not_said_to_be_stuck() -> None:
@@ -90,31 +89,35 @@ def test_capped_logits_have_no_margins(make_hooked: Callable[..., Any]) -> None:
     assert any("output_logits_soft_cap is 2" in note for note in report.notes)
 
 
-def test_constants_of_position_0_are_of_its_kind(model: Any) -> None:
+def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model: Any) -> None:
+    """Behind one first token position 0 has the same sigma on every prompt; without it, that of another token."""
+    texts, at = ["a b c d e f g h i j", "k l m n o p q r s t"], "blocks.2.ln1"
     with_first, without = (
-        ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=bos, probes=["causal"], progress=False)
-        for bos in (True, False)
+        [report.constants.of(prompt)[at] for prompt in (0, 1)]
+        for report in (
+            ln_probe.analyze(model, texts, prepend_bos=bos, probes=["decomposition"], progress=False)
+            for bos in (True, False)
+        )
     )
-    at = "blocks.2.ln1"
-    assert with_first.provenance["constants"][at] != without.provenance["constants"][at]
-    assert any(note.startswith("no prompt begins with token") for note in without.notes)
-    assert not any("begins with token" in note for note in with_first.notes)
+    assert with_first[0].first == pytest.approx(with_first[1].first, rel=1e-6)
+    assert without[0].first != pytest.approx(without[1].first, rel=0.1)
+    assert {c.first for c in with_first}.isdisjoint(c.first for c in without)
 
 
-def test_calibration_begins_as_the_prompts_do() -> None:
-    rows = [torch.tensor([0, 5, 6]), torch.tensor([0, 7])]
-    assert begun_like([0, 0], rows, [0]) == (rows, ())
-    shorter, (note,) = begun_like([3, 4], rows, [0])
-    assert [r.tolist() for r in shorter] == [[5, 6], [7]]
-    assert note.startswith("no prompt begins with token 0")
-    same, (note,) = begun_like([3, 0, 0], rows, [0])
-    assert same is rows
-    assert note.startswith("1 of 3 prompts do not begin with token 0")
-    plain = [r[1:] for r in rows]
-    begun, nothing = begun_like([0, 0], plain, [0])
-    assert [r.tolist() for r in begun] == [[0, 5, 6], [0, 7]]
-    assert nothing == ()
-    assert begun_like([9, 9], plain, [0]) == (plain, ())  # all begin alike, but with no token for beginnings
+def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
+    """Nothing is left of equal prompts when their group is left out."""
+    report = ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=False, probes=["causal"], progress=False)
+    windows = ln_probe.analyze(model, list(model.bundled_prompts.calibration), probes=["decomposition"], progress=False)
+    for name, constant in report.constants.of(1).items():
+        assert constant.plain == pytest.approx(windows.constants.pooled[name].plain, rel=1e-6)
+    assert any(
+        note.startswith("there is one group of prompts only, so the constants are means over the calibration prompts (")
+        for note in report.notes
+    )
+    assert any(
+        note.startswith("the constants of ") and " differ by more than 5% from the mean sigma of these prompts" in note
+        for note in report.notes
+    )
 
 
 def test_only_what_is_comparable_is_paired(model: Any) -> None:
@@ -134,17 +137,23 @@ def test_only_what_is_comparable_is_paired(model: Any) -> None:
     assert again.notes == ()
 
 
-def test_a_norm_that_is_not_needed_is_not_needed_most() -> None:
-    row = {"variant": "no_scaling", "no_op": "", "loss": 3.0, "prompts": 12, "p_adjusted": 0.01, "p_mean": math.nan}
-    row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan}
+def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction() -> None:
+    row = {"variant": "no_scaling", "no_op": "", "prompts": 12, "groups": 12, "p_adjusted": 0.01, "p_mean": math.nan}
+    row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan, "loss": 3.0}
     rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
                          for i in range(3)])  # fmt: skip
-    (finding,) = causal_findings._single(rows)
-    assert "at blocks.2.ln1 it falls on 12 of 12 prompts, by 0.06 nats per token on average; at" in finding.text
+    rows = rows.assign(family="exploratory: single norms, no_scaling")
+    (finding,) = causal_findings.sentences(rows)
+    assert "blocks.2.ln1 changes the loss by -0.06 nats/token on average on 12 prompts: it falls on 12 of 12, " in (
+        finding.text
+    )
     mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
-    (finding,) = causal_findings._single(mixed)
+    (finding,) = causal_findings.sentences(mixed)
     assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
-    assert "at blocks.3.ln1 it rises on 12 of 12 prompts, by 0.03" in finding.text
+    assert "blocks.0.ln1" not in finding.text
+    assert "blocks.3.ln1 changes the loss by +0.03 nats/token on average on 12 prompts: it rises on 12 of 12" in (
+        finding.text
+    )
 
 
 def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
@@ -160,15 +169,15 @@ def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
 
 
 def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..., Any]) -> None:
-    """Without norms "without scaling" is the same model, and no figure of its own stands beside it."""
+    """Without norms scaling cannot be frozen, and no figure for it is given."""
     tokens = torch.arange(1, 25)[None]
     for kind, beside in ((None, False), ("LN", True)):
         report = ln_probe.analyze(
             make_hooked(normalization_type=kind), tokens, probes=("selectability",), progress=False
         )
-        said = [f for f in report.findings() if "can select" in f]
+        said = [f for f in report.findings() if "cannot be selected" in f]
         assert said
-        assert all(("without scaling" in f) == beside for f in said)
+        assert all(("with scaling frozen" in f) == beside for f in said)
 
 
 def test_entropy_is_a_mean_over_queries_in_both_directions(make_bridge: Callable[..., Any]) -> None:

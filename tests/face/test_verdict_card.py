@@ -20,18 +20,20 @@ Reader = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def effects(causal: pd.DataFrame) -> pd.DataFrame:
-    """Scaling: +0.33 [0.28, 0.37] of 4.3 everywhere, nothing at attention. Projection: nothing, hardly anything."""
+    """Scaling: +0.33 [0.28, 0.37] of 4.3 everywhere, not significant at attention. Projection: equivalent to zero,
+    significant and below the threshold."""
     made = causal[causal["sites"].isin(["all", "attention"])].copy()
     numbers = {
-        ("all", "no_scaling"): (0.327, 0.278, 0.371),
-        ("attention", "no_scaling"): (0.004, -0.03, 0.04),
-        ("all", "no_projection"): (-0.001, -0.002, 0.001),
-        ("attention", "no_projection"): (0.003, 0.001, 0.005),
+        ("all", "no_scaling"): (0.327, 0.278, 0.371, 0.36),
+        ("attention", "no_scaling"): (0.004, -0.03, 0.04, 0.034),
+        ("all", "no_projection"): (-0.001, -0.002, 0.001, 0.0017),
+        ("attention", "no_projection"): (0.003, 0.001, 0.005, 0.0046),
     }
-    for (sites, variant), (change, low, high) in numbers.items():
+    for (sites, variant), (change, low, high, bound) in numbers.items():
         place = (made["sites"] == sites) & (made["variant"] == variant)
         made.loc[place, ["delta_loss", "delta_loss_low", "delta_loss_high", "loss"]] = change, low, high, 4.3 + change
         made.loc[place, "p_mean"] = 0.001 if low > 0 else 0.5
+        made.loc[place, "equivalence_bound"] = bound
     return made
 
 
@@ -50,10 +52,12 @@ def made_of(report: Report, effects: pd.DataFrame) -> Verdict:
 def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
     card = made_of(report, effects)
     assert card.sentences == (
-        "Freezing every norm’s scaling costs +0.33 nats per token (+7.6 %); at attention alone no effect was seen "
-        "(one of 0.079 nats would have been).",
-        "Dropping every norm’s projection: no effect was seen (one of 0.012 nats would have been); at attention alone "
-        "hardly anything, +0.003 nats per token (+0.07 %).",
+        "Freezing every norm’s scaling raises the loss by 0.327 nats/token (95 % CI +0.28 to +0.37; Holm-adjusted "
+        "p = 0.001) (+7.6 %). At attention alone it does not significantly change the loss (+0.004 nats/token, 95 % CI "
+        "-0.03 to +0.04; Holm-adjusted p = 0.5).",
+        "Removing every norm’s projection does not change the loss by more than 0.01 nats/token (-0.001, equivalence "
+        "bound ±0.0017) (-0.023 %). At attention alone it raises the loss by 0.003 nats/token (95 % CI +0.001 to "
+        "+0.005; Holm-adjusted p = 0.001), less than the 0.01 that count as an effect.",
     )
     html = report_page(report.with_tables(causal=effects))
     assert html.index('id="verdict"') < html.index('id="findings"') < html.index("<figure")
@@ -83,44 +87,62 @@ def test_bars_are_the_tables_numbers(report: Report, effects: pd.DataFrame) -> N
         assert nats(end) == pytest.approx(row["delta_loss"], abs=1e-4)
         assert nats(bar.low) == pytest.approx(row["delta_loss_low"], abs=1e-4)
         assert nats(bar.low + bar.span) == pytest.approx(row["delta_loss_high"], abs=1e-4)
-        assert bar.told == is_effect(row)
+        assert bar.effect == is_effect(row)
 
 
 def test_without_intervals_nothing_is_called_an_effect(report: Report, effects: pd.DataFrame) -> None:
     few = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5, prompts_worse=3, p_adjusted=1.0)
     card = made_of(report, few)
     assert card.sentences[0].startswith(
-        "Freezing every norm’s scaling: +0.33 nats per token (+7.6 %) on these 5 prompts, too few to say more"
+        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average (median prompt +0.3) on 5 "
+        "prompts in 33 groups: no CI"
     )
-    assert not any(b.told or b.span is not None for b in card.bars)
-    assert "No intervals" in report_page(
+    assert not any(b.effect or b.span is not None for b in card.bars)
+    assert "There are no confidence intervals: too few prompt groups, or a few prompts" in report_page(
         report.with_tables(causal=effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan))
     )
 
 
 def test_what_holm_does_not_leave_is_no_effect(report: Report, effects: pd.DataFrame) -> None:
-    """Attention +0.0436 [0.013, 0.087] of lm-layernorm was spoken of with an adjusted p of 0.13."""
+    """Attention +0.0436 [0.013, 0.087] of lm-layernorm was called an effect with an adjusted p of 0.13."""
     place = (effects["sites"] == "attention") & (effects["variant"] == "no_scaling")
     alone = effects.copy()
     alone.loc[place, ["delta_loss", "delta_loss_low", "delta_loss_high", "p_mean"]] = 0.0436, 0.013, 0.087, 0.13
     card = made_of(report, alone)
     assert card.sentences[0].endswith(
-        "at attention alone +0.044 nats per token (+1 %), not told from chance among the 6 changes tested."
+        "At attention alone it does not significantly change the loss (+0.044 nats/token, 95 % CI +0.013 to +0.087; "
+        "Holm-adjusted p = 0.13)."
     )
-    assert [b.told for b in card.bars] == [True, False, False, False]
+    assert [b.effect for b in card.bars] == [True, False, False, False]
+    assert "p-values are Holm-adjusted over 4 primary contrasts." in " ".join(card.notes)
 
 
 def test_directions_and_what_a_few_prompts_carry(report: Report, effects: pd.DataFrame) -> None:
     none = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, p_mean=np.nan)
-    card = made_of(report, none.assign(prompts=20, prompts_worse=19, p_adjusted=1e-4))
+    card = made_of(report, none.assign(prompts=20, groups=20, prompts_worse=19, p_adjusted=1e-4))
     assert card.sentences[0].startswith(
-        "Freezing every norm’s scaling: +0.33 nats per token (+7.6 %) on average, the loss rises on 19 of 20 "
-        "prompts, too "
-        "few to say how far beyond them; "
+        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average (median prompt +0.3) on 20 "
+        "prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32) (+7.6 %). "
     )
-    card = made_of(report, none.assign(prompts=64, p_adjusted=1.0))
-    assert "(+7.6 %) on these 64 prompts, a few of which carry it; " in card.sentences[0]
-    assert not any(b.told for b in card.bars)
+    card = made_of(report, none.assign(prompts=64, groups=64, p_adjusted=1.0))
+    assert " on 64 prompts: no CI, because a few prompts carry the mean (+7.6 %). " in card.sentences[0]
+    assert not any(b.effect for b in card.bars)
+
+
+def test_loss_optimal_constants_have_bars_of_their_own(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+    fitted = effects.copy()
+    everywhere = (effects["sites"] == "all") & (effects["variant"] == "no_scaling")
+    columns = ["delta_loss_optimal", "delta_loss_optimal_low", "delta_loss_optimal_high"]
+    fitted.loc[everywhere, columns] = 0.274, 0.25, 0.3
+    card = made_of(report, fitted)
+    assert [b.what for b in card.bars][:3] == [
+        "Scaling frozen at every norm, mean constants",
+        "Scaling frozen at every norm, loss-optimal constants",
+        "Scaling frozen at attention alone",
+    ]
+    best = card.bars[1]
+    assert (best.value, best.interval, best.effect) == ("+0.27 nats", "95 % CI +0.25 to +0.3", True)
+    assert "+0.27 nats (+6.4 %)" in parsed(report_page(report.with_tables(causal=fitted))).text
 
 
 def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> None:
@@ -130,7 +152,7 @@ def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> Non
         246.4, 200.0, 300.0, 2.0 + 246.4,
     )  # fmt: skip
     (bar, *_), said = made_of(report, large).bars, made_of(report, large).sentences[0]
-    assert (bar.value, bar.share, bar.interval) == ("+246 nats", "+12320 %", "95 %: +200 to +300")
+    assert (bar.value, bar.share, bar.interval) == ("+246 nats", "+12320 %", "95 % CI +200 to +300")
     assert "e+" not in said
 
 
@@ -138,13 +160,14 @@ def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame
     why = "none: it does not scale"
     idle = effects.assign(no_op=np.where(effects["variant"] == "no_scaling", why, effects["no_op"]))
     card = made_of(report, idle)
-    assert card.sentences[0] == f"There is no scaling to take away ({why})."
+    assert card.sentences[0] == f"Scaling is not applicable ({why})."
+    assert [b.value for b in card.bars][:2] == [f"not applicable ({why})"] * 2
     assert [b.left is None for b in card.bars] == [True, True, False, False]
 
 
 def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
     for table, said in (
-        (effects.head(0), "Not run: what happens to the loss when a term is switched off"),
+        (effects.head(0), "No term was switched off in the running model: the causal probe failed"),
         (effects.assign(delta_loss=np.nan, loss=np.nan), "What the loss would be without a term is not known"),
     ):
         without = report.with_tables(causal=table)
@@ -152,6 +175,19 @@ def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame, parsed: Reade
         html = report_page(without)
         assert said in parsed(html).text
         assert 'class="verdict"' not in html
+
+
+def test_a_loss_that_is_not_applicable_says_why(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+    unknown = report.with_tables(causal=effects.assign(delta_loss=np.nan, loss=np.nan))
+    note = "causal: the loss is not applicable: attention is bidirectional"
+    card = verdict(unknown.with_notes(note))
+    assert card is not None
+    assert card.sentences == ("Not applicable: attention is bidirectional.",)
+    assert card.bars == ()
+    page = report_page(unknown.with_notes(note))
+    text = parsed(page[page.index('id="verdict"') : page.index('id="findings"')]).text
+    assert "Not applicable: attention is bidirectional." in text
+    assert "nats" not in text
 
 
 def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame, hostile: list[str], parsed: Reader) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ln_probe
 from ln_probe.hooks import without
 from ln_probe.hooks.interventions import InterventionError, LostEditError
 from ln_probe.hooks.sites import find_sites
@@ -257,3 +259,21 @@ def test_attention_that_does_not_read_the_norm(make_bridge: Callable[..., Any]) 
         without(model, "scaling", heads=[(0, 1)], scale=C),
     ):
         pass
+
+
+def test_heads_that_read_more_than_the_norm(make_hooked: Callable[..., Any]) -> None:
+    """Shortformer's queries and keys read the norm's output plus position embeddings, its values the output alone."""
+    model = make_hooked(positional_embedding_type="shortformer")
+    said = (
+        r"single heads of block 0 cannot be edited: the norm's output is not what its queries and keys are made of "
+        r"\(positional_embedding_type='shortformer' adds position embeddings to it\)\. Edit the whole norm with "
+        "heads=None"
+    )
+    every = [(layer, head) for layer in range(2) for head in range(4)]
+    with pytest.raises(LostEditError, match=said), without(model, "scaling", heads=every, scale=C):
+        pass
+    with torch.no_grad(), without(model, "scaling", scale=C):
+        model(TOKENS)
+    report = ln_probe.analyze(model, TOKENS, probes=("head_effects",), progress=False)
+    assert not len(report.tables["head_effects"])
+    assert any(re.search(f"head_effects: nothing was measured: {said}", note) for note in report.notes)

@@ -16,8 +16,9 @@ import ln_probe
 from ln_probe.hooks import without
 from ln_probe.hooks.edits import suspended
 from ln_probe.hooks.interventions import InterventionError, LostEditError
-from ln_probe.hooks.sites import SiteError, find_sites
+from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
+from ln_probe.measuring.seal import SealError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)
@@ -85,7 +86,7 @@ def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Ca
                 ):
                     pass
             assert torch.equal(model(TOKENS), outer)
-            with pytest.raises(SiteError, match=r"blocks\.0\.ln1 is under an intervention \(without 'scaling'\)"):
+            with pytest.raises(SealError, match=r"ln1 is under an intervention \(without 'scaling'\): analyze edits"):
                 ln_probe.analyze(model, TOKENS, progress=False)
         assert torch.equal(model(TOKENS), intact)
 
@@ -201,8 +202,8 @@ ONE = torch.arange(1, 9)[None]
     ("scaling", {"sites": "atention"}, "no norm called 'atention'; the nearest names are 'attention'"),
     ("scaling", {"sites": []}, "an empty list of sites leaves nothing to edit: give names, or one of attention, mlp"),
     ("scaling", {"sites": ["ln_final", "ln_final"]}, "'ln_final' is given twice"),
-    ("scaling", {"scale": "mean"}, "'resampled', a positive number or a mapping, got 'mean'"),
-    ("scaling", {"scale": True}, "'resampled', a positive number or a mapping, got True"),
+    ("scaling", {"scale": "mean"}, "'optimal', a positive number or a mapping, got 'mean'"),
+    ("scaling", {"scale": True}, "'optimal', a positive number or a mapping, got True"),
     ("scaling", {"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
     ("scaling", {"scale": math.nan}, "scale must be a positive finite number, got nan"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"scale has no entry for blocks\.1\.ln1"),

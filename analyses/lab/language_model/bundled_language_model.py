@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=16, help="windows per step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--no-unembedding-bias", action="store_true", help="as GPT-2 has it: the folder then opens as a GPT2LMHeadModel"
+    )
     for name, size in (("layers", 4), ("d-model", 128), ("heads", 16), ("vocab", 1024), ("context", 256)):
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args(argv)
@@ -58,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         d_vocab=args.vocab,
         n_ctx=args.context,
         norm=args.norm,
+        bias_unembed=not args.no_unembedding_bias,
     )
     steps = tuple(int(args.steps * part) for part in (0, 0.05, 0.25, 0.5))
     train(task, model, TrainConfig(steps=args.steps, batch=args.batch, seed=args.seed, save_at=steps), args.out)
@@ -65,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = " ".join(Path(t).name for t in args.text)
         command = (
             f"python -m ln_probe.analyses.lab.language_model --norm {args.norm} --steps {args.steps} "
-            f"--batch {args.batch} --seed {args.seed} --out runs/lm-{args.norm} {texts}"
+            f"--batch {args.batch} --seed {args.seed} {'--no-unembedding-bias ' * args.no_unembedding_bias}"
+            f"--out runs/lm-{args.norm} {texts}"
         )
         bundle(args.out, args.bundle, task, command)

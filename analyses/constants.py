@@ -1,0 +1,226 @@
+"""The constants that replace each norm's sigma when scaling is frozen: means over the *other* prompts.
+
+The first pass stores the sum and count of sigma of every norm on every prompt, at position 0 and elsewhere. The
+constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
+with constants that it shaped, and no further pass is needed. Equal prompts form one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64, Int64
+
+from ln_probe.analyses.wording import counted
+from ln_probe.hooks.frozen_scale import Constant
+
+# Where constants come from, as provenance and pages name it.
+LEAVE_ONE_OUT = "leave-one-out means over the other prompts"
+CALIBRATION = "means over the calibration prompts"
+OWN_MEANS = "the prompt's own means"
+
+# A constant farther than this from the mean sigma of the measured prompts also changes the size of the vectors.
+FAR = 0.05
+
+CONSTANT_COLUMNS = ("constant_first", "constant_rest", "constant_ratio_first", "constant_ratio_rest")
+COLUMNS = ("prompt", "group", "site", "sum_first", "count_first", "sum_rest", "count_rest")
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The constants of every prompt: `constants.of(i)`, or `constants.pooled` for all prompts together.
+
+    Attributes:
+        sites: names of the norms, in the order of the forward pass.
+        groups: group of each prompt, numbered in the order of their first prompts.
+        sums: sum of sigma of each prompt and norm, at position 0 and elsewhere.
+        counts: how many sigmas each is a sum of.
+        source: where the constants come from, in words.
+        given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or a
+            prompt's own means where there is one group only.
+    """
+
+    sites: tuple[str, ...]
+    groups: Int64[np.ndarray, " prompt"]
+    sums: Float64[np.ndarray, "prompt site 2"]
+    counts: Float64[np.ndarray, "prompt site 2"]
+    source: str = LEAVE_ONE_OUT
+    given: Mapping[str, Constant] | None = None
+
+    def __repr__(self) -> str:
+        prompts = f"{counted(len(self.groups), 'prompt')} in {counted(self.group_count, 'group')}"
+        return f"Constants({counted(len(self.sites), 'norm')}, {prompts}: {self.source})"
+
+    @property
+    def group_count(self) -> int:
+        """How many groups of prompts there are."""
+        return int(self.groups.max()) + 1 if len(self.groups) else 0
+
+    @property
+    def effective_groups(self) -> float:
+        """Effective number of groups, (Σ w)² / Σ w² with w the tokens of a group: smaller where a few dominate."""
+        if not len(self.groups):
+            return 0.0
+        tokens = np.array([1.0]) if not self.sites else self.counts[:, 0].sum(-1)
+        weights = np.bincount(self.groups, np.broadcast_to(tokens, self.groups.shape), self.group_count)
+        return float(weights.sum()) ** 2 / float(np.square(weights).sum())
+
+    @cached_property
+    def pooled(self) -> dict[str, Constant]:
+        """The constants over all prompts together, by norm."""
+        if self.given is not None:
+            return dict(self.given)
+        return self._means(self._group_sums.sum(1))
+
+    def of(self, prompt: int) -> dict[str, Constant]:
+        """The constants of one prompt, by norm.
+
+        Args:
+            prompt: its number, from 0.
+
+        Raises:
+            IndexError: there is no such prompt.
+
+        Example:
+            >>> with ln_probe.hooks.without(model, "scaling", scale=report.constants.of(3)): ...
+        """
+        if not 0 <= prompt < len(self.groups):
+            raise IndexError(f"no prompt {prompt}: the constants are of prompts 0 … {len(self.groups) - 1}")
+        if self.given is not None:
+            return dict(self.given)
+        group = int(self.groups[prompt])
+        if self._latest[0] != group:  # asked for once a layer
+            self._latest[:] = group, self._of_group(group)
+        return dict(self._latest[1])
+
+    @cached_property
+    def _latest(self) -> list[Any]:
+        """The last group whose constants were asked for, and these."""
+        return [-1, {}]
+
+    @cached_property
+    def observed(self) -> pd.DataFrame:
+        """Mean sigma over the measured prompts, a row per norm: `first` (position 0) and `rest` (the others)."""
+        means = self._means(self._group_sums.sum(1))
+        rows = [(name, means[name].first, means[name].rest) for name in self.sites]
+        return pd.DataFrame(rows, columns=["site", "first", "rest"]).set_index("site")
+
+    def ratios(self) -> pd.DataFrame:
+        """The pooled constants and what they are of the observed mean sigma, a row per norm (CONSTANT_COLUMNS)."""
+        rows = [
+            (c.first, c.rest, c.first / first, c.rest / rest)
+            for name, (first, rest) in zip(self.sites, self.observed.to_numpy(), strict=True)
+            for c in [self.pooled[name]]
+        ]
+        return pd.DataFrame(rows, columns=list(CONSTANT_COLUMNS), index=list(self.sites), dtype=float)
+
+    def notes(self) -> tuple[str, ...]:
+        """A note where constants are farther than FAR from the mean sigma of the measured prompts."""
+        ratios = self.ratios()[list(CONSTANT_COLUMNS[2:])]
+        off = (ratios - 1).abs()
+        far = off.gt(FAR).any(axis=1)
+        if not far.any():
+            return ()
+        row, kind = (int(i) for i in np.unravel_index(np.nanargmax(off.to_numpy()), off.shape))
+        site, where = str(ratios.index[row]), ("at position 0", "after position 0")[kind]
+        ratio = float(ratios.to_numpy()[row, kind])
+        return (
+            f"the constants of {int(far.sum())} of {len(far)} norms differ by more than {FAR:.0%} from the mean sigma "
+            f"of these prompts (most at {site}, {where}: {ratio:.3g} times it), so freezing scaling "
+            "also changes the size of vectors there",
+        )
+
+    def centered(self, site: str) -> tuple[Float64[np.ndarray, "prompt 2"], Float64[np.ndarray, " 2"]]:
+        """Of one norm: S − c m of each prompt (its sum of sigma minus the pooled constant times its count), at position
+        0 and elsewhere, and the total counts. What a prompt adds to the constants, to first order, is their ratio."""
+        place = self.sites.index(site)
+        sums, counts = self.sums[:, place], self.counts[:, place]
+        total = counts.sum(0)
+        pooled = sums.sum(0) / np.maximum(total, 1.0)
+        return sums - pooled * counts, total
+
+    @cached_property
+    def standard_errors(self) -> dict[str, tuple[float, float]]:
+        """Standard error of each norm's pooled constants over the prompts, at position 0 and elsewhere."""
+        found = {}
+        for site in self.sites:
+            centered, total = self.centered(site)
+            first, rest = np.sqrt(np.square(centered).sum(0)) / np.maximum(total, 1.0)
+            found[site] = float(first), float(rest)
+        return found
+
+    @cached_property
+    def _group_sums(self) -> Float64[np.ndarray, "2 group site 2"]:
+        """Sums and counts of each group, added in the order of the prompts."""
+        found = np.zeros((2, self.group_count, len(self.sites), 2))
+        np.add.at(found[0], self.groups, self.sums)
+        np.add.at(found[1], self.groups, self.counts)
+        return found
+
+    @cached_property
+    def _others(self) -> Float64[np.ndarray, "2 group site 2"]:
+        """Of each group, sums and counts over all other groups: those before it and those after it, so that no large
+        sum is subtracted from a larger one."""
+        mine = self._group_sums
+        before = np.zeros_like(mine)
+        before[:, 1:] = np.cumsum(mine, axis=1)[:, :-1]
+        after = np.zeros_like(mine)
+        after[:, :-1] = np.cumsum(mine[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        total: np.ndarray = before + after
+        return total
+
+    def _of_group(self, group: int) -> dict[str, Constant]:
+        alone = self.group_count == 1
+        return self._means((self._group_sums if alone else self._others)[:, group])
+
+    def _means(self, totals: Float64[np.ndarray, "2 site 2"]) -> dict[str, Constant]:
+        sums, counts = totals
+        with np.errstate(invalid="ignore"):
+            means = sums / counts
+        means = np.where(np.isnan(means), means[:, ::-1], means)  # prompts of one token: there is position 0 alone
+        return {
+            name: Constant(float(first), float(rest)) for name, (first, rest) in zip(self.sites, means, strict=True)
+        }
+
+    def to_table(self) -> pd.DataFrame:
+        """A row per prompt and norm (COLUMNS): everything that `of_table` needs, and `given` and `source` aside."""
+        prompts, sites = len(self.groups), len(self.sites)
+        flat = np.concatenate([self.sums, self.counts], axis=-1).reshape(prompts * sites, 4)
+        return pd.DataFrame(
+            {
+                "prompt": np.repeat(np.arange(prompts), sites),
+                "group": np.repeat(self.groups, sites),
+                "site": list(self.sites) * prompts,
+                "sum_first": flat[:, 0],
+                "count_first": flat[:, 2].astype(np.int64),
+                "sum_rest": flat[:, 1],
+                "count_rest": flat[:, 3].astype(np.int64),
+            },
+            columns=list(COLUMNS),
+        )
+
+    @classmethod
+    def of_table(
+        cls, table: pd.DataFrame, source: str = LEAVE_ONE_OUT, given: Mapping[str, object] | None = None
+    ) -> Constants:
+        """What `to_table` was made from; `given`: constants by norm, in any form that `Constant.of` takes."""
+        sites = tuple(dict.fromkeys(table["site"]))
+        shape = (len(table) // max(1, len(sites)), len(sites))
+        groups = table["group"].to_numpy(np.int64).reshape(shape)[:, 0] if sites else np.zeros(0, np.int64)
+        sums, counts = (
+            table[[f"{what}_first", f"{what}_rest"]].to_numpy(np.float64).reshape(*shape, 2)
+            for what in ("sum", "count")
+        )
+        known = None if given is None else {name: Constant.of(value) for name, value in given.items()}
+        return cls(sites, groups, sums, counts, source, known)
+
+
+def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
+    """Number the groups of prompts with equal labels, in the order in which they first occur."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)

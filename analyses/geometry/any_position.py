@@ -1,0 +1,217 @@
+"""How much attention can a key get from any position that sees it?
+
+`attainable` is about one set of keys and one set of queries. A key of a prompt is seen from several positions t: they
+see different keys, and with rotary positions R_t their queries differ, `R_t (c + A u)`, |u| ≤ 1. What is found here is
+the largest softmax weight over all positions that see the key and another one.
+
+Without rotary positions the queries are the same everywhere. Under one query every further key lowers the weight of the
+others, so with a causal mask the largest weight is to be had at the first of these positions, and one problem per key
+(among the keys before it) answers the question to within `gap`.
+
+With rotary positions a later position may give more, and so it may where keys fall out of a window. Then the answer is
+an upper bound. For any convex weights p of keys that position t sees, its own key i among them or not,
+
+    log w_i(t) ≤ -[H(p) + c_t·v + Σ p_j (b_j - b_i) - |A_tᵀ v|],    v = Σ p_j (k_j - k_i)
+
+(Gibbs, as in `certificates`; H the entropy, b a bias per key). p comes from the problem at the last position, among the
+keys that all positions see, so it is one p per key; the bound is evaluated at every position. With a window the
+positions are taken in two halves, so that all positions of a half see at least half of the window's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from ln_probe.analyses.geometry.attainable import STEPS, WEIGHT_GAP, into_ball
+from ln_probe.analyses.geometry.ball_newton import largest_weights
+
+Floats = Float64[np.ndarray, " _"]
+Ints = Int64[np.ndarray, " _"]
+
+# Centers "set d" and axes "set d r" of the queries at some positions.
+QuerySets = Callable[[Ints], tuple[Float64[np.ndarray, "set d"], Float64[np.ndarray, "set d r"]]]
+
+_EPS = float(np.finfo(np.float64).eps)
+# Covers the rounding of the error bounds themselves.
+_AMPLE = 2.0
+# Numbers in one block of products: 2 MB, which stay in a core's cache.
+_BLOCK = 250_000
+
+
+def attainable_anywhere(
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None,
+    queries: QuerySets,
+    *,
+    rotary: bool,
+    causal: bool,
+    window: int | None = None,
+    only: Int64[np.ndarray, " some"] | None = None,
+    starts: Float64[np.ndarray, "some r"] | None = None,
+    gap: float = WEIGHT_GAP,
+) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+    """Bound the largest softmax weight of each key over all positions that see it and another key.
+
+    Args:
+        keys: of the whole prompt, as attention sees them; one per position.
+        bias: added to the scores of each key, nats.
+        queries: the set of queries at each position.
+        rotary: whether that set differs by position (else it is asked for one position only).
+        causal: whether a position sees no later keys.
+        window: how many keys a position sees at most, its own included; None: no limit.
+        only: of these keys; None: of all.
+        starts: u of queries that are expected to be good, at the last position.
+        gap: of the problem at the last position: how far apart weight and bound may be (absolute).
+
+    Returns:
+        A weight that a query at some position gives, and what no query at any position exceeds; NaN where no position
+        sees the key and another one. Both hold whatever the rounding.
+    """
+    number = len(keys)
+    targets = np.arange(number) if only is None else only
+    if number < 2 or (window is not None and window < 2):
+        nothing = np.full(len(targets), np.nan)
+        return nothing, nothing
+    problem = _Problem(keys, bias, queries, rotary, causal, window, targets, gap)
+    first = np.maximum(targets, 1) if causal else np.zeros_like(targets)
+    last = np.full(len(targets), number - 1)
+    if window is None or window >= number:
+        return problem.between(first, last, starts)
+    last = np.minimum(last, targets + window - 1)
+    middle = (first + last) // 2
+    weight, upper = problem.between(first, middle, starts)
+    later = np.flatnonzero(middle < last)
+    if len(later):
+        problem = _Problem(keys, bias, queries, rotary, causal, window, targets[later], gap)
+        more = problem.between(middle[later] + 1, last[later], None if starts is None else starts[later])
+        weight[later], upper[later] = np.maximum(weight[later], more[0]), np.maximum(upper[later], more[1])
+    return weight, upper
+
+
+class _Problem:
+    """Some keys of a prompt, and what can be said of their weights at the positions of an interval."""
+
+    def __init__(
+        self,
+        keys: Float64[np.ndarray, "key d"],
+        bias: Floats | None,
+        queries: QuerySets,
+        rotary: bool,
+        causal: bool,
+        window: int | None,
+        targets: Ints,
+        gap: float,
+    ) -> None:
+        self.keys = keys - keys.mean(axis=0)
+        self.bias = np.zeros(len(keys)) if bias is None else bias - bias.mean()
+        self.length = np.linalg.norm(self.keys, axis=1)
+        self.queries, self.rotary, self.causal, self.window = queries, rotary, causal, window
+        self.targets, self.gap = targets, gap
+        # Of a sum over the keys or the dimensions, and what follows it, relative to the sizes of its terms.
+        self.rounding = (sum(keys.shape) + 16) * _AMPLE * _EPS
+
+    def between(self, first: Ints, last: Ints, starts: Float64[np.ndarray, "some r"] | None) -> tuple[Floats, Floats]:
+        """A weight at position `first` of each key, and a bound for all positions from there to `last`."""
+        low, high = self._seen(last)[0], self._seen(first)[1]
+        rows, offset, best, proof = self._solved(low, high, starts)
+        scores = proof @ rows.T + offset
+        place = np.arange(len(self.keys))
+        scores[(place < low[:, None]) | (place > high[:, None])] = -np.inf
+        scores -= scores.max(axis=1, keepdims=True)
+        shares = np.exp(scores)
+        shares /= shares.sum(axis=1, keepdims=True)
+        # Whatever these weights are, what follows is true of them.
+        entropy = -np.einsum("ij,ij->i", shares, np.log(np.where(shares > 0.0, shares, 1.0)))
+        mean = shares @ self.keys - self.keys[self.targets]
+        level = entropy + shares @ self.bias - self.bias[self.targets]
+        far = shares @ self.length + self.length[self.targets]
+        unsure = self.rounding * (
+            entropy + 1.0 + np.log(len(self.keys)) + shares @ np.abs(self.bias) + np.abs(self.bias[self.targets])
+        )
+        log_bound = np.full(len(self.targets), -np.inf)
+        # Queries that may give each target much weight at its first position, and how long queries there can be.
+        tried, longest_there = np.empty((2, len(self.targets), self.keys.shape[1])), np.empty(len(self.targets))
+        for positions, center, axes in self._sets(rows.shape[1], first, last):
+            some = np.flatnonzero((first <= positions[-1]) & (last >= positions[0]))
+            width, r = len(center), axes.shape[2]
+            seen = (mean[some] @ axes.transpose(0, 2, 1).reshape(width * r, -1).T).reshape(-1, width, r)
+            reach = np.sqrt(np.einsum("ntr,ntr->nt", seen, seen))
+            longest = np.linalg.norm(center, axis=1) + np.sqrt(np.einsum("tdr,tdr->t", axes, axes))
+            doubt = unsure[some, None] + self.rounding * far[some, None] * longest
+            bound = reach - mean[some] @ center.T - level[some, None] + doubt
+            if self.rotary:
+                bound[(positions < first[some, None]) | (positions > last[some, None])] = -np.inf
+            log_bound[some] = np.maximum(log_bound[some], bound.max(axis=1))
+            here = np.flatnonzero((first[some] >= positions[0]) & (first[some] <= positions[-1]))
+            at, points = np.zeros(len(here), np.int64), np.stack([best[some[here]]] * 2)
+            if self.rotary:  # down the bound, or towards the key
+                at = first[some[here]] - positions[0]
+                towards = np.einsum("ndr,nd->nr", axes[at], self.keys[self.targets[some[here]]])
+                points = np.stack([-into_ball(seen[here, at]), into_ball(towards)])
+            points /= np.maximum(np.linalg.norm(points, axis=2) * (1.0 + (r + 8) * _EPS), 1.0)[..., None]
+            tried[:, some[here]] = center[at] + np.einsum("ndr,knr->knd", axes[at], points)
+            longest_there[some[here]] = longest[at]
+        weights = [self._weights(queries, first, longest_there) for queries in tried[: 2 if self.rotary else 1]]
+        return np.max(weights, axis=0), np.exp(np.minimum(log_bound, 0.0)) * (1 + self.rounding)
+
+    def _seen(self, position: Ints) -> tuple[Ints, Ints]:
+        """The first and the last key that each position sees."""
+        low = np.zeros_like(position) if self.window is None else np.maximum(position - self.window + 1, 0)
+        return low, position if self.causal else np.full_like(position, len(self.keys) - 1)
+
+    def _solved(
+        self, low: Ints, high: Ints, starts: Float64[np.ndarray, "some r"] | None
+    ) -> tuple[Float64[np.ndarray, "key r"], Floats, Float64[np.ndarray, "some r"], Float64[np.ndarray, "some r"]]:
+        """The keys as the last position's queries see them, what is added to their scores, and for each target the u
+        that gives it the largest weight among the keys from `low` to `high`, and the u that proves a bound of it."""
+        center, axes = self.queries(np.array([len(self.keys) - 1]))
+        rows = np.ascontiguousarray(self.keys @ axes[0])
+        offset = self.keys @ center[0] + self.bias
+        first = into_ball(rows[self.targets])
+        both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
+        best, proof = np.empty_like(first), np.empty_like(first)
+        for start in np.unique(low):  # one, but for a window
+            some = np.flatnonzero(low == start)
+            part = np.ascontiguousarray(rows[start:])
+            best[some], proof[some] = largest_weights(
+                part,
+                np.ascontiguousarray(part.T),
+                np.ascontiguousarray(offset[start:]),
+                self.targets[some] - start,
+                np.ascontiguousarray(both[:, some]),
+                self.gap,
+                STEPS,
+                counts=high[some] - start + 1,
+            )[2:4]
+        return rows, offset, best, proof
+
+    def _sets(
+        self, r: int, first: Ints, last: Ints
+    ) -> Iterator[tuple[Ints, Float64[np.ndarray, "set d"], Float64[np.ndarray, "set d r"]]]:
+        """Positions, some at a time, with their sets of queries; one set for all without rotary positions."""
+        if not self.rotary:
+            center, axes = self.queries(np.array([len(self.keys) - 1]))
+            yield np.array([first.min(), last.max()]), center, axes
+            return
+        step = max(1, _BLOCK // (r * max(len(self.targets), self.keys.shape[1])))
+        for start in range(int(first.min()), int(last.max()) + 1, step):
+            positions = np.arange(start, min(start + step, int(last.max()) + 1))
+            yield positions, *self.queries(positions)
+
+    def _weights(
+        self, queries: Float64[np.ndarray, "some d"], position: Ints, longest: Floats
+    ) -> Float64[np.ndarray, " some"]:
+        """At least the weight that each target gets from its query at its position; `longest`: bounds their length."""
+        scores = queries @ self.keys.T + self.bias
+        low, high = self._seen(position)
+        place = np.arange(len(self.keys))
+        scores[(place < low[:, None]) | (place > high[:, None])] = -np.inf
+        own = scores[np.arange(len(scores)), self.targets]
+        most = scores.max(axis=1)
+        total = np.log(np.exp(scores - most[:, None]).sum(axis=1)) + most
+        far = self.length[self.targets] + self.length.max()
+        doubt = self.rounding * (far * longest + 2 * np.abs(self.bias).max() + 1.0)
+        return np.asarray(np.exp(own - total - doubt) * (1 - self.rounding))

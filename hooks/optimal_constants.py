@@ -1,0 +1,390 @@
+"""Loss-optimal constants: what replaces each norm's sigma so that the model's loss is smallest with scaling frozen.
+
+The mean of sigma is one choice of constant, and the loss increase depends on the choice. The constants that minimize
+the loss, one for position 0 and one for the other positions of each norm, give the smallest increase that freezing can
+have: optimal ablation (Li & Janson 2024, "Optimal ablation for interpretability"). They are fitted on some prompts and
+measured on others (`fit_halves`), because constants look better on the prompts that they were fitted on.
+
+The loss is minimized over the logarithms of all constants together by L-BFGS-B (scipy), from two starts:
+
+    mean     the mean sigmas
+    doubled  twice the mean sigmas
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from scipy.optimize import minimize  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ln_probe.hooks.edits import installed
+from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.fitted_constants import Descent, Fit, Halves
+from ln_probe.hooks.frozen_scale import Constant, Divisor
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.positions import Positions
+from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import make_edit, takes_scaling
+
+__all__ = ["Descent", "Fit", "GradientError", "Halves", "fit", "fit_halves", "frozen_sites", "loss_and_gradients"]
+
+# A fit has converged where no derivative of the mean loss by the logarithm of a constant is larger, in nats/token: a
+# change of any constant by 1 % then changes the loss by less than 1e-6. In float32, rounding leaves derivatives of
+# about 5e-5 (lm-layernorm, 32 prompts of 128 tokens).
+GRADIENT = 1e-4
+# A line search can fail in a narrow valley. L-BFGS-B then begins anew at the lowest point, as long as that lowers the
+# mean loss by this much (nats/token).
+LEAST_FALL = 1e-6
+# Evaluations of the loss and its gradient from one start; lm-layernorm's nine norms take about 100.
+MOST_EVALUATIONS = 300
+# Steps that L-BFGS-B remembers: as many as a small model has constants, so that it knows the curvature along all.
+MEMORY = 20
+# A constant stays within this factor of its norm's mean sigmas. Position 0 has been seen to move by a factor of 24; a
+# norm whose best constant is infinite (its reader is best switched off) would otherwise never converge.
+REACH = 100.0
+# The second start halves what every norm gives to its readers: attention is flatter and MLPs do less. It is far from
+# the mean sigmas in every coordinate, and nothing grows. Half the mean sigmas, or one constant for all positions where
+# an attention sink's sigma is hundreds of times larger, let the stream of a deep model overflow.
+DOUBLED = 2.0
+# Tokens and logits that pass through the model at once: as many as keep one core's matrix products busy, and 128 MB.
+TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
+# Factor of a constant whose gradient is 0: large enough that rounded activations change with it.
+_TRIAL = 1.1
+
+
+class GradientError(ValueError):
+    """A loss that has no gradient at the constants, so that they cannot be fitted."""
+
+
+class _Leaf:
+    """A constant of which gradients are taken.
+
+    Attributes:
+        values: at position 0, and elsewhere.
+    """
+
+    def __init__(self, constant: Constant, device: torch.device) -> None:
+        self.values: Float64[Tensor, " 2"] = torch.tensor(
+            [constant.first, constant.rest], dtype=torch.float64, device=device, requires_grad=True
+        )
+
+    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """As `Constant.at`."""
+        values = self.values.to(like)
+        return torch.where(first, values[0], values[1])
+
+
+def fit(
+    model: HookedModel,
+    sites: Sequence[Site],
+    prompts: Sequence[Int[Tensor, " _"]],
+    *,
+    start: Mapping[str, Constant],
+    variant: str = "no_scaling",
+    objective: Objective | None = None,
+) -> Fit:
+    """Fit the constants that minimize the mean loss over some prompts, for all norms together.
+
+    Takes minutes for a small model: some hundred forward and backward passes over all prompts from each start.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or lab model.
+        sites: the norms that are edited together; those that do not scale have no constant.
+        prompts: token ids of each.
+        start: the mean sigmas of these norms, by site name.
+        variant, objective: as for `loss_and_gradients`.
+
+    Returns:
+        Both descents; the better one has the constants.
+
+    Raises:
+        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing or
+            non-positive start, or a loss that is not finite at the start.
+        GradientError: the loss has no gradient at the constants.
+
+    Example:
+        >>> import torch, ln_probe
+        >>> from ln_probe.hooks.frozen_scale import mean_sigmas
+        >>> from ln_probe.hooks.optimal_constants import fit
+        >>> model, prompts = ln_probe.load_model("lm-layernorm"), [torch.arange(1, 17), torch.arange(17, 33)]
+        >>> sites = [s for s in ln_probe.hooks.find_sites(model) if s.reads == "attention"]
+        >>> found = fit(model, sites, prompts, start=mean_sigmas(model, sites, prompts))
+        >>> bool(found.best.loss < found.best.loss_start)
+        True
+    """
+    wanted = Objective() if objective is None else objective
+    if obstacle := wanted.obstacle(model):
+        raise ValueError(f"there is no loss to minimize: {obstacle}")
+    names = [s.name for s in frozen_sites(sites, variant)]
+    _refuse_missing(names, start, "start")
+    if wrong := next((n for n in names if not min(start[n].first, start[n].rest) > 0), None):
+        raise ValueError(f"start: the constants of {wrong} must be positive, got {start[wrong].plain}")
+    counted = [row for row in prompts if wanted.weight(row)]
+    if not counted:
+        raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
+    weight = sum(wanted.weight(row) for row in counted)
+    batches = list(_batches(counted, vocabulary_size(model)))
+
+    def mean_loss(logs: Float64[np.ndarray, " constant"]) -> tuple[float, Float64[np.ndarray, " constant"]]:
+        constants = _constants(names, logs)
+        total, gradient = 0.0, np.zeros(len(logs))
+        for rows in batches:
+            loss, found = loss_and_gradients(model, sites, rows, constants, variant=variant, objective=wanted)
+            total += loss
+            gradient += np.array([found[n] for n in names]).ravel()
+        return total / weight, gradient * np.exp(logs) / weight
+
+    means = np.log([(start[n].first, start[n].rest) for n in names])
+    reach = np.stack([means.min(1) - math.log(REACH), means.max(1) + math.log(REACH)], axis=1).repeat(2, axis=0)
+    starts = {"mean": means.ravel(), "doubled": means.ravel() + math.log(DOUBLED)}
+    return Fit(tuple(_descend(names, label, mean_loss, logs, reach) for label, logs in starts.items()))
+
+
+def fit_halves(
+    model: HookedModel,
+    sites: Sequence[Site],
+    prompts: Sequence[Int[Tensor, " _"]],
+    groups: Sequence[Hashable],
+    *,
+    start: Mapping[str, Constant],
+    variant: str = "no_scaling",
+    objective: Objective | None = None,
+) -> Halves:
+    """Fit constants on each half of the prompt groups, so that every prompt is measured with constants of the other.
+
+    Groups alternate between the halves in the order in which they first occur.
+
+    Args:
+        groups: of each prompt; prompts of one group are never on both sides.
+        model, sites, prompts, start, variant, objective: as for `fit`.
+
+    Raises:
+        ValueError: fewer than two groups, or not one for each prompt; otherwise as `fit`.
+        GradientError: as `fit`.
+    """
+    if len(groups) != len(prompts):
+        raise ValueError(f"groups must name a group for each of the {len(prompts)} prompts, got {len(groups)}")
+    order = list(dict.fromkeys(groups))
+    if len(order) < 2:
+        raise ValueError(
+            f"constants are fitted on one half of the prompt groups and measured on the other: {len(order)} group "
+            "cannot be divided, give at least two"
+        )
+    half = tuple(order.index(group) % 2 for group in groups)
+    of_half = [[row for row, mine in zip(prompts, half, strict=True) if mine == number] for number in (0, 1)]
+    first, second = (fit(model, sites, rows, start=start, variant=variant, objective=objective) for rows in of_half)
+    return Halves(half, (first, second))
+
+
+def loss_and_gradients(
+    model: HookedModel,
+    sites: Sequence[Site],
+    tokens: Int[Tensor, "*batch pos"],
+    constants: Mapping[str, Constant],
+    *,
+    variant: str = "no_scaling",
+    objective: Objective | None = None,
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Return the loss with constants for the sigmas of some norms, and its derivatives by these constants.
+
+    One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or lab model.
+        sites: the norms that are edited; those that do not scale have no constant.
+        tokens: ids of one prompt [pos], or of several of equal length [batch pos].
+        constants: of each of these norms that scales, by site name; each positive.
+        variant: "no_scaling" or "neither".
+        objective: the loss; None: the next-token loss.
+
+    Returns:
+        The sum of the loss over the prompts, each times its weight (`Objective.weight`); and for each norm that scales
+        the derivatives of this sum by its constant at position 0 and by the one elsewhere.
+
+    Raises:
+        ValueError: no norm of these has a constant under this variant, or a constant is missing.
+        GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
+        ObjectiveError: the user's loss did not return one number per prompt.
+
+    Example:
+        >>> import torch, ln_probe
+        >>> from ln_probe.hooks.frozen_scale import mean_sigmas
+        >>> from ln_probe.hooks.optimal_constants import loss_and_gradients
+        >>> model, tokens = ln_probe.load_model("lm-layernorm"), torch.arange(1, 65)
+        >>> sites = ln_probe.hooks.find_sites(model)
+        >>> loss, gradients = loss_and_gradients(model, sites, tokens, mean_sigmas(model, sites, [tokens]))
+        >>> sorted(gradients) == sorted(s.name for s in sites)
+        True
+    """
+    wanted = Objective() if objective is None else objective
+    frozen = frozen_sites(sites, variant)
+    _refuse_missing([s.name for s in frozen], constants, "constants")
+    rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
+    leaves = {s.name: _Leaf(constants[s.name], rows.device) for s in frozen}
+    with torch.enable_grad():
+        loss = edited_loss(model, sites, rows, leaves, variant, wanted)
+        if not loss.requires_grad:
+            raise GradientError(
+                f"{wanted.name} has no gradient, so constants cannot be fitted: the model computes without gradients, "
+                'or the loss is a step function. Use the mean constants (scale="frozen") or another loss'
+            )
+        found = torch.autograd.grad(loss, [leaf.values for leaf in leaves.values()], allow_unused=True)
+    gradients = {
+        name: (0.0, 0.0) if g is None else (float(g[0]), float(g[1])) for name, g in zip(leaves, found, strict=True)
+    }
+    total = float(loss.detach())
+    _refuse_blocked(model, sites, rows, constants, variant, wanted, total, gradients)
+    return total, gradients
+
+
+def edited_loss(
+    model: HookedModel,
+    sites: Sequence[Site],
+    rows: Int[Tensor, "batch pos"],
+    divisors: Mapping[str, Divisor],
+    variant: str,
+    objective: Objective,
+) -> Float64[Tensor, ""]:
+    """The summed loss of some prompts under these divisors."""
+    positions = Positions()
+    edits = [make_edit(s, variant, divisors.get(s.name), positions) for s in sites]
+    with exclusive(model), evaluating(model), installed(model, edits):
+        return objective.sums(model(rows, return_type="logits"), rows).sum()
+
+
+def _refuse_blocked(
+    model: HookedModel,
+    sites: Sequence[Site],
+    rows: Int[Tensor, "batch pos"],
+    constants: Mapping[str, Constant],
+    variant: str,
+    objective: Objective,
+    loss: float,
+    gradients: Mapping[str, tuple[float, float]],
+) -> None:
+    """Refuse a gradient of 0 at a norm whose constant does change the loss; costs a pass where there is such a norm.
+
+    A gradient of exactly 0 is right where nothing reads the norm (an output matrix of zeros, as some models start), and
+    wrong where the model rounds what it computes from the norm.
+    """
+    silent = [name for name, pair in gradients.items() if pair == (0.0, 0.0)]
+    if not silent:
+        return
+    moved = {n: Constant(_TRIAL * constants[n].first, _TRIAL * constants[n].rest) for n in silent}
+    with torch.no_grad():
+        other = float(edited_loss(model, sites, rows, {**constants, **moved}, variant, objective))
+    if other != loss:
+        raise GradientError(
+            f"{silent[0]}: its constant changes the loss, but the gradient of {objective.name} is 0 there, so "
+            "constants cannot be fitted: the model rounds its activations or stops gradients. Use the mean constants "
+            '(scale="frozen")'
+        )
+
+
+def frozen_sites(sites: Sequence[Site], variant: str) -> list[Site]:
+    """Return those of some norms whose sigma a variant replaces by a constant.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if frozen := [s for s in sites if takes_scaling(s, variant)]:
+        return frozen
+    raise ValueError(
+        f"variant {variant!r} replaces the sigma of none of these {len(sites)} norms, so there are no constants to "
+        'fit: use "no_scaling" or "neither", and norms that scale'
+    )
+
+
+def _refuse_missing(names: Sequence[str], constants: Mapping[str, Constant], argument: str) -> None:
+    if missing := [n for n in names if n not in constants]:
+        raise ValueError(f"{argument} has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
+
+
+def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[Int[Tensor, "batch pos"]]:
+    """The prompts in batches of equal length."""
+    by_length: dict[int, list[Tensor]] = defaultdict(list)
+    for row in prompts:
+        by_length[len(row)].append(row)
+    for length, rows in by_length.items():
+        most = max(1, min(TOKENS_AT_ONCE // length, LOGITS_AT_ONCE // (length * vocabulary)))
+        yield from torch.stack(rows).split(most)
+
+
+def _constants(names: Sequence[str], logs: Float64[np.ndarray, " constant"]) -> dict[str, Constant]:
+    pairs = np.exp(logs).reshape(-1, 2).tolist()
+    return {name: Constant(first, rest) for name, (first, rest) in zip(names, pairs, strict=True)}
+
+
+def _descend(
+    names: Sequence[str],
+    label: str,
+    mean_loss: Callable[[Float64[np.ndarray, " constant"]], tuple[float, Float64[np.ndarray, " constant"]]],
+    start: Float64[np.ndarray, " constant"],
+    bounds: Float64[np.ndarray, "constant 2"],
+) -> Descent:
+    """Minimize the loss from one start; the lowest point that was evaluated counts."""
+    logs, gradient = start, np.zeros_like(start)
+    losses: list[float] = []
+
+    def evaluate(at: Float64[np.ndarray, " constant"]) -> tuple[float, Float64[np.ndarray, " constant"]]:
+        nonlocal logs, gradient
+        loss, slope = mean_loss(at)
+        if not (math.isfinite(loss) and np.isfinite(slope).all()):
+            if not losses:
+                raise ValueError(
+                    f"the loss is {loss} with the constants of the start {label!r}: check that the model's loss is "
+                    "finite with scaling frozen, or load it with dtype='float32'"
+                )
+            # The constants let activations overflow: worse than any other point, so that the line search goes back.
+            losses.append(math.inf)
+            return max(filter(math.isfinite, losses)) + 1.0, np.zeros_like(slope)
+        if loss < min(losses, default=math.inf):
+            logs, gradient = at.copy(), slope
+        losses.append(loss)
+        return loss, slope
+
+    before = math.inf
+    while len(losses) < MOST_EVALUATIONS:
+        options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS - len(losses)}
+        minimize(evaluate, logs, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        if _largest(gradient, logs, bounds) <= GRADIENT or before - min(losses) < LEAST_FALL:
+            break
+        before = min(losses)
+    largest = _largest(gradient, logs, bounds)
+    if largest <= GRADIENT:
+        reason = f"no derivative above {GRADIENT:g}"
+    elif len(losses) < MOST_EVALUATIONS:
+        reason = f"no step lowers the loss by {LEAST_FALL:g}"
+    else:
+        reason = f"{len(losses)} evaluations"
+    if (held := _held(gradient, logs, bounds)).any():
+        at_bound = dict.fromkeys(names[int(i) // 2] for i in np.flatnonzero(held))
+        reason += f"; at {REACH:g} times or a {REACH:g}th of the mean: {', '.join(at_bound)}"
+    return Descent(
+        label, len(losses), losses[0], min(losses), largest, largest <= GRADIENT, reason, _constants(names, logs)
+    )
+
+
+def _held(
+    gradient: Float64[np.ndarray, " constant"],
+    logs: Float64[np.ndarray, " constant"],
+    bounds: Float64[np.ndarray, "constant 2"],
+) -> Bool[np.ndarray, " constant"]:
+    """Which constants are at a bound that their derivative pushes them beyond: it cannot be followed."""
+    return ((logs <= bounds[:, 0]) & (gradient > 0)) | ((logs >= bounds[:, 1]) & (gradient < 0))
+
+
+def _largest(
+    gradient: Float64[np.ndarray, " constant"],
+    logs: Float64[np.ndarray, " constant"],
+    bounds: Float64[np.ndarray, "constant 2"],
+) -> float:
+    """The largest derivative that can be followed."""
+    return float(np.abs(np.where(_held(gradient, logs, bounds), 0.0, gradient)).max())

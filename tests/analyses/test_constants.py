@@ -1,0 +1,219 @@
+"""The constants that replace sigma: means over the other prompts, and what intervals make of their choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.analyses.constants import Constants, grouped
+from ln_probe.analyses.edited_runs import EditedRuns
+from ln_probe.analyses.probes.causal import shifts
+from ln_probe.analyses.prompt_intervals import interval
+from ln_probe.hooks import find_sites, without
+from ln_probe.hooks.frozen_scale import Constant, calibration_sigmas, mean_sigmas
+
+TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
+ALONE = ["decomposition"]
+
+
+def analyzed(model: Any, prompts: Any = TOKENS, probes: Any = ALONE, **options: Any) -> ln_probe.Report:
+    return ln_probe.analyze(model, prompts, probes=probes, progress=False, **options)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
+def test_the_constants_of_a_prompt_are_means_over_the_other_groups(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Computed once more from the sigmas of the prompts that are not equal to it."""
+    model = make_bridge(arch)
+    constants, sites = analyzed(model).constants, find_sites(model)
+    assert constants.groups.tolist() == [0, 1, 2, 0, 3]
+    for prompt, row in enumerate(TOKENS):
+        others = [other for other in TOKENS if not torch.equal(other, row)]
+        expected = mean_sigmas(model, sites, others)
+        for name, constant in constants.of(prompt).items():
+            assert constant.first == pytest.approx(expected[name].first, rel=1e-6)
+            assert constant.rest == pytest.approx(expected[name].rest, rel=1e-6)
+    pooled = mean_sigmas(model, sites, TOKENS)
+    assert set(constants.pooled) == {s.name for s in sites}
+    for name, constant in constants.pooled.items():
+        assert constant.rest == pytest.approx(pooled[name].rest, rel=1e-6)
+        assert constants.observed.loc[name, "first"] == pytest.approx(pooled[name].first, rel=1e-6)
+
+
+def test_constants_are_saved_with_the_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+    report = analyzed(make_bridge("gpt2"))
+    read = ln_probe.load_report(report.save(tmp_path / "r")).constants
+    assert read.of(1) == report.constants.of(1)
+    assert read.source == "leave-one-out means over the other prompts"
+    assert repr(read) == "Constants(5 norms, 5 prompts in 4 groups: leave-one-out means over the other prompts)"
+    with pytest.raises(IndexError, match=r"no prompt 5: the constants are of prompts 0 … 4"):
+        read.of(5)
+    with pytest.raises(ValueError, match="did not keep the sums of sigma: make it again"):
+        ln_probe.Report().constants  # noqa: B018
+
+
+def test_without_reproduces_each_prompt_with_its_constants(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2", torch.float64)
+    report = analyzed(model, TOKENS[:4], probes=["causal"])
+    rows = report.causal_prompts.set_index(["prompt", "sites", "variant"])
+    for prompt, row in enumerate(TOKENS[:4]):
+        with torch.no_grad(), without(model, "scaling", sites="all", scale=report.constants.of(prompt)):
+            edited = float(model(row[None], return_type="loss"))
+        mine = rows.loc[(prompt, "all", "no_scaling")]
+        assert edited == pytest.approx(mine["loss"] + mine["delta_loss"], abs=1e-6)
+
+
+def test_labels_form_groups(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
+    assert constants.groups.tolist() == [0, 0, 1, 1, 1]
+    expected = mean_sigmas(model, find_sites(model), TOKENS[2:])
+    assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
+    assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
+    with pytest.raises(ValueError, match="got 2 labels for 5 prompts"):
+        analyzed(model, groups=["a", "b"])
+
+
+def test_calibration_text_gives_every_prompt_the_same_constants(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    other = torch.arange(30, 42)[None]
+    report = analyzed(model, calibration=other)
+    expected = mean_sigmas(model, find_sites(model), list(other))
+    assert report.constants.of(0) == report.constants.of(4) == report.constants.pooled == expected
+    assert report.provenance["calibration"]["constants"] == "means over the calibration prompts (tokens)"
+    norms = report.layernorms.set_index("site")
+    ratio = expected["ln_final"].rest / report.constants.observed.loc["ln_final", "rest"]
+    assert norms.loc["ln_final", "constant_ratio_rest"] == pytest.approx(ratio)
+    assert norms.loc["ln_final", "constant_rest"] == expected["ln_final"].rest
+
+
+def test_constants_far_from_what_is_observed_are_noted(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    constants = analyzed(model, TOKENS[:3]).constants
+    assert constants.notes() == ()
+    far = {name: Constant(2 * c.first, 1.04 * c.rest) for name, c in constants.pooled.items()}
+    (note,) = Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", far).notes()
+    assert note.startswith("the constants of 5 of 5 norms differ by more than 5% from the mean sigma of these prompts")
+    assert "at position 0: 2 times it), so freezing scaling also changes the size of vectors there" in note
+
+
+def test_unusable_calibration_text_is_refused(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with pytest.raises(
+        ValueError, match=r"calibration: prompt 0: token id 50 is outside the vocabulary of 50 \(0 … 49\)"
+    ):
+        analyzed(model, calibration=[[50]])
+    with pytest.raises(ValueError, match="calibration: its 2 prompts have one token each"):
+        analyzed(model, calibration=[[3], [4]])
+    with pytest.raises(ValueError, match="calibration: these are the 5 prompts that are measured: leave it out"):
+        analyzed(model, calibration=TOKENS)
+    report = analyzed(model, calibration=[TOKENS[1], torch.arange(30, 42)])
+    assert "1 of 5 prompts are in the calibration text too: their own sigma is part of their constants" in report.notes
+
+
+def test_one_group_of_prompts_has_constants_from_elsewhere(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    report = analyzed(model, torch.stack([TOKENS[0]] * 3))
+    expected = mean_sigmas(model, find_sites(model), [TOKENS[0]])
+    assert report.constants.of(2)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
+    assert report.constants.source == "the prompt's own means"
+    assert any(
+        n.startswith("there is one group of prompts and no other text, so the constants are") for n in report.notes
+    )
+    bundled = ln_probe.load_model("lm-layernorm")
+    own = ln_probe.constants(bundled, torch.arange(1, 30)[None])
+    windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
+    assert own.of(0) == mean_sigmas(bundled, find_sites(bundled), list(windows))  # type: ignore[arg-type]
+    assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
+
+
+def test_default_constants_of_without_are_pooled_over_the_default_prompts() -> None:
+    """`without` and `analyze` took theirs from different text where prompts lacked the first token of the model."""
+    model: Any = ln_probe.load_model("lm-layernorm")
+    pooled = ln_probe.constants(model).pooled
+    with without(model, "scaling", sites="final") as done:
+        assert done.divisors["ln_final"].first == pytest.approx(pooled["ln_final"].first, rel=1e-6)
+        assert done.divisors["ln_final"].rest == pytest.approx(pooled["ln_final"].rest, rel=1e-6)
+
+
+def test_sums_of_others_lose_nothing_beside_a_huge_sigma() -> None:
+    """A sink's sigma of 1e9 in one prompt must not cost the others digits, as subtracting from the total would."""
+    sums = np.array([[[1e17, 1.0]], [[0.1, 0.3]], [[0.2, 0.4]]])
+    constants = Constants(("a",), np.arange(3), sums, np.ones_like(sums))
+    assert constants.of(0)["a"] == Constant((0.1 + 0.2) / 2, (0.3 + 0.4) / 2)
+
+
+def test_prompts_of_one_token_have_the_constant_of_position_0() -> None:
+    sums, counts = np.array([[[2.0, 0.0]], [[4.0, 0.0]]]), np.array([[[1.0, 0.0]], [[1.0, 0.0]]])
+    assert Constants(("a",), np.arange(2), sums, counts).of(0)["a"] == Constant(4.0, 4.0)
+
+
+def test_the_table_is_what_the_constants_were_made_of() -> None:
+    generator = np.random.default_rng(0)
+    sums, counts = generator.random((4, 3, 2)), generator.integers(1, 9, (4, 3, 2)).astype(float)
+    constants = Constants(("a", "b", "c"), grouped(["x", "y", "x", "z"]), sums, counts)
+    again = Constants.of_table(constants.to_table())
+    assert all(again.of(p) == constants.of(p) for p in range(4))
+    pd.testing.assert_frame_equal(again.to_table(), constants.to_table())
+
+
+def test_intervals_add_what_a_group_does_to_the_others_constants(make_bridge: Callable[..., Any]) -> None:
+    """The shift of a group is the derivative of the summed loss change by the group's weight in everybody's "
+    "constants."""
+    model = make_bridge("gpt2", torch.float64)
+    prompts = [torch.randint(1, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (6, 9, 12, 7)]
+    report = analyzed(model, prompts)
+    constants, sites = report.constants, find_sites(model)
+    runs = EditedRuns(model, sites, constants.pooled, primary_only=True, errors=constants.standard_errors)
+    for number, row in enumerate(prompts):
+        runs.measure(number, row)
+    moved = shifts(constants, pd.DataFrame(runs.gradients))
+
+    def summed(weights: np.ndarray) -> float:
+        sums, counts = (values * weights[:, None, None] for values in (constants.sums, constants.counts))
+        means = sums.sum(0) / counts.sum(0)
+        scale = {name: Constant(*map(float, pair)) for name, pair in zip(constants.sites, means, strict=True)}
+        with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+            return sum(float(model(row[None], return_type="loss")) * (len(row) - 1) for row in prompts)
+
+    for group in range(4):
+        step = np.eye(4)[group] * 1e-4
+        slope = (summed(np.ones(4) + step) - summed(np.ones(4) - step)) / 2e-4
+        assert moved["all"][group] == pytest.approx(slope, rel=1e-4, abs=1e-6)
+    assert moved["all"].sum() == pytest.approx(0.0, abs=1e-9)
+    assert set(moved) == {"attention", "all"}
+
+
+def test_a_derivative_that_holds_over_no_real_step_is_reduced(make_bridge: Callable[..., Any]) -> None:
+    """A loss that goes up and down within a thousandth of the constants' standard error: its slope says nothing."""
+    model = make_bridge("gpt2", torch.float64)
+    prompts = [torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(n)) for n in range(40)]
+
+    def steep(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return 1 + torch.sin(1e4 * output.double().mean((1, 2)))
+
+    report = analyzed(model, prompts, ("causal",), loss=steep)
+    found = report.causal_prompts.query("sites == 'attention' and variant == 'no_scaling'")
+    row = report.causal.query("sites == 'attention' and variant == 'no_scaling'").iloc[0]
+    half_width = float(row["delta_loss_high"] - row["delta_loss_low"]) / 2
+    low, high = interval(found["delta_loss"].to_numpy(), np.ones(len(found)))
+    assert half_width < 1.5 * (high - low) / 2
+    assert any("too steep in the constants for a derivative (attention, all)" in note for note in report.notes)
+
+
+def test_each_tokens_own_sigma_as_constant_changes_nothing() -> None:
+    """A prompt of one token per site: the mean over one vector is its sigma."""
+    model: Any = ln_probe.load_model("lm-layernorm")
+    row = torch.tensor([[3]])
+    sites = find_sites(model)
+    own = {name: sigmas.constant for name, sigmas in calibration_sigmas(model, sites, list(row)).items()}
+    with torch.no_grad():
+        intact = model(row)
+        with without(model, "scaling", sites="all", scale=own):
+            assert (model(row) - intact).abs().max() < 1e-4

@@ -1,0 +1,136 @@
+"""Architectures that were refused without a word or read wrongly: measured, or refused by name (defects F7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import ln_probe
+from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.writes import SplitError
+
+TOKENS = torch.randint(3, 50, (1, 10), generator=torch.Generator().manual_seed(0))
+PROBES = ("decomposition", "selectability", "uniformity")
+
+
+def folder(model: PreTrainedModel, home: Path) -> Any:
+    model.save_pretrained(home / "model")
+    return ln_probe.load_model(home / "model", device="cpu")
+
+
+@pytest.mark.parametrize("eps", [0.02, 0.1, 1.0, 10.0, 1e3])
+@pytest.mark.parametrize(("arch", "option", "kind"), [("gpt2", "layer_norm_epsilon", "layernorm"),
+                                                      ("llama", "rms_norm_eps", "rmsnorm")])  # fmt: skip
+def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float, make_bridge: Callable[..., Any]) -> None:
+    """Studies that anneal eps go through all of these."""
+    model = make_bridge(arch, **{option: eps})
+    for site in find_sites(model):
+        assert (site.kind, site.eps) == (kind, pytest.approx(eps, rel=1e-3))
+    report = ln_probe.analyze(model, TOKENS, probes=("decomposition",), progress=False)
+    assert (report.layernorms["reconstruction_error"] <= report.layernorms["reconstruction_bound"]).all()
+
+
+def test_a_norm_without_scaling_stays_one(make_bridge: Callable[..., Any]) -> None:
+    assert {s.kind for s in find_sites(make_bridge("gpt2", layer_norm_epsilon=1e12))} == {"projection_only"}
+
+
+def test_logits_that_are_scaled(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    """Granite divides its logits, multiplies its embeddings and what blocks write."""
+    original = hf_model("granite")
+    model = folder(original, tmp_path)
+    found = ln_probe.attribute_logits(model, TOKENS, target=7, against=9).check()
+    with torch.no_grad():
+        logits = original(TOKENS).logits[0, -1]
+    assert found.total == pytest.approx(float(logits[7] - logits[9]), rel=1e-4)
+    ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2).check()
+
+
+def test_alibi_of_falcon(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = folder(hf_model("falcon-alibi"), tmp_path)
+    report = ln_probe.analyze(model, TOKENS, probes=PROBES, progress=False)
+    assert not any("head space was not measured" in n for n in report.notes)
+    assert set(report.heads["space"]) == {"normalized", "head"}
+    found = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
+    pattern = model.run_with_cache(TOKENS)[1]["blocks.1.attn.hook_pattern"][0, 1, 5].double()
+    assert found.total == pytest.approx(math.log(pattern[2] / pattern[3]), rel=1e-4)
+
+
+def test_scores_with_positions_instead_of_distances(make_bridge: Callable[..., Any]) -> None:
+    """BLOOM adds slope·position: its scores are ours plus a number per query, which differences do not hold."""
+    model = make_bridge("bloom")
+    found = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
+    pattern = model.run_with_cache(TOKENS)[1]["blocks.1.attn.hook_pattern"][0, 1, 5].double()
+    assert found.total == pytest.approx(math.log(pattern[2] / pattern[3]), rel=1e-4)
+
+
+def test_a_projection_before_the_unembedding_is_refused_by_name(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = folder(hf_model("opt-350m"), tmp_path)
+    with pytest.raises(SplitError, match="what the unembedding reads is 16 wide, and the residual stream 32: a proj"):
+        ln_probe.attribute_logits(model, TOKENS)
+    with pytest.raises(SplitError, match=r"what is read at blocks\.0\.ln1 is not the sum"):
+        ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2)
+    with pytest.warns(UserWarning, match="writers"):
+        report = ln_probe.analyze(model, TOKENS, probes=("decomposition", "writers"), progress=False)
+    assert "not the sum of what embeddings, heads, MLPs and norms wrote" in report.failures[0].error
+
+
+def test_a_head_that_transforms_the_stream_is_refused_by_name(make_bridge: Callable[..., Any]) -> None:
+    with pytest.raises(SplitError, match=r"was written after blocks\.1\.ln2, the last place where the sum closes"):
+        ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
+
+
+def test_neox_without_biases_in_memory(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    original = hf_model("neox-no-bias")
+    report = ln_probe.analyze(original, TOKENS, probes=PROBES, progress=False)
+    assert any("zeros were put in their place" in n for n in report.provenance["model"]["notes"])
+    assert original.gpt_neox.layers[0].attention.query_key_value.bias is None
+    same = ln_probe.analyze(folder(original, tmp_path), TOKENS, probes=PROBES, progress=False)
+    for column in ("attainable_median", "entropy_ratio"):
+        assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
+
+
+def test_unscaled_attention_in_memory(hf_model: Callable[[str], Any]) -> None:
+    """TransformerLens's bridge scales it all the same: where there is HookedTransformer, that is the model."""
+    from ln_probe.loading.worlds import has_hooked_transformer
+
+    if not has_hooked_transformer():
+        with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge .* its logits are"):
+            ln_probe.analyze(hf_model("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+        return
+    report = ln_probe.analyze(hf_model("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+    assert report.provenance["model"]["world"] == "HookedTransformer"
+    assert any("not a TransformerBridge: " in n for n in report.provenance["model"]["notes"])
+    assert set(report.heads["space"]) == {"normalized", "head"}
+
+
+def test_rows_of_several_lengths(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7]]
+    found = ln_probe.outlier_tokens(model, rows)
+    assert found.mask.shape == (2, 9)
+    alone = ln_probe.outlier_tokens(model, torch.tensor(rows[1:]))
+    for name, sigma in found.sigma.items():
+        torch.testing.assert_close(sigma[1, :3], alone.sigma[name][0])
+        assert sigma[1, 3:].isnan().all()
+    with ln_probe.hooks.without(model, "scaling", tokens=rows) as ragged:
+        pass
+    sigma = found.sigma["blocks.0.ln1"]
+    constant = ragged.divisors["blocks.0.ln1"]
+    assert constant.first == pytest.approx(float(sigma[:, 0].mean()), rel=1e-5)
+    assert constant.rest == pytest.approx(float(sigma[:, 1:].nanmean()), rel=1e-5)
+    for wrong in ([[1, 2], []], [[1.5, 2.0]], ["a"]):
+        with pytest.raises(ValueError, match=r"tokens must be whole numbers \[batch pos\], got a list of "):
+            ln_probe.outlier_tokens(model, wrong)  # type: ignore[arg-type]
+
+
+def test_formats_and_devices_as_torch_objects() -> None:
+    model = ln_probe.load_model("lm-none", dtype=torch.float64, device=torch.device("cpu"))
+    assert next(model.parameters()).dtype == torch.float64
+    with pytest.raises(ValueError, match="dtype must be one of float32, float64, bfloat16, float16, got 'int8'"):
+        ln_probe.load_model("lm-none", dtype=torch.int8)

@@ -1,0 +1,233 @@
+"""The law `analyze` = `key_geometry`: head-space verdicts are those of the keys in their own coordinates.
+
+W_Q may remove directions (relative singular value below 1e-9), never rescale them. What the head's own queries reach is
+the column `reachable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+
+import ln_probe
+from ln_probe.analyses.attended import Attended
+from ln_probe.analyses.geometry.key_coordinates import TAU
+from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
+from ln_probe.analyses.schema import Column, Table
+
+TOKENS = torch.randint(2, 50, (1, 28), generator=torch.Generator().manual_seed(5))
+REMOVED = 1e-9
+SMALL: dict[str, Any] = {"n_layers": 1, "n_heads": 2}
+
+
+@dataclass
+class KeySet:
+    """The keys that one query sees in one head, under one variant, and the queries that the head can make there."""
+
+    place: tuple[int, int, str, int]  # layer, head, variant, prompt
+    seen: slice
+    grows: bool
+    keys: Float[np.ndarray, "key d_head"]
+    bias: Float[np.ndarray, " key"] | None
+    center: Float[np.ndarray, " d_head"]
+    axes: Float[np.ndarray, "d_head axis"]
+
+    def in_span(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The keys without the directions that W_Q removes, and the bias that the rest of the center adds."""
+        left, values, _ = np.linalg.svd(self.axes)
+        there = left[:, : int((values > REMOVED * values[0]).sum())]
+        if there.shape[1] == len(left):
+            return self.keys, self.bias
+        outside = self.center - there @ (there.T @ self.center)
+        if np.linalg.norm(outside) <= REMOVED * np.linalg.norm(self.center):
+            return self.keys @ there, self.bias
+        return self.keys @ there, self.keys @ outside + (0.0 if self.bias is None else self.bias)
+
+
+class Recorder(Probe):
+    """Keeps the keys of every head, as the probes get them."""
+
+    name = "recorder"
+    summary = "the keys that are judged together"
+    tables = (Table("recorded", "Recorded", "Nothing.", (), (Column("nothing", "int", "nothing"),)),)
+    needs = Needs(attention=True, variants=True, calibration=True)
+
+    def __init__(self) -> None:
+        self.sets: list[KeySet] = []
+
+    def start(self, view: View) -> Observer:
+        return _Recording(self.sets)
+
+
+class _Recording(Observer):
+    def __init__(self, sets: list[KeySet]) -> None:
+        self.sets = sets
+
+    def attention(self, prompt: int, attended: Attended) -> None:
+        for variant in attended.outputs if attended.heads is not None else ():
+            keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
+            for seen in attended.key_sets:
+                last = seen.stop - 1
+                queries = attended.reachable(last) or attended.directions(last)
+                for row, head in enumerate(attended.chosen):
+                    bias = attended.key_bias
+                    self.sets.append(
+                        KeySet(
+                            (attended.layer, head, variant, prompt),
+                            seen,
+                            attended.grows,
+                            keys[row, seen].copy(),
+                            None if bias is None else bias[row, seen].copy(),
+                            queries[0][row].copy(),
+                            queries[1][row].copy(),
+                        )
+                    )
+
+
+def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[Any, list[KeySet]]:
+    """Every verdict of head space against `key_geometry` of the same keys; the table, and the sets of keys."""
+    recorder = Recorder()
+    report = ln_probe.analyze(model, tokens, probes=["selectability", recorder], keys="all", progress=False, **options)
+    table = report.keys.query("space == 'head'").set_index(["layer", "head", "variant", "prompt"]).sort_index()
+    compared = 0
+    for each in recorder.sets:
+        rows = table.loc[[each.place]].sort_values("position")
+        rows = rows[(rows["position"] >= each.seen.start) & (rows["position"] < each.seen.stop)]
+        keys, bias = each.in_span()
+        geometry = ln_probe.key_geometry(keys, bias, causal=each.grows, margins=False)
+        geometry.certify()
+        wrong = rows["verdict"].to_numpy() != geometry.verdict
+        assert not wrong.any(), (each.place, rows[wrong], geometry.verdict[wrong])
+        if each.grows:
+            assert (rows["first_unselectable_at"].to_numpy() == geometry.first_unselectable_at).all(), each.place
+        prove(keys, bias, geometry)
+        compared += len(rows)
+    assert compared == len(table) > 0
+    return table, recorder.sets
+
+
+def prove(keys: np.ndarray, bias: np.ndarray | None, geometry: Any) -> None:
+    """Witnesses put their keys on top, weights reproduce theirs."""
+    centred = keys - keys.mean(axis=0)
+    added = np.zeros(len(keys)) if bias is None else bias
+    size = np.sqrt((centred**2).sum(axis=1).mean())
+    for i, verdict in enumerate(geometry.verdict):
+        if verdict == "selectable":
+            scores = centred @ geometry.witness(i) + added
+            assert (np.delete(scores, i) < scores[i]).all()
+        elif verdict == "unselectable":
+            weights = geometry.weights(i)
+            assert weights.min() >= 0
+            assert weights.sum() == pytest.approx(1.0)
+            assert np.linalg.norm(weights @ centred - centred[i]) <= 1.001 * TAU * size
+            assert weights @ added >= added[i] - 1.001 * TAU * np.ptp(added)
+
+
+def squeezed(model: Any, factor: float, *, bias: bool = True, count: int = 3) -> Any:
+    """The model with `count` directions of every head's W_Q (and b_Q) multiplied by `factor`."""
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_Q[..., :count] *= factor
+            if bias:
+                block.attn.b_Q[..., :count] *= factor
+    return model
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-8])
+def test_a_nearly_dead_w_q_changes_no_verdict(factor: float, make_hooked: Callable[..., Any]) -> None:
+    table, _ = check(squeezed(make_hooked(**SMALL), factor))
+    plain, _ = check(make_hooked(**SMALL))
+    assert (table["verdict"] == plain["verdict"]).loc[0].all(), "the keys of layer 0 are the same"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool, make_hooked: Callable[..., Any]) -> None:
+    """With a b_Q left there, its score is a bias per key."""
+    table, sets = check(squeezed(make_hooked(**SMALL), 0.0, bias=bias, count=5))
+    assert sets[0].in_span()[0].shape[1] == 3
+    assert (sets[0].in_span()[1] is None) == bias
+    assert {"selectable", "unselectable"} <= set(table["verdict"])
+
+
+def test_directions_are_those_of_no_coordinate(make_hooked: Callable[..., Any]) -> None:
+    """In float64, along random directions of each head: nearly dead, and dead."""
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64))[0]
+    for factor in (1e-7, 0.0):
+        model = make_hooked(**SMALL).to(torch.float64)
+        scale = torch.tensor([factor, factor, factor, 1, 1, 1, 1, 1], dtype=torch.float64)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attn.W_Q.copy_(block.attn.W_Q @ turn @ torch.diag(scale) @ turn.T)
+                block.attn.b_Q.copy_(block.attn.b_Q @ turn @ torch.diag(scale) @ turn.T)
+        _, sets = check(model, TOKENS)
+        assert sets[0].in_span()[0].shape[1] == (8 if factor else 5)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["gpt2", "neox", *(pytest.param(a, marks=pytest.mark.slow) for a in ("llama", "bloom", "mistral", "neo", "bert"))],
+)
+def test_tiny_models_of_several_architectures(arch: str, make_bridge: Callable[..., Any]) -> None:
+    check(make_bridge(arch), TOKENS)
+
+
+@pytest.mark.parametrize("factor", [1e-8, 0.0])
+def test_queries_without_a_bound(factor: float, make_hooked: Callable[..., Any]) -> None:
+    table, _ = check(squeezed(make_hooked(**SMALL, normalization_type=None), factor), TOKENS)
+    assert table["reachable"].notna().all()
+
+
+def test_a_sample_of_keys_has_the_same_verdicts(make_hooked: Callable[..., Any]) -> None:
+    model = squeezed(make_hooked(**SMALL), 1e-8)
+    place = ["layer", "head", "space", "variant", "prompt", "position"]
+    options: dict[str, Any] = {"probes": ["selectability"], "keys": "all", "progress": False}
+    every = ln_probe.analyze(model, TOKENS, **options).keys.set_index(place)
+    some = ln_probe.analyze(model, TOKENS, keys_sample=9, **options).keys.set_index(place)
+    same = every.loc[some.index]
+    for column in ("verdict", "reachable"):
+        assert some[column].equals(same[column]), column
+
+
+@pytest.mark.slow
+def test_a_bundled_model() -> None:
+    check(ln_probe.load_model("lm-layernorm"), torch.arange(3, 67)[None])
+
+
+def test_what_the_heads_queries_reach_is_a_column(make_hooked: Callable[..., Any]) -> None:
+    """A query of the set that puts the key on top, by more than tau of what the set sees of the keys."""
+    model = squeezed(make_hooked(**SMALL), 1e-8, count=5)
+    table, sets = check(model, TOKENS)
+    assert table["reachable"].dtype == "boolean"
+    for each in sets:
+        rows = table.loc[[each.place]].sort_values("position")
+        seen = (each.keys - each.keys.mean(axis=0)) @ each.axes
+        size = np.sqrt((seen**2).sum(axis=1).mean())
+        expected = rows["margin_lower"].to_numpy() > TAU * size
+        assert (rows["reachable"].to_numpy(bool) == expected).all()
+        # No query of many drawn at random puts an unreachable key on top.
+        u = np.random.default_rng(1).standard_normal((4000, each.axes.shape[1]))
+        u /= np.linalg.norm(u, axis=1, keepdims=True)
+        top = (each.keys @ (each.center[:, None] + each.axes @ u.T)).argmax(axis=0)
+        assert rows["reachable"].to_numpy(bool)[np.unique(top)].mean() > 0.9
+    beyond = (table["verdict"] == "selectable") & ~table["reachable"]
+    assert beyond.any(), "keys that only queries far beyond the head's own select"
+
+
+def test_the_share_of_keys_out_of_reach(make_hooked: Callable[..., Any]) -> None:
+    report = ln_probe.analyze(
+        squeezed(make_hooked(**SMALL), 1e-8, count=5), TOKENS, probes=["selectability"], keys="all", progress=False
+    )
+    inside = report.keys.query("space == 'head'")
+    shares = 1 - inside.groupby(["layer", "head", "variant"])["reachable"].mean().astype(float)
+    heads = report.heads.query("space == 'head'").set_index(["layer", "head", "variant"])
+    np.testing.assert_allclose(heads["unreachable_fraction"].loc[shares.index], shares, atol=1e-12)
+    assert (shares > 0).any()
+    outside = report.keys.query("space == 'normalized'")
+    assert outside["reachable"].isna().all()
+    assert report.heads.query("space == 'normalized'")["unreachable_fraction"].isna().all()

@@ -1,0 +1,91 @@
+"""What a plan says of memory and time: by the format that weights are loaded in, whatever they have on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import command, lab_model
+from safetensors.torch import load_file
+
+from ln_probe.batch import cost
+from ln_probe.batch.plan import Run
+from ln_probe.batch.suite import Target, suite
+from ln_probe.loading.hub import Description
+from ln_probe.measuring.settings import Settings
+from ln_probe.prompting.shards import ShardedCorpus
+
+
+def planned(model: object, *options: object) -> dict[str, Any]:
+    code, printed, said = command("plan", model, "--json", "--quiet", *options)
+    assert code == 0, said
+    found: dict[str, Any] = json.loads(printed)["models"][0]
+    return found
+
+
+def weights_of(row: dict[str, Any]) -> float:
+    """Bytes of the weights in memory, by which a plan's memory differs from that of no weights at all."""
+    return (row["memory_bytes"] - cost._WORKER_BYTES) / cost._COPIES
+
+
+def test_a14_a_bfloat16_folder_is_loaded_in_float32(hf_model: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    hf_model("gpt2").to(torch.bfloat16).save_pretrained(folder)
+    numbers = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
+    file = 2 * numbers
+    assert abs((folder / "model.safetensors").stat().st_size - file) < 20_000  # its header
+    by_default = planned(folder)
+    assert weights_of(by_default) == 2 * file
+    assert weights_of(planned(folder, "--dtype", "float32")) == 2 * file
+    assert weights_of(planned(folder, "--dtype", "bfloat16")) == file
+    assert weights_of(planned(folder, "--dtype", "float64")) == 4 * file
+    hf_model("gpt2").save_pretrained(tmp_path / "wide")
+    for what in ("memory_bytes", "seconds"):
+        assert planned(tmp_path / "wide")[what] == pytest.approx(by_default[what]), "the same model, in another format"
+
+
+def test_a14_every_kind_of_folder_is_counted(hf_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = hf_model("gpt2")
+    model.save_pretrained(tmp_path / "parts", max_shard_size="40KB")
+    assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    numbers = sum(t.numel() for file in files for t in load_file(file).values())
+    (parts,) = suite([str(tmp_path / "parts")])
+    assert parts.parameters == numbers
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(tmp_path / "parts" / "config.json", pickled)
+    torch.save({k: v.clone() for k, v in model.state_dict().items()}, pickled / "pytorch_model.bin")
+    (target,) = suite([str(pickled)], allow_pickle=True)
+    assert numbers < target.parameters < 2 * numbers + 20_000  # a pickle keeps tied weights, and a header of its own
+    (lab,) = suite([str(lab_model(tmp_path / "lab"))])
+    assert lab.parameters == sum(t.numel() for t in load_file(tmp_path / "lab" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(("dtype", "gigabytes"), [(None, 32), ("bfloat16", 16), ("float64", 64)])
+def test_a14_a_model_on_the_hub(dtype: str | None, gigabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3-8B is 16 GB on the hub; loaded in float32 it is twice as much, and so many workers fewer have room."""
+    about = Description({"torch_dtype": "bfloat16", "num_hidden_layers": 32}, 16 * 10**9)
+    monkeypatch.setattr(cost, "described", lambda target: about)
+    target = Target("meta-llama/Meta-Llama-3-8B", None, "llama", "repository@commit")
+    corpus = ShardedCorpus("p.jsonl", "p.jsonl", 64, "0" * 64, 1)
+    run = Run(Path("out"), Settings(probes=("uniformity",)), corpus, dtype=dtype)
+    found = cost.cost(run, target, [10.0])
+    assert found.memory_bytes == cost._WORKER_BYTES + cost._COPIES * gigabytes * 10**9
+    pages = {"SC_AVPHYS_PAGES": 200 * 10**9 // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(cost.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr("ln_probe.analyses.machinery.parallel.available", lambda: 64)
+    room = 200 * 10**9 / found.memory_bytes
+    assert cost.default_workers(run, [target]) == max(1, int(room)) == {32: 2, 16: 4, 64: 1}[gigabytes]
+
+
+def test_a14_what_nobody_knows() -> None:
+    corpus = ShardedCorpus("p.jsonl", "p.jsonl", 2, "0" * 64, 1)
+    run = Run(Path("out"), Settings(probes=("decomposition",)), corpus)
+    found = cost.cost(run, Target("./nowhere", None, "nowhere", error="it is not there"), [10.0])
+    assert found.memory_bytes != found.memory_bytes  # NaN
