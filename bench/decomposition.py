@@ -27,8 +27,8 @@ import torch
 from ln_probe.analyses.norm_statistics import SiteStatistics, table
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
-from ln_probe.loading.worlds import has_hooked_transformer
-from ln_probe.measuring.analyze import analyze
+from ln_probe.loading.convert import has_hooked_transformer
+from ln_probe.measure import analyze
 
 PROMPTS, TOKENS, THREADS, REPEATS = 8, 512, 2, 5
 PARTS = ("bare", "decomposition", "cache")

@@ -248,7 +248,7 @@ def load(folder: Path, name: str) -> nn.Module:
         SystemExit: it has not been trained.
     """
     import ln_probe
-    from ln_probe.loading.in_memory import bridged
+    from ln_probe.loading.verify import bridged
 
     path = folder / name
     if not (path / "model.safetensors").is_file():

@@ -24,8 +24,8 @@ from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
-from ln_probe.measuring.passes import Passes
-from ln_probe.measuring.settings import Settings
+from ln_probe.passes import Passes
+from ln_probe.settings import Settings
 
 TOKENS, THREADS = 512, 2
 PROMPTS, LENGTH = 32, 128

@@ -32,7 +32,7 @@ from ln_probe.hooks.interventions import members, without
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import fit, fit_halves
 from ln_probe.models import bundled_folder
-from ln_probe.prompting.prompts import summary
+from ln_probe.prompts import summary
 
 GROUPS = ("attention", "all")
 TABLE = Path(__file__).parent / "results" / "optimal.csv"

@@ -56,7 +56,7 @@ def main() -> int:
 def cost() -> int:
     """Print the seconds that the seal adds to a report of GPT-2's shape: what it does once, and between passes."""
     from ln_probe.hooks.checksums import Fingerprint
-    from ln_probe.measuring.seal import Seal, hooked_model
+    from ln_probe.seal import Seal, hooked_model
 
     model, _ = hooked_model(transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval())
     size = sum(p.numel() for _, p in model.named_parameters())

@@ -24,7 +24,7 @@ import torch
 import ln_probe
 from ln_probe.analyses.attribution import attribute_through_layers
 from ln_probe.hooks import find_sites, linearized, without
-from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompts import make_prompts
 
 model = ln_probe.load_model("lm-layernorm")
 text = "The lamp was lit before the ships came home, and the"

@@ -25,7 +25,7 @@ import torch
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompts import make_prompts
 
 SHOWN = 4  # heads in the tables
 FIRST = 10  # the first query that is looked at

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from ln_probe.analyses.attribution.score_parts import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
     from ln_probe.analyses.outliers import outlier_tokens
-    from ln_probe.measuring.analyze import analyze
-    from ln_probe.measuring.headline import constants, freezing_cost
+    from ln_probe.measure import analyze, constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
-    from ln_probe.prompting.token_forms import sampled
+    from ln_probe.prompt_sources import sampled
     from ln_probe.reporting.comparison import Comparison, compare
     from ln_probe.reporting.report import Report, load_report
 
@@ -31,16 +30,16 @@ _HOME = {
     "Report": "ln_probe.reporting.report",
     "attribute_logits": "ln_probe.analyses.attribution.logit_parts",
     "attribute_scores": "ln_probe.analyses.attribution.score_parts",
-    "analyze": "ln_probe.measuring.analyze",
+    "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
-    "constants": "ln_probe.measuring.headline",
+    "constants": "ln_probe.measure",
     "compare": "ln_probe.reporting.comparison",
-    "freezing_cost": "ln_probe.measuring.headline",
+    "freezing_cost": "ln_probe.measure",
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
     "outlier_tokens": "ln_probe.analyses.outliers",
-    "sampled": "ln_probe.prompting.token_forms",
+    "sampled": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",
 }
 _SUBPACKAGES = ("analyses", "hooks")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ln_probe.hooks.default_tokens import BundledPrompts
     from ln_probe.hooks.fitted_constants import Shipped
+    from ln_probe.loading.convert import Processing, World
     from ln_probe.loading.pretrained import Pretrained
-    from ln_probe.loading.worlds import Processing, World
 
 __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
@@ -86,7 +86,7 @@ def load_model(
             the original.
         ImportError: a ``.gguf`` file without the package ``gguf``.
     """
-    from ln_probe.loading.worlds import Processing
+    from ln_probe.loading.convert import Processing
 
     torch_dtype, torch_device = dtype_named(dtype or DTYPES[0]), device_named(device)
     if world not in (None, "hooked", "bridge"):
@@ -241,11 +241,10 @@ def _load_local(
     world: World | None,
     processing: Processing,
 ) -> nn.Module:
-    from ln_probe.loading.faithful import into_world
     from ln_probe.loading.folder import inspect_folder
-    from ln_probe.loading.inputs import files_of_checkpoint, unchanged
-    from ln_probe.loading.pretrained import from_folder, from_gguf
-    from ln_probe.loading.quiet import offline, own_random_numbers, quiet
+    from ln_probe.loading.pretrained import from_folder, from_gguf, offline, own_random_numbers, quiet
+    from ln_probe.loading.provenance import files_of_checkpoint, unchanged
+    from ln_probe.loading.verify import into_world
 
     with quiet(), offline(), own_random_numbers():
         if kind == "gguf":
@@ -270,12 +269,11 @@ def _load_hub(
     world: World | None,
     processing: Processing,
 ) -> nn.Module:
-    from ln_probe.loading.faithful import into_world
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
-    from ln_probe.loading.inputs import files_of_checkpoint, unchanged
-    from ln_probe.loading.pretrained import from_folder
-    from ln_probe.loading.quiet import offline, own_random_numbers, quiet
+    from ln_probe.loading.pretrained import from_folder, offline, own_random_numbers, quiet
+    from ln_probe.loading.provenance import files_of_checkpoint, unchanged
+    from ln_probe.loading.verify import into_world
 
     with quiet():
         repository = official_name(given, also=tuple(bundled_models()))
@@ -322,8 +320,7 @@ def _source(
     notes: tuple[str, ...] = (),
 ) -> ModelSource:
     """The part of the record that is known before a world is chosen; `read` are the hashes of all files read."""
-    from ln_probe.loading.inputs import combined
-    from ln_probe.loading.provenance import sha256_of_hashes, transformer_lens_version
+    from ln_probe.loading.provenance import combined, sha256_of_hashes, transformer_lens_version
 
     return ModelSource(
         name=given,
@@ -376,8 +373,13 @@ def _load_lab(
     step = None if revision is None else lab_step(revision)
     from ln_probe.analyses.lab.arithmetic import arithmetic_of
     from ln_probe.analyses.lab.training import load_run
-    from ln_probe.loading.inputs import combined, files_of_lab_run, unchanged
-    from ln_probe.loading.provenance import sha256_of_state, transformer_lens_version
+    from ln_probe.loading.provenance import (
+        combined,
+        files_of_lab_run,
+        sha256_of_state,
+        transformer_lens_version,
+        unchanged,
+    )
 
     with unchanged(files_of_lab_run(folder, step)) as read:
         made = load_run(folder, step)

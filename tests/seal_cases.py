@@ -18,14 +18,14 @@ from architectures import HEADS, VOCAB, D, hugging_face
 from torch import Tensor, nn
 
 import ln_probe
+from ln_probe import passes
 from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.probes.protocol import Found, Needs, Observer, Piece, Probe
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.foreign import edits_under_way, foreign_hooks
-from ln_probe.loading.worlds import has_hooked_transformer
-from ln_probe.measuring import passes
-from ln_probe.measuring.seal import SealError
+from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.reporting.report import Report
+from ln_probe.seal import SealError
 
 IDENTICAL, NOTED, REFUSED, WRONG = "identical", "accepted and noted", "refused", "wrong"
 TOKENS = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(5))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ln_probe.analyses.machinery.files import read_json, remove_listed, verify, with_checksum, write_atomically
 from ln_probe.batch.finished import finished, remove, what_is_done
 from ln_probe.batch.plan import FORMAT, INDEX_FILE, WORK_FOLDER, Asked, Run
+from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
-from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.shards import ShardedCorpus
 from ln_probe.reporting.report import PAGE_FILE, REPORT_FILE
+from ln_probe.settings import Settings
 
 if TYPE_CHECKING:
     from ln_probe.batch.drive import Slice

@@ -15,9 +15,9 @@ from ln_probe.analyses.probes.protocol import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.batch.described import described
 from ln_probe.batch.plan import Run
+from ln_probe.batch.shards import DEFAULT, ShardedCorpus, shard_file
 from ln_probe.batch.suite import Target
-from ln_probe.prompting.shards import DEFAULT, ShardedCorpus, shard_file
-from ln_probe.prompting.sources import SAMPLED
+from ln_probe.prompt_sources import SAMPLED
 
 # A worker with a small model: Python, torch, TransformerLens, numba (650 MB at its peak with lm-layernorm).
 _WORKER_BYTES = 700 * 2**20

@@ -26,10 +26,10 @@ from typing import Any
 
 from ln_probe.analyses.probes.protocol import Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, package_of
+from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
-from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.shards import ShardedCorpus
 from ln_probe.reporting.software import __version__
+from ln_probe.settings import Settings
 
 WORK_FOLDER = ".ln_probe"
 INDEX_FILE = "index.html"

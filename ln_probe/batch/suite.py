@@ -196,9 +196,8 @@ def _folder(name: str, revision: str | None, taken: set[str]) -> str:
 def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str, int]:
     """Hash of what would be loaded, and how many numbers its weights are (0 if they are not here yet)."""
     from ln_probe.loading import hub
-    from ln_probe.loading.folder import inspect_folder, parameters_of
-    from ln_probe.loading.gguf_header import check_header
-    from ln_probe.loading.inputs import combined, files_of_checkpoint, files_of_lab_run, hashes
+    from ln_probe.loading.folder import check_header, inspect_folder, parameters_of
+    from ln_probe.loading.provenance import combined, files_of_checkpoint, files_of_lab_run, hashes
     from ln_probe.models import bundled_folder, bundled_models, kind_of
 
     path = Path(os.path.expanduser(name))
@@ -226,7 +225,7 @@ def check_same(target: Target, source: ModelSource) -> None:
     Of a model on the hub only the commit is known before it is downloaded; that all its units were done with the same
     files is seen when they are joined.
     """
-    from ln_probe.loading.inputs import ChangedError
+    from ln_probe.loading.provenance import ChangedError
 
     if source.kind == "hub":
         then, now = target.identity.rpartition("@")[2], str(source.commit)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ln_probe.batch.drive import Slice
     from ln_probe.batch.plan import Run
     from ln_probe.batch.suite import Target
-    from ln_probe.measuring.settings import Settings
+    from ln_probe.settings import Settings
 
 
 def targets_of(wish: Wish, *, quiet: bool) -> list[Target]:
@@ -45,10 +45,9 @@ def settings_of(wish: Wish) -> Settings:
     from ln_probe.analyses.probes.protocol import ProbeError
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.hooks.objective import Objective
-    from ln_probe.measuring.given_constants import read_groups
-    from ln_probe.measuring.settings import KEYS, Settings
-    from ln_probe.prompting.sources import check_source
-    from ln_probe.prompting.vocabulary import read_vocabulary
+    from ln_probe.prompt_sources import check_source
+    from ln_probe.prompts import read_vocabulary
+    from ln_probe.settings import KEYS, Settings, read_groups
 
     known = ", ".join(entries())
     wanted = DEFAULT if wish.probes is None else tuple(p.strip() for p in wish.probes.split(",") if p.strip())
@@ -120,7 +119,7 @@ def check_targets(wish: Wish, settings: Settings, targets: Sequence[Target]) -> 
 def run_of(wish: Wish, settings: Settings, out: Path, corpus: Path) -> Run:
     """The run, its prompts divided into shards in the folder `corpus`."""
     from ln_probe.batch.plan import Run
-    from ln_probe.prompting.shards import divide
+    from ln_probe.batch.shards import divide
 
     sharded = divide(wish.prompts, corpus, wish.shard, wish.max_prompts)
     command = shlex.join(["ln-probe", *sys.argv[1:]])

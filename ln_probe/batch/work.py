@@ -30,6 +30,7 @@ from ln_probe.batch.endings import out_of_memory
 from ln_probe.batch.finished import mark_begun, mark_done
 from ln_probe.batch.pieces import packed, unpacked
 from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch.shards import DEFAULT, TokenShards
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.hooks.default_tokens import check_contained
@@ -38,16 +39,14 @@ from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.model import HookedModel, context_length
 from ln_probe.hooks.objective import Objective
 from ln_probe.loading.provenance import ModelSource, source_of
-from ln_probe.measuring.assembly import assemble, provenance
-from ln_probe.measuring.given_constants import calibration_prompts, check_unchanged, read_groups
-from ln_probe.measuring.passes import Passes
-from ln_probe.measuring.recording import SAMPLED_PROMPTS
-from ln_probe.measuring.seal import Seal
-from ln_probe.prompting.prompts import cut_notes, skip_note, summary
-from ln_probe.prompting.shards import DEFAULT
-from ln_probe.prompting.token_shards import TokenShards
+from ln_probe.measure import assemble, provenance
+from ln_probe.passes import Passes
+from ln_probe.prompts import calibration_prompts, cut_notes, skip_note, summary
+from ln_probe.recording import SAMPLED_PROMPTS
 from ln_probe.reporting.exhibits import Exhibits
 from ln_probe.reporting.report import REPORT_FILE, files_of
+from ln_probe.seal import Seal
+from ln_probe.settings import check_unchanged, read_groups
 
 _CONSTANTS = ("groups", "sums", "counts")  # the arrays that constants are made of
 DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"

@@ -1,15 +1,17 @@
-"""What a Hugging Face folder holds, checked before anything is built from it."""
+"""What a Hugging Face folder or a GGUF file holds, checked before anything is built from it."""
 
 from __future__ import annotations
 
 import math
+import mmap
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.machinery.files import FileError, read_json
-from ln_probe.loading.bounds import check_numbers
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -224,3 +226,176 @@ def _listing(folder: Path) -> str:
     if not names:
         return "nothing"
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# What the libraries loop over, or make a list of: with 1e9 of them, building a model takes hours before it fails. The
+# deepest models have some hundreds of layers, the widest some hundreds of experts and heads.
+COUNTS_AT_MOST = 10_000
+# Classes of a classification head: a dictionary is made of them.
+LABELS_AT_MOST = 100_000
+# Entries of a vocabulary, and so ids in one: 64 times the largest published.
+VOCABULARY_AT_MOST = 2**24
+
+_LAYERS = re.compile(r"n_layers?|num_layers|num_hidden_layers|block_count|((num_)?(en|de)coder_layers)")
+_COUNT = re.compile(
+    r"(num|n)_(\w+_)?(layers?|blocks?|experts?|heads?|groups)|\w*_layers|(\w+_)?(block|head|expert)_count(_kv)?|depth"
+)
+_LABELS = "num_labels"
+_VOCABULARY = re.compile(r"(.*_token_id|(.*_)?vocab_size)")
+
+
+def check_numbers(values: Mapping[str, Any], where: str, tensors: int | None = None) -> None:
+    """Raise ValueError for a number that no model can have.
+
+    Args:
+        values: by name, as in config.json or a GGUF file; objects inside objects too.
+        where: the file, for errors.
+        tensors: how many the weights are, if that is known: every layer has one at least.
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, where, tensors)
+        if isinstance(value, bool) or not isinstance(value, int):
+            continue
+        limit = _limit(name.rpartition(".")[2])
+        if limit is not None and value > limit:
+            raise ValueError(
+                f"{where} says {name} = {_short(value)}, and no model has more than {limit}: it is damaged."
+            )
+        if tensors is not None and _LAYERS.fullmatch(name.rpartition(".")[2]) and value > tensors:
+            raise ValueError(
+                f"{where} says {name} = {value}, and the weights are {tensors} tensors: they do not belong together, "
+                "or the file is damaged."
+            )
+
+
+def _limit(name: str) -> int | None:
+    if name == _LABELS:
+        return LABELS_AT_MOST
+    if _VOCABULARY.fullmatch(name):
+        return VOCABULARY_AT_MOST
+    return COUNTS_AT_MOST if _COUNT.fullmatch(name) or _LAYERS.fullmatch(name) else None
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() < 100 else f"a number of {value.bit_length()} bits"
+
+
+def check_tokenizer(file: Path) -> None:
+    """Raise ValueError if a tokenizer.json is no JSON, or gives ids that no vocabulary has: they are listed up to."""
+    held = read_json(file)
+    model = held.get("model") if isinstance(held, Mapping) else None
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    added = held.get("added_tokens") if isinstance(held, Mapping) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, Mapping) else []
+    ids += [a.get("id") for a in added if isinstance(a, Mapping)] if isinstance(added, list) else []
+    wrong = next((i for i in ids if isinstance(i, int) and i >= VOCABULARY_AT_MOST), None)
+    if wrong is not None:
+        raise ValueError(f"{file} gives the token id {_short(wrong)}, and no vocabulary has one: it is damaged.")
+
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_DIMENSIONS_AT_MOST = 8  # ggml has 4
+_NESTED_AT_MOST = 2
+
+
+class _HeaderError(ValueError):
+    pass
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, code: str) -> int | float | bool:
+        size = struct.calcsize(code)
+        self.skip(size)
+        value: int | float | bool = struct.unpack_from("<" + code, self.data, self.at - size)[0]
+        return value
+
+    def count(self, smallest: int) -> int:
+        """A 64-bit count of things of at least `smallest` bytes each, which the rest of the file has room for."""
+        value = int(self.number("Q"))
+        if value * smallest > len(self.data) - self.at:
+            raise _HeaderError(f"it counts {value} entries at byte {self.at - 8}, and ends at {len(self.data)}")
+        return value
+
+    def skip(self, size: int) -> None:
+        self.at += size
+        if self.at > len(self.data):
+            raise _HeaderError(f"it ends at byte {len(self.data)}, in the middle of its header")
+
+    def string(self) -> str:
+        length = self.count(1)
+        self.skip(length)
+        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+
+    def value(self, kind: int, nested: int = 0) -> int | float | bool | None:
+        """A number; None for text and lists, which are passed over."""
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _STRING:
+            self.skip(self.count(1))
+        elif kind == _ARRAY and nested < _NESTED_AT_MOST:
+            inner = int(self.number("I"))
+            if inner in _NUMBERS:
+                size = struct.calcsize(_NUMBERS[inner])
+                self.skip(size * self.count(size))
+            else:
+                for _ in range(self.count(8)):
+                    self.value(inner, nested + 1)
+        else:
+            raise _HeaderError(f"a value at byte {self.at} is of no type that there is ({kind})")
+        return None
+
+
+def check_header(file: Path) -> int:
+    """How many numbers a GGUF file's weights are; ValueError if its header does not fit into the file, or says numbers
+    that no model has."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(MAGIC))
+        if start != MAGIC:
+            raise ValueError(
+                f"{file} is not a GGUF file (it begins with {start!r}, expected {MAGIC!r}). Copy it again."
+            )
+        try:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                numbers, tensors, elements = _walk(_Reader(data), size)
+        except _HeaderError as error:
+            raise ValueError(f"{file} is not a GGUF file that can be read: {error}. Copy it again.") from error
+    check_numbers(numbers, str(file), tensors)
+    return elements
+
+
+def _walk(reader: _Reader, size: int) -> tuple[dict[str, int | float | bool], int, int]:
+    reader.skip(len(MAGIC))
+    version = reader.number("I")
+    if version not in VERSIONS:
+        raise _HeaderError(f"its version is {version}, known are {', '.join(map(str, VERSIONS))}")
+    tensors = int(reader.number("Q"))
+    numbers: dict[str, int | float | bool] = {}
+    for _ in range(reader.count(13)):  # a name's length, a type, a value of one byte
+        name = reader.string()
+        value = reader.value(int(reader.number("I")))
+        if value is not None:
+            numbers[name] = value
+    if tensors * 24 > size - reader.at:  # a name's length, dimensions, a type, an offset
+        raise _HeaderError(f"it counts {tensors} tensors, in {size} bytes")
+    total = 0
+    for _ in range(tensors):
+        name = reader.string()
+        dimensions = int(reader.number("I"))
+        if dimensions > _DIMENSIONS_AT_MOST:
+            raise _HeaderError(f"tensor {name[:60]!r} has {dimensions} dimensions")
+        elements = 1
+        for _ in range(dimensions):
+            elements *= int(reader.number("Q"))
+        if elements > 8 * size:  # no format has less than a bit for each
+            raise _HeaderError(f"tensor {name[:60]!r} has {elements} elements, in a file of {size} bytes")
+        reader.skip(4 + 8)
+        total += elements
+    return numbers, tensors, total

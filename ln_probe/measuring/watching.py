@@ -13,7 +13,7 @@ from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
 from ln_probe.analyses.probes.registry import OWN, package_of
 from ln_probe.hooks.sites import Site
-from ln_probe.measuring.seal import Seal, SealError
+from ln_probe.seal import Seal, SealError
 
 
 class Watching:

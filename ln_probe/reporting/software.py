@@ -18,7 +18,7 @@ def environment() -> dict[str, str]:
 
     import torch
 
-    from ln_probe.loading.worlds import has_hooked_transformer
+    from ln_probe.loading.convert import has_hooked_transformer
 
     devices = ["cpu"]
     if torch.cuda.is_available():

@@ -51,7 +51,7 @@ def formula_model() -> Any:
     """The model of the formula, float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from ln_probe.loading.in_memory import bridged
+    from ln_probe.loading.verify import bridged
 
     config = GPT2Config(
         n_embd=D, n_head=1, n_layer=0, n_positions=8, vocab_size=len(SIZES), layer_norm_epsilon=EPS,

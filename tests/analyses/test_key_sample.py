@@ -120,7 +120,7 @@ def test_all_keys_have_no_intervals(make_bridge: Callable[..., Any]) -> None:
 def test_keys_are_sampled_where_all_would_take_too_long(
     make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ln_probe.measuring import passes
+    from ln_probe import passes
 
     monkeypatch.setattr(passes, "SAMPLE_ABOVE", 0.0)
     monkeypatch.setattr(passes, "DEFAULT_SAMPLE", 5)

@@ -97,7 +97,7 @@ def test_neox_without_biases_in_memory(hf_model: Callable[[str], Any], tmp_path:
 
 def test_unscaled_attention_in_memory(hf_model: Callable[[str], Any]) -> None:
     """TransformerLens's bridge scales it all the same: where there is HookedTransformer, that is the model."""
-    from ln_probe.loading.worlds import has_hooked_transformer
+    from ln_probe.loading.convert import has_hooked_transformer
 
     if not has_hooked_transformer():
         with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge .* its logits are"):

@@ -11,12 +11,12 @@ import pytest
 import ln_probe
 from ln_probe.analyses.probes import sinks
 from ln_probe.analyses.probes.sentences import among_heads, in_layers
-from ln_probe.measuring.settings import whole_numbers
 from ln_probe.render.forest import forest, losses
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.render.page import report_page
 from ln_probe.render.verdict import verdict
 from ln_probe.reporting.report import Report
+from ln_probe.settings import whole_numbers
 
 
 def test_layers_and_heads_in_words() -> None:

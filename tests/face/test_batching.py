@@ -12,10 +12,10 @@ import torch
 from same_findings import BRACKETED
 
 import ln_probe
+from ln_probe import passes
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.hooks.capture import looks_ahead, stream, stream_together
 from ln_probe.hooks.sites import find_sites, survey
-from ln_probe.measuring import passes
 
 LENGTHS = (12, 10, 11, 2, 12, 12)  # the fourth is far shorter: it goes alone
 PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal")
@@ -162,8 +162,8 @@ def test_angles_that_depend_on_the_length_are_not_padded(
 
 def test_a_run_goes_on_with_fewer_prompts_at_once(tmp_path: Any) -> None:
     from ln_probe.batch.plan import Run
-    from ln_probe.measuring.settings import Settings
-    from ln_probe.prompting.shards import ShardedCorpus
+    from ln_probe.batch.shards import ShardedCorpus
+    from ln_probe.settings import Settings
 
     corpus = ShardedCorpus("prompts.jsonl", "prompts", 1, "0", 1)
     one, other = (Run(tmp_path, Settings(batch_size=n), corpus) for n in (None, 2))

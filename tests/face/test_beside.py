@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe import passes
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.measuring import passes
-from ln_probe.measuring.analyze import ProbeFailedWarning
+from ln_probe.measure import ProbeFailedWarning
 from ln_probe.measuring.beside import Beside
-from ln_probe.measuring.passes import Passes
+from ln_probe.passes import Passes
 
 PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal")
 ROOM = 1 << 30

@@ -18,8 +18,8 @@ from faulty import command, lab_model, without_pages, write_prompts
 import ln_probe
 from ln_probe.analyses.machinery import files
 from ln_probe.analyses.machinery.files import FileError, parse_json, read_bytes, read_json, read_lines, read_text
-from ln_probe.prompting.sources import entries
-from ln_probe.prompting.vocabulary import read_vocabulary
+from ln_probe.prompt_sources import entries
+from ln_probe.prompts import read_vocabulary
 from ln_probe.reporting.report import Report
 
 MEGABYTES = 64  # that a refusal may take
@@ -187,7 +187,7 @@ def test_b05_a_checkpoint_of_links_and_pipes(make: Callable[[Path], Path], said:
 
 def test_b05_prompts_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of an array come one by one; a paragraph without an end is none."""
-    from ln_probe.prompting import sources
+    from ln_probe import prompt_sources as sources
 
     rows = np.zeros((2000, 20_000), np.int32)
     rows[:, 0] = np.arange(2000)

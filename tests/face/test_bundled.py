@@ -43,7 +43,7 @@ def test_they_differ_in_the_norm_before_attention_alone() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_have_learned_to_read(name: str) -> None:
     """On bundled prose, which is not from the training text: far better than chance and than its unigrams."""
-    from ln_probe.prompting.prompts import make_prompts
+    from ln_probe.prompts import make_prompts
 
     model = ln_probe.load_model(name)
     # the passages nearest to three old books, as they were bundled with 0.1.0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.prompting.shards import divide, read_shard, shard_file
-from ln_probe.prompting.sources import DatasetName, check_source, entries
+from ln_probe.batch.shards import divide, read_shard, shard_file
+from ln_probe.prompt_sources import DatasetName, check_source, entries
 
 TEXTS = ["one two", "three\u2028four", "fünf 🙂 </s>", "six"]
 

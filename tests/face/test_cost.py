@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from ln_probe.batch import cost
 from ln_probe.batch.plan import Run
+from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target, suite
 from ln_probe.loading.hub import Description
-from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.shards import ShardedCorpus
+from ln_probe.settings import Settings
 
 
 def planned(model: object, *options: object) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ln_probe.batch.plan import CALIBRATION, Run, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.work import FAILED, Worker
 from ln_probe.hooks.default_tokens import encode
-from ln_probe.prompting.prompts import make_prompts, skip_note
+from ln_probe.prompts import make_prompts, skip_note
 
 WORDS = ["?", "<s>", "</s>", "the", "norm", "projects", "keys", "scale"]
 

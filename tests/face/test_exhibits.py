@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ln_probe
-from ln_probe.measuring.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
+from ln_probe.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
 from ln_probe.reporting.exhibits import CELLS, VERDICTS, Exhibits, bin_edges, pooled, to_bytes, to_weights
 from ln_probe.reporting.report import Report
 

@@ -27,8 +27,8 @@ from ln_probe.analyses.lab.depth.crasp import DEEPEST, CRaspError, parse
 from ln_probe.analyses.lab.run_folder import metric_rows
 from ln_probe.analyses.lab.training import TrainConfig, load_run, train
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.loading.gguf_header import check_header
-from ln_probe.prompting.sources import entries
+from ln_probe.loading.folder import check_header
+from ln_probe.prompt_sources import entries
 from ln_probe.reporting.report import Report
 
 OLD = Path(__file__).parent / "report_0_1_0"  # without hashes: what is in its files is judged by what it says
@@ -388,7 +388,7 @@ def test_c09_half_a_surrogate_pair(report: Report, tmp_path: Path) -> None:
 
 
 def test_c09_token_strings_can_be_written(long_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ln_probe.prompting import prompts
+    from ln_probe import prompts
 
     class Broken:
         def decode(self, ids: list[int]) -> str:

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ln_probe.batch.claiming import OtherRunError, claim, reopen
 from ln_probe.batch.finished import is_done, mark_done
 from ln_probe.batch.plan import Run
+from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
-from ln_probe.measuring.settings import Settings
-from ln_probe.prompting.shards import ShardedCorpus
+from ln_probe.settings import Settings
 
 NAMES = ("a/model", "b/model", "other")
 IDENTITIES = ("1" * 64, "2" * 64, "")  # empty: it cannot be loaded

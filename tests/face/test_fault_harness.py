@@ -40,7 +40,7 @@ from faulty import (
     write_prompts,
 )
 
-from ln_probe.prompting import shards
+from ln_probe.batch import shards
 
 FAULTS = ("deleted", "truncated", "zeroed", "bit flipped", "swapped")
 MOMENTS = ("before", "during", "between")

@@ -13,7 +13,7 @@ from faulty import command, disturb, hash_in, lab_model, plain_model, report, ta
 
 import ln_probe
 from ln_probe.batch import store
-from ln_probe.loading.inputs import ChangedError
+from ln_probe.loading.provenance import ChangedError
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,9 @@ def test_c02_a_corpus_shard_that_is_not_what_was_read(
     fault: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, bytes]
 ) -> None:
     line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
-    from ln_probe.prompting import shards, token_shards
+    from ln_probe.batch import shards
+
+    right = shards.read_shard
 
     def spoiled(folder: Path, corpus: Any, shard: int) -> Any:
         second = shards.shard_file(folder, 1)
@@ -115,10 +117,10 @@ def test_c02_a_corpus_shard_that_is_not_what_was_read(
         else:
             (folder / shards.INDEX_FILE).write_text("")
             shards._index.cache_clear()
-        return shards.read_shard(folder, corpus, shard)
+        return right(folder, corpus, shard)
 
     with monkeypatch.context() as patched:
-        patched.setattr(token_shards, "read_shard", spoiled)
+        patched.setattr(shards, "read_shard", spoiled)
         code, _, said = report(*line)
     assert code == 1
     assert "is not what was read from prompts.jsonl when the run began" in said

@@ -177,13 +177,12 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub) -> None:
 
 
 def test_bytes_are_told_while_they_come(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ln_probe.loading import downloads
-
     told: list[pulse.Pulse] = []
-    monkeypatch.setattr(downloads, "tell", lambda *args: told.append(pulse.Pulse(*args)))
+    monkeypatch.setattr(hub_names, "tell", lambda *args: told.append(pulse.Pulse(*args)))
     hub_names.fetch("gpt2", revision=None, allow_pickle=False)
     total = sum(len(d) for n, d in hub.held["gpt2"]["main"].items() if n.endswith((".json", ".safetensors", ".txt")))
-    assert str(told[0]) == f"gpt2: downloading: 0 MB of {total / 1e6:.0f} MB"
+    assert told[0].what.startswith("gpt2: asking ")
+    assert str(told[1]) == f"gpt2: downloading: 0 MB of {total / 1e6:.0f} MB"
 
 
 def test_a_model_is_described_from_its_config_alone(hub: Hub) -> None:

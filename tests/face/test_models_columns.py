@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ln_probe
-from ln_probe.loading.worlds import has_hooked_transformer
+from ln_probe.loading.convert import has_hooked_transformer
 
 LENGTH = 23
 TOKENS = torch.randint(3, 50, (1, LENGTH), generator=torch.Generator().manual_seed(11))

@@ -15,8 +15,8 @@ import ln_probe
 from ln_probe.analyses.tables import BUILT_IN
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.model import device_obstacle
-from ln_probe.loading import same_logits
-from ln_probe.loading.worlds import has_hooked_transformer
+from ln_probe.loading import verify
+from ln_probe.loading.convert import has_hooked_transformer
 
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80, "vocab_size": 97,
@@ -52,27 +52,25 @@ def test_b04_a_difference_that_the_original_rounds_itself_is_no_other_model(tmp_
             if "query_key_value" in name:
                 parameter.mul_(5)
     original.save_pretrained(tmp_path)
-    tokens = same_logits.probe_tokens(original.config, torch.device("cpu"))
-    logits = same_logits.logits_of(lambda ids: original(ids).logits, tokens)
-    own = same_logits.own_rounding(original, "float32", tokens, logits)
-    assert same_logits.OWN_ROUNDINGS * own > same_logits.CONVERSION_BOUND["float32"], "the case must be a case"
+    tokens = verify.probe_tokens(original.config, torch.device("cpu"))
+    logits = verify.logits_of(lambda ids: original(ids).logits, tokens)
+    own = verify.own_rounding(original, "float32", tokens, logits)
+    assert verify.OWN_ROUNDINGS * own > verify.CONVERSION_BOUND["float32"], "the case must be a case"
     source = ln_probe.source_of(ln_probe.load_model(tmp_path, device="cpu"))
     assert source.world == ("HookedTransformer" if has_hooked_transformer() else "TransformerBridge")
     assert source.logits_max_difference is not None
-    assert source.logits_max_difference <= same_logits.OWN_ROUNDINGS * own
+    assert source.logits_max_difference <= verify.OWN_ROUNDINGS * own
 
 
 def test_b04_beyond_its_own_rounding_a_model_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ln_probe.loading import faithful
-
-    right = faithful.to_bridge
+    right = verify.to_bridge
 
     def wrong(*args: Any, **options: Any) -> Any:
         model: Any = right(*args, **options)
         model.ln_final.weight.data *= 1.0001
         return model
 
-    monkeypatch.setattr(faithful, "to_bridge", wrong)
+    monkeypatch.setattr(verify, "to_bridge", wrong)
     write_folder(tmp_path, "GPTNeoXConfig", SMALL)
     with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge .* off the original's"):
         ln_probe.load_model(tmp_path, device="cpu", world="bridge")
@@ -85,9 +83,7 @@ def test_b05_several_end_tokens(world: Any, tmp_path: Path) -> None:
     source = ln_probe.source_of(ln_probe.load_model(tmp_path, device="cpu", world=world))
     assert source.logits_max_difference is not None
     assert source.logits_max_difference < 1e-5
-    tokens = same_logits.probe_tokens(
-        transformers.LlamaConfig(**(SMALL | {"eos_token_id": [2, 5, 9]})), torch.device("cpu")
-    )
+    tokens = verify.probe_tokens(transformers.LlamaConfig(**(SMALL | {"eos_token_id": [2, 5, 9]})), torch.device("cpu"))
     assert not {0, 1, 2, 5, 9} & set(tokens[0].tolist())
 
 

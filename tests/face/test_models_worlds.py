@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import ln_probe
 from ln_probe.hooks.objective import Objective
+from ln_probe.loading import verify
 from ln_probe.models import load_model, source_of
 
 try:
@@ -182,16 +183,14 @@ def test_a_temporary_folder_with_a_loaded_name_is_avoided(tmp_path: Path, monkey
 def test_a_wrong_conversion_falls_back_to_the_bridge_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ln_probe.loading import faithful
-
-    right = faithful.to_hooked
+    right = verify.to_hooked
 
     def wrong(*args: Any, **options: Any) -> Any:
         model: Any = right(*args, **options)
         model.ln_final.w.data *= 1.001
         return model
 
-    monkeypatch.setattr(faithful, "to_hooked", wrong)
+    monkeypatch.setattr(verify, "to_hooked", wrong)
     write_folder(tmp_path, "GPT2Config", GPT2)
     source = source_of(load_model(tmp_path, device="cpu"))
     assert source.world == "TransformerBridge"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.measuring.recording import FULL_HEADS, plan
+from ln_probe.recording import FULL_HEADS, plan
 from ln_probe.render.page import report_page
 from ln_probe.reporting.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
 from ln_probe.reporting.report import Report

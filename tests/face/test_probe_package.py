@@ -27,7 +27,7 @@ from ln_probe.analyses.probes.protocol import Found, Needs, Observer, Piece, Pro
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.analyses.tables import BUILT_IN, LAYERNORMS
 from ln_probe.cli import app
-from ln_probe.measuring.analyze import ProbeFailedWarning
+from ln_probe.measure import ProbeFailedWarning
 
 HERE = Path(__file__).parent / "probe_package"
 TOKENS = [[1, 7, 30, 4, 22, 9], [5, 5, 17, 46, 3], [44, 8, 19, 6]]
@@ -381,8 +381,8 @@ def test_a_failure_in_a_work_unit_leaves_the_others(
 def test_pieces_join_in_the_order_of_prompts(make_bridge: Callable[..., Any]) -> None:
     """Any division of the prompts gives the same table."""
     from ln_probe.hooks.model import evaluating
-    from ln_probe.measuring.passes import Passes
-    from ln_probe.measuring.settings import Settings
+    from ln_probe.passes import Passes
+    from ln_probe.settings import Settings
 
     model = make_bridge("gpt2")
     rows = list(enumerate(torch.tensor(row) for row in TOKENS))

@@ -24,9 +24,8 @@ from ln_probe.hooks.default_tokens import (
     sample,
     special_tokens,
 )
-from ln_probe.prompting.prompts import make_prompts
-from ln_probe.prompting.token_forms import sampled
-from ln_probe.prompting.vocabulary import name_tokens, read_vocabulary
+from ln_probe.prompt_sources import sampled
+from ln_probe.prompts import make_prompts, name_tokens, read_vocabulary
 
 
 class Letters:

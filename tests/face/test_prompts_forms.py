@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.prompting.prompts import make_prompts
+from ln_probe.prompts import make_prompts
 
 ROWS = [[5, 6, 7, 8], [9, 10]]
 PAD, END = 0, 2

@@ -10,9 +10,10 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+import public_names as public
 import pytest
 
-from ln_probe import hooks, public
+from ln_probe import hooks
 from ln_probe.hooks.deprecation import old_names
 
 KEPT = Path(__file__).with_name("public_names.txt")
@@ -24,7 +25,7 @@ def test_public_names_are_those_that_were_written_down() -> None:
     gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
     assert before == now, (
         f"public names or parameters changed.\n  not any more: {gone}\n  new: {new}\n"
-        "If that is meant: python -m ln_probe.public > tests/face/public_names.txt, with a line in the CHANGELOG. A "
+        "If that is meant: python tests/public_names.py > tests/face/public_names.txt, with a line in the CHANGELOG. A "
         "name or parameter that is 'not any more' must first work for a minor version with a DeprecationWarning "
         "(docs/stability.md, hooks/deprecation.py)."
     )

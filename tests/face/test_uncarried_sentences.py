@@ -14,7 +14,7 @@ import torch
 import ln_probe
 from ln_probe.analyses.probes import causal_findings, unembedding
 from ln_probe.hooks.model import transformed_logits
-from ln_probe.prompting.prompts import summary
+from ln_probe.prompts import summary
 
 
 @pytest.fixture(scope="module")

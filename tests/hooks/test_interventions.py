@@ -18,7 +18,7 @@ from ln_probe.hooks.edits import suspended
 from ln_probe.hooks.interventions import InterventionError, LostEditError
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
-from ln_probe.measuring.seal import SealError
+from ln_probe.seal import SealError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)

@@ -36,7 +36,7 @@ from ln_probe.hooks.optimal_constants import (
 )
 from ln_probe.hooks.sites import Site, find_sites
 from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_constants
-from ln_probe.prompting.prompts import summary
+from ln_probe.prompts import summary
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 HOOKED = {

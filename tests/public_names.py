@@ -1,8 +1,8 @@
-"""What is public: the names that keep their meaning between versions (docs/stability.md).
+"""List the public names, which keep their meaning between versions (docs/stability.md).
 
-    python -m ln_probe.public > tests/face/public_names.txt
+    python tests/public_names.py > tests/face/public_names.txt
 
-A test compares that file with what there is: it shows every change of a name or a signature.
+A test compares that file with the current names, so that it shows every change of a name or a signature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULES = (
     "ln_probe.analyses.attribution",
     "ln_probe.analyses.probes.protocol",
     "ln_probe.analyses.schema",
-    "ln_probe.prompting.prompts",
+    "ln_probe.prompts",
     "ln_probe.render.drawing",
     "ln_probe.render.effects",
     "ln_probe.render.figures",

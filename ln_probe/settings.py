@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.machinery.files import read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT, entries
 from ln_probe.hooks.model import HookedModel, n_layers
 
@@ -98,3 +100,25 @@ class Settings:
                 raise ValueError(f"no {what} {wrong[0]}: the model has {what}s 0 … {count - 1}")
             if wanted is not None and not len(wanted):
                 raise ValueError(f"an empty list of {what}s leaves nothing to analyze: None means all")
+
+
+def read_groups(path: str | Path) -> list[str]:
+    """The group labels of a file, a line for each prompt.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it holds no label.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no groups file {str(path)!r}")
+    labels = read_text(path).splitlines()
+    if not labels or not all(label.strip() for label in labels):
+        empty = next((n for n, label in enumerate(labels, start=1) if not label.strip()), 1)
+        raise ValueError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
+    return labels
+
+
+def check_unchanged(path: str, sha256: str | None) -> None:
+    """Raise ValueError if a file is not what it was when the run was planned."""
+    if sha256_of_file(Path(path)) != sha256:
+        raise ValueError(f"{path} changed after the run began: start the run again")

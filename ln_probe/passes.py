@@ -22,7 +22,7 @@ from torch import Tensor
 from ln_probe.analyses import norm_statistics
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius, plain_queries
-from ln_probe.analyses.constants import Constants, grouped
+from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, grouped
 from ln_probe.analyses.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.empirical_queries import Queries
 from ln_probe.analyses.key_sample import DEFAULT as DEFAULT_SAMPLE
@@ -34,10 +34,14 @@ from ln_probe.analyses.probes.protocol import Failure, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
+from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.default_tokens import bundled_prompts, bundled_texts, encode, tokenizer_of
 from ln_probe.hooks.fitted_constants import Halves, Shipped
+from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.model import (
     HookedModel,
+    context_length,
     device_of,
     in_missing_head,
     missing_head,
@@ -47,15 +51,13 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import fit_halves
 from ln_probe.hooks.sites import Site, layers_in_words, survey
-from ln_probe.measuring import recording
 from ln_probe.measuring.beside import Beside
-from ln_probe.measuring.given_constants import given_constants
-from ln_probe.measuring.seal import Seal
-from ln_probe.measuring.settings import Settings
 from ln_probe.measuring.watching import Watching, is_foreign
-from ln_probe.prompting.prompts import Prompts, namer, summary
-from ln_probe.prompting.vocabulary import name_tokens, naming_notes
+from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
+from ln_probe.recording import record
 from ln_probe.reporting.exhibits import Exhibits
+from ln_probe.seal import Seal
+from ln_probe.settings import Settings
 
 # Prompts go through the model together if at least so much of what goes through is no padding.
 FILLED = 0.75
@@ -435,7 +437,7 @@ class Passes:
             attended = Attended(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
             return attended.pattern("no_scaling")
 
-        return recording.record(
+        return record(
             self.model,
             self.found.read,
             prompts,
@@ -527,3 +529,77 @@ def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[n
             "equal labels form one group)"
         )
     return grouped(labels)
+
+
+def given_constants(
+    model: HookedModel,
+    sites: Sequence[Site],
+    measured: Constants,
+    rows: Sequence[bytes],
+    calibration: Prompts | None,
+) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
+    """Where the constants come from: `calibration`; else the other prompts; where there is one group only, the model's
+    calibration windows, the bundled passages or the prompts' own means.
+
+    Args:
+        measured: leave-one-out constants of the measured prompts; rows: their token ids as bytes.
+        calibration: the user's text.
+
+    Returns:
+        the constants, what provenance says of the calibration prompts, and notes.
+
+    Raises:
+        ValueError: calibration text that holds the measured prompts alone, or no prompt of two tokens.
+    """
+    if calibration is not None:
+        notes = _overlap(rows, calibration)
+        return _from(model, sites, measured, calibration.tokens, f"{CALIBRATION} ({calibration.source})", notes)
+    if measured.group_count > 1 or not measured.group_count or not sites:
+        return measured, {}, ()
+    limit = context_length(model)
+    own = bundled_prompts(model)
+    if own is not None:
+        other, source = list(own.calibration), f"{CALIBRATION} ({own.source})"
+    elif tokenizer_of(model) is not None:
+        other, source = [encode(model, text) for text in bundled_texts(CALIBRATION_PART)], f"{CALIBRATION} (bundled)"
+    else:
+        note = (
+            "there is one group of prompts and no other text, so the constants are the means of these prompts "
+            "themselves: give more prompts, or calibration="
+        )
+        return replace(measured, source=OWN_MEANS), {}, (note,)
+    note = f"there is one group of prompts only, so the constants are {source}: give more prompts, or calibration="
+    return _from(model, sites, measured, [row[:limit] for row in other], source, (note,))
+
+
+def _from(
+    model: HookedModel,
+    sites: Sequence[Site],
+    measured: Constants,
+    other: Sequence[Int[Tensor, " _"]],
+    source: str,
+    notes: tuple[str, ...],
+) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
+    found = mean_sigmas(model, sites, other)
+    return replace(measured, source=source, given=found), summary(source, other), notes
+
+
+def _overlap(rows: Sequence[bytes], calibration: Prompts) -> tuple[str, ...]:
+    """A note on prompts that are in the calibration text too."""
+    if max(map(len, calibration.tokens)) < 2:
+        raise ValueError(
+            f"calibration: its {len(calibration.tokens)} prompts have one token each, and constants are means over "
+            "positions: give at least two tokens"
+        )
+    there = {row.numpy().astype(np.int64).tobytes() for row in calibration.tokens}
+    same = sum(row in there for row in rows)
+    if same == len(rows) and there == set(rows):
+        raise ValueError(
+            f"calibration: these are the {len(rows)} prompts that are measured: leave it out (the constants of a "
+            "prompt are then means over the others), or give other text"
+        )
+    if not same:
+        return ()
+    return (
+        f"{same} of {len(rows)} prompts are in the calibration text too: their own sigma is part of their constants",
+    )

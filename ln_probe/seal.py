@@ -26,7 +26,7 @@ from ln_probe.hooks.exclusive import exclusive
 from ln_probe.hooks.foreign import Foreign, edits_under_way, foreign_hooks
 from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, run
 from ln_probe.hooks.sites import site_modules
-from ln_probe.loading.in_memory import bridged, is_hugging_face
+from ln_probe.loading.verify import bridged, is_hugging_face
 
 REFUSE, KEEP = "refuse", "keep"
 HOOKS = (REFUSE, KEEP)
@@ -282,7 +282,7 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
                 "(model.tokenizer)"
             )
         return check_model(given), ()
-    from ln_probe.loading.same_logits import probe_tokens
+    from ln_probe.loading.verify import probe_tokens
 
     original: Any = given
     check_weights(original)

@@ -1,0 +1,501 @@
+"""Measure a model: `analyze` returns a `Report`; `freezing_cost` and `constants` return its first numbers alone."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pandas as pd
+from torch import nn
+
+from ln_probe.analyses import tables as declared
+from ln_probe.analyses.attention_spread import random_angle
+from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.machinery import pulse
+from ln_probe.analyses.probes import registry
+from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.decomposition import Decomposition
+from ln_probe.analyses.probes.protocol import Context, Failure, Marks, Piece, Probe, ProbeError, whole
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+from ln_probe.analyses.schema import Part, Table, TableError, joined
+from ln_probe.hooks.model import n_layers
+from ln_probe.hooks.objective import Loss, Objective
+from ln_probe.loading.provenance import ModelSource, source_of
+from ln_probe.measuring.live import Live
+from ln_probe.passes import Passes
+from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, name_tokens
+from ln_probe.recording import marked
+from ln_probe.reporting.exhibits import Exhibits
+from ln_probe.reporting.report import Report
+from ln_probe.reporting.software import __version__, versions
+from ln_probe.seal import REFUSE, Seal, hooked_model
+from ln_probe.settings import Settings, from_the_end, whole_numbers
+
+if TYPE_CHECKING:
+    from ln_probe.analyses.constants import Constants
+
+TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
+
+
+class ProbeFailedWarning(UserWarning):
+    """A probe failed; the others' results are in the report."""
+
+
+def analyze(
+    model: object,
+    prompts: Any = None,
+    *,
+    probes: Sequence[str | Probe] = DEFAULT,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    keys: str = "hardest",
+    max_tokens: int = 512,
+    seed: int = 0,
+    vocab: str | Path | None = None,
+    keys_sample: int | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+    tokenizer: Any = None,
+    prepend_bos: bool | None = None,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    loss: Loss | str | None = None,
+    optimal: bool = False,
+    hooks: str = REFUSE,
+) -> Report:
+    """What LayerNorm does in `model`: norms term by term, keys that attention can select, how uniformly it attends.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
+            in memory, which is wrapped for the measurement and stays as it is.
+        prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or
+            what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file; `ln_probe.sampled(n)` for
+            sequences of the model's own; None for the model's default prompts (64 windows of held-out text for a
+            bundled model, else the bundled passages, else its own samples).
+        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers"
+            and "attribution", those of other packages) or `Probe` objects.
+        layers, heads: indices to look at; None means all. A negative layer counts from the end.
+        keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
+        max_tokens: longer prompts are cut, and the report says so.
+        seed: of sampled prompts and sampled keys.
+        vocab: file of token strings for a model without a tokenizer (JSON, or a token a line); names among them such
+            as `<EOS>` are the end tokens that sampled sequences stop at.
+        batch_size: how many prompts go through the model together: neighbours nearly of a length, padded; numbers agree
+            with those of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory
+            allows.
+        progress: show what is going on: a live line on a terminal or in a notebook, elsewhere a line every half minute.
+        keys_sample: how many keys of each head are measured (of the longest prompt; of shorter ones fewer in
+            proportion), each among all others; fractions and quantiles then have intervals. 0: all keys. None: all,
+            unless they would take more than about an hour of one core; the report says so.
+        tokenizer: of a Hugging Face model in memory; the others bring their own.
+        prepend_bos: whether prompts that are texts begin with the tokenizer's first token; None: as the model was
+            trained.
+        calibration: text that the constants of frozen scaling come from, in any form that `prompts` takes. None: the
+            constants of a prompt are the mean sigmas over all prompts outside its group (leave-one-out).
+        groups: a label for each prompt; prompts with equal labels form one group, which is left out and resampled as
+            one. None: equal prompts form a group.
+        loss: another objective than the next-token loss: a function of (output, tokens [batch pos]) that returns the
+            mean loss of each prompt [batch], lower is better; or its name as "module:function".
+        optimal: fit loss-optimal constants too (minutes); a bundled model on its default prompts brings its own.
+        hooks: what happens to hooks on the model that neither TransformerLens nor ln_probe nor the loader installed
+            (those of accelerate belong to the model). "refuse": if they change the output or a norm's input on the
+            first prompt, by a single bit, they are an error; else a note says that they were switched off during the
+            measurement. "keep": the model is measured with them, the intact model included, and the report says so.
+
+    The model is sealed while it is measured: `analyze` compares versions and checksums of all weights at the start, at
+    the end and around every probe of another package. Of two calls on the same model in two threads, the second waits;
+    a pass of the model itself in another thread raises there.
+
+    A probe that fails is named in `Report.failures`, in its notes and in a ProbeFailedWarning; the others' results
+    stand.
+
+    Raises:
+        TypeError: not a TransformerLens or Hugging Face model; prompts that hold no text and no token ids.
+        ValueError: an unknown probe, a layer or head that does not exist, unusable prompts, NaN activations (names
+            the site); a Hugging Face model that TransformerLens has no bridge for, or whose bridge is not the model.
+        SealError: the model is inside `without`, under autocast, compiled, or under hooks that change what it computes;
+            or a weight was changed, or a hook added, during the measurement. Names it.
+        ProbeError: a probe that cannot be used (names it and its package), or all of them failed.
+        ObjectiveError: a loss that does not return one finite number per prompt, or not twice the same.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> report = ln_probe.analyze(model, probes=["causal"])
+        >>> report.findings()[0]
+    """
+    hooked, on_original = hooked_model(model, tokenizer, hooks)
+    found = _probes(probes)
+    objective = Objective.of(loss)
+    settings = Settings(
+        probes=tuple(p if isinstance(p, str) else p.name for p in probes),
+        layers=None if layers is None else from_the_end(layers, n_layers(hooked)),
+        heads=None if heads is None else whole_numbers(heads, "heads"),
+        keys=keys,
+        max_tokens=max_tokens,
+        seed=seed,
+        vocab=None if vocab is None else str(vocab),
+        keys_sample=keys_sample,
+        batch_size=batch_size,
+        loss=None if loss is None else objective.name,
+        optimal=optimal,
+    )
+    settings.check(hooked)
+    clock = _Clock()
+    was_training = cast(nn.Module, model).training
+    with Live(quiet=not progress), Seal(hooked, hooks) as seal:
+        pulse.tell("preparing prompts")
+        if vocab is not None:
+            name_tokens(hooked, vocab)
+        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed, prepend_bos=prepend_bos)
+        other = None if calibration is None else calibration_prompts(hooked, calibration, max_tokens, seed, prepend_bos)
+        seal.compare(ready.tokens[0])
+        objective.check(hooked, ready.tokens[0])
+        passes = Passes(hooked, settings, probes=found, objective=objective, seal=seal)
+        clock.lap("preparation")
+        numbered = list(enumerate(ready.tokens))
+        calibrated = passes.calibrate(numbered, groups=groups, calibration=other, default=prompts is None)
+        clock.lap("first pass")
+        pieces: dict[str, list[Piece | Failure]] = {
+            n: [p] for n, p in passes.measure(numbered, calibrated, default=prompts is None).items()
+        }
+        clock.lap("second pass")
+        pieces |= {p.name: [passes.weigh(p)] for p in found if p.needs.nothing}
+        clock.lap("weights")
+        pulse.tell("pictures of attention")
+        exhibits = passes.record(ready.tokens, ready.strings, calibrated, count=len(ready.tokens))
+        clock.lap("exhibits")
+        report = assemble(
+            found,
+            pieces,
+            Context(calibrated, settings.layers, lambda p, i: ready.strings[p][i], keys, seed),
+            exhibits=exhibits,
+            provenance=provenance(
+                source_of(cast(nn.Module, hooked)),
+                ready.summary,
+                settings,
+                calibrated,
+                int(hooked.cfg.d_model),
+                found,
+                objective,
+            )
+            | seal.plain,
+            notes=(*ready.notes, *calibrated.notes),
+        )
+    clock.lap("tables")
+    for failure in report.failures:
+        warnings.warn(str(failure), ProbeFailedWarning, stacklevel=2)
+    if report.failures and len(report.failures) == len(found):
+        raise ProbeError("; ".join(map(str, report.failures)))
+    notes = (*on_original, *seal.notes, *report.notes, *([TRAINING] if was_training else []))
+    timed = {"started": clock.started, "seconds": clock.laps}
+    return replace(report, notes=notes, provenance={**report.provenance, **timed})
+
+
+def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
+    known = entries()
+    if isinstance(probes, str) or not probes or any(isinstance(p, str) and p not in known for p in probes):
+        given = probes if isinstance(probes, str) else tuple(probes)
+        raise ValueError(f"unknown probes {given!r}: give a list of {', '.join(known)}")
+    return chosen(tuple(probes))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = round(now - self.last, 3), now
+
+
+def assemble(
+    probes: Sequence[Probe],
+    pieces: Mapping[str, Sequence[Piece | Failure]],
+    context: Context,
+    *,
+    exhibits: Exhibits,
+    provenance: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    failures: Sequence[Failure] = (),
+) -> Report:
+    """A report of what the probes kept.
+
+    Args:
+        probes: those that ran.
+        pieces: of each probe by name, in the order of the prompts; none for one that needs the calibration alone.
+        context: what finishing needs.
+        exhibits: for pictures, their keys not marked yet.
+        provenance: where it comes from.
+        notes: what a reader has to know, before what the probes say.
+        failures: of probes that are not here.
+
+    A probe that raises, or whose tables do not match their declarations, is named in the report's failures and notes,
+    and its tables are empty; the others' results stand.
+    """
+    made = _Made(failures)
+    for probe in probes:
+        made.add(probe, pieces.get(probe.name, ()), context)
+    made.tables[declared.SCALE_SUMS.name] = declared.SCALE_SUMS.check(context.calibration.constants.to_table())
+    tables = {t.name: t for t in declared.BUILT_IN} | {t.name: t for p in probes for t in whole(p.tables)}
+    return Report(
+        tables={n: made.tables.get(n, t.empty()) for n, t in tables.items()},
+        provenance=dict(provenance),
+        notes=tuple(dict.fromkeys((*notes, *made.notes, *map(str, made.failures)))),
+        exhibits=marked(exhibits, made.marks),
+        declared=tables,
+        probes=tuple(p for p in probes if registry.package_of(p) != registry.OWN),
+        failures=tuple(made.failures),
+    )
+
+
+class _Made:
+    """What has come of the probes so far."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        self.tables: dict[str, pd.DataFrame] = {}
+        self.notes: list[str] = []
+        self.marks: list[Marks] = []
+        self.failures = list(failures)
+        self._parts: dict[str, list[pd.DataFrame]] = {}  # of tables that several probes fill
+
+    def add(self, probe: Probe, pieces: Sequence[Piece | Failure], context: Context) -> None:
+        """Finish one probe's pieces; all of it counts, or nothing."""
+        failed = next((p for p in pieces if isinstance(p, Failure)), None)
+        if failed is not None:
+            self.failures.append(failed)
+            return
+        kept = [p for p in pieces if isinstance(p, Piece)]
+        try:
+            found = probe.finish(kept, context)
+            frames = dict(_checked(probe, found.tables))
+            parts = {d.table.name: d.table for d in probe.tables if isinstance(d, Part) and d.table.name in frames}
+            shared = {n: [*self._parts.get(n, ()), frames[n]] for n in parts}
+            frames |= {n: table.check(joined(table, shared[n])) for n, table in parts.items()}
+            marks = list(probe.marks(kept))
+        except Exception as error:
+            self.failures.append(Failure.of(probe.name, registry.package_of(probe), error))
+            return
+        self.tables |= frames
+        self._parts |= shared
+        self.notes += found.notes
+        self.marks += marks
+
+
+def _checked(probe: Probe, frames: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The frames, each as it is declared; a table of which there is no frame is empty."""
+    names = [t.name for t in whole(probe.tables)]
+    if extra := [n for n in frames if n not in names]:
+        raise TableError(f"it returned a table {extra[0]!r}, and declares {', '.join(names)}")
+    for each in probe.tables:
+        table = each
+        if isinstance(each, Part):
+            table = replace(each.table, columns=tuple(c for c in each.table.columns if c.name in each.columns))
+        assert isinstance(table, Table)
+        if table.name in frames:
+            yield table.name, table.check(frames[table.name])
+
+
+def provenance(
+    source: ModelSource,
+    prompts: Mapping[str, Any],
+    settings: Settings,
+    calibration: Calibration,
+    d_model: int,
+    probes: Sequence[Probe] = (),
+    objective: Objective | None = None,
+) -> dict[str, Any]:
+    """Where tables come from, as plain JSON: the part that is the same whenever and however they are made."""
+    objective = Objective() if objective is None else objective
+    others = {p.name: registry.package_of(p) for p in probes if registry.package_of(p) != registry.OWN}
+    return {
+        "ln_probe": __version__,
+        "model": asdict(source),
+        "prompts": dict(prompts),
+        "arguments": settings.plain,
+        "constants": {name: c.plain for name, c in calibration.constants.pooled.items()},
+        "calibration": {
+            "constants": calibration.constants.source,
+            "given": calibration.constants.given is not None,
+            "groups": calibration.constants.group_count,
+            "effective_groups": calibration.constants.effective_groups,
+            **calibration.calibrated_on,
+        },
+        "loss": {"name": objective.name, "unit": objective.unit},
+        "thresholds": _thresholds(probes),
+        "random_angle_deg": random_angle(d_model, seed=settings.seed),
+        "versions": versions(),
+    } | ({"probes": others} if others else {})
+
+
+def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
+    """The constants that tables depend on: everybody's, the built-in probes' and those of `probes`."""
+    import torch
+
+    from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
+    from ln_probe.hooks.attention import PATTERN_TOLERANCE
+    from ln_probe.hooks.sites import SAME_OUTPUT
+    from ln_probe.hooks.state import CENTRED
+
+    found = {
+        "tau": TAU,
+        "rank_tolerance": RANK_TOLERANCE,
+        "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
+        "centred": CENTRED,
+        "same_output": SAME_OUTPUT,
+    }
+    for probe in (*registry.chosen(registry.DEFAULT), *probes):
+        found |= probe.thresholds
+    return found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FreezingCost:
+    """What freezing scaling costs a model: `print` it for a sentence.
+
+    Attributes:
+        estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
+            the edited model's logits are not finite (`table` then has the increase at attention's norms).
+        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 32 groups.
+        loss: of the intact model on the same prompts.
+        table: the primary contrasts, columns as in `report.causal`.
+        constants: what replaced sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
+        notes: what a reader has to know.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    loss: float
+    table: pd.DataFrame
+    constants: Constants
+    sentence: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+
+def freezing_cost(
+    model: object,
+    prompts: Any = None,
+    *,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    loss: Loss | str | None = None,
+    max_tokens: int = 512,
+    seed: int = 0,
+    tokenizer: Any = None,
+) -> FreezingCost:
+    """Measure what freezing LayerNorm's scaling costs: the first number of a report, alone.
+
+    Args:
+        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer: as for `ln_probe.analyze`; the numbers
+            are those of its `causal` table.
+
+    Returns:
+        The loss increase at every norm with its CI, the other primary contrasts, and the constants.
+
+    Raises:
+        TypeError, ValueError: as `ln_probe.analyze`; ValueError also where the loss is not applicable (says why).
+
+    Example:
+        >>> ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
+        Freezing scaling at every norm raises the loss by 0.408 nats/token (…)
+    """
+    objective = Objective.of(loss)
+    probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
+    with _first_pass(model, prompts, probe, objective, calibration, groups, max_tokens, seed, tokenizer) as first:
+        passes, ready, calibrated = first
+        piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
+    if isinstance(piece, Failure):
+        raise ProbeError(str(piece))
+    assert isinstance(piece, Piece)
+    made = probe.finish([piece], Context(calibrated, None, lambda _p, _i: "", seed=seed))
+    table = made.tables["causal"]
+    frozen = table[(table["family"] == "primary") & (table["variant"] == "no_scaling")]
+    rows = frozen[frozen["sites"] == "all"]
+    notes = (*ready.notes, *calibrated.notes, *made.notes)
+    if not len(rows) or frozen["delta_loss"].isna().all():
+        why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
+        raise ValueError(f"freezing_cost is not applicable: {why}")
+    row = rows.iloc[0]
+    said = probe.findings({"causal": table}, {"prompts": {"source": ready.source}, "loss": {"unit": objective.unit}})
+    return FreezingCost(
+        float(row["delta_loss"]),
+        float(row["delta_loss_low"]),
+        float(row["delta_loss_high"]),
+        float(row["loss"] - row["delta_loss"]),
+        table,
+        calibrated.constants,
+        said[0].text,
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def constants(
+    model: object,
+    prompts: Any = None,
+    *,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    max_tokens: int = 512,
+    seed: int = 0,
+    tokenizer: Any = None,
+) -> Constants:
+    """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
+
+    Args:
+        model, prompts, calibration, groups, max_tokens, seed, tokenizer: as for `ln_probe.analyze`.
+
+    Returns:
+        The constants: `.of(i)` those of prompt i (means over the prompts outside its group), `.pooled` those over all
+        prompts, `.observed` the mean sigmas.
+
+    Raises:
+        TypeError, ValueError: as `ln_probe.analyze`.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> scale = ln_probe.constants(model).pooled
+        >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
+    """
+    probe = Decomposition()
+    with _first_pass(model, prompts, probe, Objective(), calibration, groups, max_tokens, seed, tokenizer) as first:
+        return first[2].constants
+
+
+@contextmanager
+def _first_pass(
+    model: object,
+    prompts: Any,
+    probe: Causal | Decomposition,
+    objective: Objective,
+    calibration: Any,
+    groups: Sequence[Hashable] | None,
+    max_tokens: int,
+    seed: int,
+    tokenizer: Any,
+) -> Iterator[tuple[Passes, Prompts, Calibration]]:
+    """The passes over a model, its prompts and what the first pass finds; the model is in evaluation mode meanwhile."""
+    hooked, _ = hooked_model(model, tokenizer)
+    settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
+    with Seal(hooked) as seal:
+        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
+        seal.compare(ready.tokens[0])
+        other = None if calibration is None else calibration_prompts(hooked, calibration, max_tokens, seed)
+        objective.check(hooked, ready.tokens[0])
+        passes = Passes(hooked, settings, probes=[probe], objective=objective, seal=seal)
+        numbered = list(enumerate(ready.tokens))
+        yield (
+            passes,
+            ready,
+            passes.calibrate(numbered, groups=groups, calibration=other, default=prompts is None),
+        )
