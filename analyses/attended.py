@@ -17,8 +17,8 @@ from ln_probe.analyses.geometry.any_position import QuerySets
 from ln_probe.analyses.variant_outputs import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
-from ln_probe.hooks.frozen_scale import Constant
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.variants import MEAN_IGNORED
 
 

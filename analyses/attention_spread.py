@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
-from ln_probe.hooks.masks import visible_keys
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.capture import visible_keys
+from ln_probe.hooks.norm import Site
 
 _BISECTIONS = 100  # of the logarithm of a range of float64 numbers
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head

@@ -16,9 +16,9 @@ from ln_probe.analyses import empirical_queries
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.key_sample import KeySample
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.fitted_constants import Halves
-from ln_probe.hooks.frozen_scale import Constant
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.optimal_constants import Halves
+from ln_probe.hooks.scales import Constant
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 

@@ -17,7 +17,7 @@ import pandas as pd
 from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.wording import counted
-from ln_probe.hooks.frozen_scale import Constant
+from ln_probe.hooks.scales import Constant
 
 # Where constants come from, as provenance and pages name it.
 LEAVE_ONE_OUT = "leave-one-out means over the other prompts"

@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.shared_passes import passed_over
 from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
-from ln_probe.hooks.edits import Change, LostEditError
-from ln_probe.hooks.frozen_scale import Constant
-from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
-from ln_probe.hooks.interventions import make_edit, why_nothing
+from ln_probe.hooks.edits import Change, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
+from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.sentinel import lost_edits
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.scales import Constant
+from ln_probe.hooks.variants import make_edit
 
 EDITED = ("no_scaling", "no_projection", "neither")
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")

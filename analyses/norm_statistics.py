@@ -22,7 +22,7 @@ from torch import Tensor
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.machinery.compiled import compiled, room
 from ln_probe.analyses.tables import LAYERNORMS
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 
 # Largest `reconstruction_error` that rounding explains. float32: measured up to 3e-6 (SmolLM2, MiniLM). A norm in half
 # precision is computed in float32 and then rounded, to the format's eps/2 of each entry: once for itself, and once each

@@ -20,10 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.frozen_scale import token_rows
-from ln_probe.hooks.model import check_model, context_length, evaluating, vocabulary_size
-from ln_probe.hooks.one_line import OneLine
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.model import OneLine, check_model, context_length, evaluating, vocabulary_size
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import token_rows
+from ln_probe.hooks.sites import find_sites
 
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition

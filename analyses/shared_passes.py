@@ -23,8 +23,8 @@ from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.next_tokens import Reference, Sums, find_unembedding, wide
 from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import HookedModel, blocks, device_of, run, vocabulary_size
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.sites import Site
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
 # operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.frozen_scale import Constant
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.variants import VARIANTS, no_op, normalized
 
 __all__ = ["VARIANTS", "no_op", "variant_outputs"]

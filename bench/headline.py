@@ -51,11 +51,11 @@ import ln_probe
 from ln_probe.analyses import prompt_intervals
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.default_tokens import UnsampledError, bundled_texts, encode, sample, special_tokens, tokenizer_of
-from ln_probe.hooks.frozen_scale import calibration_sigmas, mean_sigmas
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import context_length, run
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.scales import calibration_sigmas, mean_sigmas
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
 GROUPS = ("attention", "all")

@@ -21,8 +21,8 @@ import torch
 import ln_probe
 from ln_probe.analyses.head_runs import HeadRuns
 from ln_probe.analyses.probes.registry import chosen
-from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.model import run
+from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
 from ln_probe.passes import Passes
 from ln_probe.settings import Settings

@@ -26,10 +26,9 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.hooks.default_tokens import bundled_prompts
-from ln_probe.hooks.edits import installed
+from ln_probe.hooks.edits import Positions, installed
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.positions import Positions
 from ln_probe.hooks.variants import make_edit
 
 TABLE = Path(__file__).parent / "results" / "intervals.csv"

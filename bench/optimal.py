@@ -5,7 +5,7 @@
 
 For the norms that attention reads ("attention") and for all norms ("all"), constants are fitted on the model's 64
 held-out windows and on each half of them; windows alternate between the halves. Descents begin at the mean sigmas over
-the 64 windows. Writes `ln_probe/data/checkpoints/NAME/optimal.json` (`ln_probe.hooks.fitted_constants.Shipped`) and a
+the 64 windows. Writes `ln_probe/data/checkpoints/NAME/optimal.json` (`ln_probe.hooks.optimal_constants.Shipped`) and a
 row of `bench/results/optimal.csv` for each model and group, which has the loss increase with mean constants and with
 loss-optimal constants of the half that a window is not in.
 """
@@ -26,11 +26,10 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.machinery.files import sha256_of_file
 from ln_probe.hooks.default_tokens import bundled_prompts
-from ln_probe.hooks.fitted_constants import Halves, Shipped
-from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
 from ln_probe.hooks.interventions import members, without
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.optimal_constants import fit, fit_halves
+from ln_probe.hooks.optimal_constants import Halves, Shipped, fit, fit_halves
+from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.models import bundled_folder
 from ln_probe.prompts import summary
 

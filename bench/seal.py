@@ -55,7 +55,7 @@ def main() -> int:
 
 def cost() -> int:
     """Print the seconds that the seal adds to a report of GPT-2's shape: what it does once, and between passes."""
-    from ln_probe.hooks.checksums import Fingerprint
+    from ln_probe.hooks.sealing import Fingerprint
     from ln_probe.seal import Seal, hooked_model
 
     model, _ = hooked_model(transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval())

@@ -3,7 +3,7 @@
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without
 from ln_probe.hooks.linearized import linearized
-from ln_probe.hooks.site import Site, Terms
+from ln_probe.hooks.norm import Site, Terms
 from ln_probe.hooks.sites import find_sites
 
 __all__ = [

@@ -21,8 +21,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.masks import is_causal, visible_keys, window_of
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.capture import is_causal, visible_keys, window_of
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry

@@ -8,17 +8,109 @@ what that projection of attention reads is replaced instead, and the norm's outp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import HookedModel, blocks
-from ln_probe.hooks.positions import Positions, watching
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
+
+_READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
+_CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
+
+
+class Positions:
+    """Where position 0 is in the forward pass that is running; of a whole prompt, until `watching` says otherwise."""
+
+    def __init__(self) -> None:
+        self.offset = 0  # tokens that came in earlier passes
+        self.shape: tuple[int, int] | None = None  # batch and positions of the pass
+        self.padded: Tensor | None = None  # padding in front of each row of the batch
+
+    def first(self, site: Site, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
+        """Which vectors of a norm's input belong to position 0.
+
+        Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
+        attention) or flattened from those.
+        """
+        if x.ndim == 3:
+            batch, length = x.shape[:2]
+        elif self.shape is not None:
+            batch, length = self.shape
+        else:
+            batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
+        start = torch.zeros(batch, dtype=torch.long) if self.padded is None else self.padded[:batch].cpu()
+        mine = torch.arange(self.offset, self.offset + length)[None] == start[:, None]
+        if x.ndim == 4 and is_heads_first(site, x, length):
+            found = mine[:, None, :, None]
+        elif x.ndim == 4:
+            found = mine[:, :, None, None]
+        elif x.ndim == 3:
+            found = mine[:, :, None]
+        else:
+            rows = x.shape[0]
+            found = mine.flatten().repeat_interleave(max(1, rows // max(1, mine.numel())))[:, None]
+        return found.to(x.device).expand(*x.shape[:-1], 1)
+
+    def _began(self, layer: int | None, values: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = (*values, *(named.get(n) for n in _READ))
+        read = next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)
+        if read is not None:
+            self.shape = int(read.shape[0]), int(read.shape[1])
+        if layer is None:  # the whole model: whatever an earlier pass left is over
+            self.offset, self.padded = 0, None
+        caches = [named[n] for n in _CACHES if named.get(n) is not None]
+        if caches:
+            self.offset = _length(caches[0], layer)
+        elif layer is not None and "past_kv_cache_entry" in named:
+            self.offset = 0
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            self.padded = (mask != 0).long().argmax(-1)
+
+
+def is_heads_first(site: Site, x: Float[Tensor, "a b c d"], length: int) -> bool:
+    """Whether a norm of queries or keys sees [batch head pos d_head], as inside a bridge's attention."""
+    return site.reads in ("query", "key") and x.shape[2] == length
+
+
+def _length(cache: Any, layer: int | None) -> int:
+    """How many tokens a cache holds: TransformerLens's entry or list of entries, or Hugging Face's."""
+    if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
+        return int(keys.shape[1])
+    if callable(length := getattr(cache, "get_seq_length", None)):
+        return int(length() if layer is None else length(layer))
+    try:
+        return _length(cache[0], layer)
+    except (TypeError, IndexError, KeyError):
+        return 0
+
+
+@contextmanager
+def watching(model: HookedModel, positions: Positions) -> Iterator[None]:
+    """While it lasts, `positions` knows where every forward pass begins."""
+
+    def hook(layer: int | None) -> Any:
+        def began(_m: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> None:
+            positions._began(layer, values, named)
+
+        return began
+
+    whole = {id(m): m for m in (model, getattr(model, "original_model", None)) if isinstance(m, nn.Module)}
+    with ExitStack() as stack:
+        for module in whole.values():
+            stack.callback(module.register_forward_pre_hook(hook(None), with_kwargs=True).remove)
+        for layer, block in enumerate(blocks(model)):
+            stack.callback(block.register_forward_pre_hook(hook(layer), with_kwargs=True).remove)
+        try:
+            yield
+        finally:
+            positions.__init__()  # type: ignore[misc]  # as if nothing had run
+
 
 # From a norm's input and output to another output.
 Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]]
@@ -186,3 +278,244 @@ def _watch_part(attn: nn.Module, part: str, edits: Sequence[PartEdit]) -> Iterat
             "architecture: edit the whole norm with only=None"
         )
     yield attn.register_forward_hook(afterwards).remove
+
+
+# What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
+_KV_ARGUMENTS = ("past_kv_cache_entry", "past_key_values", "past_key_value", "layer_past")
+
+
+def attention_of(model: HookedModel, layer: int) -> nn.Module:
+    """The attention module of a block.
+
+    Raises:
+        InterventionError: it has none.
+    """
+    found = getattr(blocks(model)[layer], "attn", None)
+    if not isinstance(found, nn.Module):
+        raise InterventionError(f"block {layer} has no attention whose heads could be edited")
+    return found
+
+
+def z_point(model: HookedModel, layer: int) -> nn.Module:
+    """The hook point that shows what the heads of a block hand on, [batch pos head d_head] or flat over heads.
+
+    Raises:
+        InterventionError: there is none.
+    """
+    found = model.hook_dict.get(f"blocks.{layer}.attn.hook_z")
+    if found is None:
+        raise InterventionError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
+    return found  # type: ignore[no-any-return]
+
+
+def head_count(model: HookedModel, layer: int) -> int:
+    """Query heads of a block."""
+    weights = getattr(getattr(blocks(model)[layer], "attn", None), "W_Q", None)
+    return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
+
+
+def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
+    """What a hook_z shows with an axis for the heads: bridges show it flat."""
+    return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
+
+
+def z_instead(
+    model: HookedModel,
+    layer: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    instead: Callable[[Tensor], Tensor | None],
+) -> Tensor | None:
+    """What the heads of a block would hand on if its attention, called with these arguments, read something else.
+
+    `instead` gives what to read for a tensor (None: itself). Hook points inside attention see this call too, before
+    the model's own. None if there is nothing to change.
+
+    Raises:
+        InterventionError: attention goes on from keys and values that it keeps in a cache.
+        LostEditError: only some of queries, keys and values are made of something that `instead` knows.
+    """
+    put = 0
+
+    def changed(value: Any) -> Any:
+        nonlocal put
+        found = instead(value) if isinstance(value, Tensor) else None
+        put += found is not None
+        return value if found is None else found
+
+    own = tuple(changed(a) for a in args)
+    named = {k: changed(v) for k, v in kwargs.items()}
+    if not put:
+        return None
+    left = [p for p, name in INPUTS.items() if isinstance(kwargs.get(name), Tensor) and named[name] is kwargs[name]]
+    if left:
+        raise LostEditError(
+            f"single heads of block {layer} cannot be edited: the norm's output is not what its {' and '.join(left)} "
+            "are made of (positional_embedding_type='shortformer' adds position embeddings to it). Edit the whole norm "
+            "with heads=None"
+        )
+    for name in _KV_ARGUMENTS:
+        if named.get(name) is not None:
+            if _kept(named[name], layer):
+                raise InterventionError(
+                    "single heads cannot be edited while attention goes on from keys it has kept: switch the cache off "
+                    "(use_past_kv_cache=False)"
+                )
+            named[name] = None  # what this call computes must not be kept
+    attn, point, seen = attention_of(model, layer), z_point(model, layer), list[Tensor]()
+    handle = point.register_forward_hook(lambda _m, _a, z: seen.append(z), prepend=True)  # before edits of it
+    try:
+        attn.forward(*own, **named)
+    finally:
+        handle.remove()
+    return seen[0] if seen else None
+
+
+def _kept(cache: Any, layer: int) -> bool:
+    """Whether a cache holds keys for this layer already."""
+    keys = getattr(cache, "past_keys", None)
+    if isinstance(keys, Tensor):  # HookedTransformer's
+        return keys.shape[1] > 0
+    layers = getattr(cache, "layers", ())  # Hugging Face's
+    held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
+    return isinstance(held, Tensor) and held.numel() > 0
+
+
+class HeadEdit(Edit):
+    """Some heads of the attention that reads a norm see a changed output of it.
+
+    Attributes:
+        heads: those, by block.
+        waiting: (input, output) of the norm, until attention has read it.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        change: Change,
+        label: str,
+        positions: Positions | None = None,
+        *,
+        heads: Mapping[int, Collection[int]],
+    ) -> None:
+        super().__init__(site, change, label, positions)
+        self.heads = {layer: sorted(some) for layer, some in heads.items()}
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self._instead: dict[int, Tensor] = {}
+        self._inside = False
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if not self.suspended and not self._inside:
+            self.calls += 1
+            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+            self.waiting.append((x, output))
+
+    def install(self, model: HookedModel, stack: ExitStack) -> None:
+        super().install(model, stack)
+        for layer in self.heads:
+            attn, point = attention_of(model, layer), z_point(model, layer)
+            reading, replacing = self._reading(model, layer), self._replacing(layer, head_count(model, layer))
+            stack.callback(attn.register_forward_pre_hook(reading, with_kwargs=True).remove)
+            # First of the hooks there: what others see of z is the edited one.
+            stack.callback(point.register_forward_hook(replacing, prepend=True).remove)
+
+    def _reading(self, model: HookedModel, layer: int) -> Callable[..., None]:
+        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.suspended:
+                return
+            self._inside = True
+            try:
+                z = z_instead(model, layer, args, kwargs, self._read_instead())
+            finally:
+                self._inside = False
+            if z is None:
+                raise LostEditError(
+                    f"{self.site.name}: the edit of single heads was lost, because the attention of block {layer} did "
+                    "not read this norm's output as it is (split or repeated per head on the way?): switch "
+                    "use_split_qkv_input and use_attn_in off, or edit the whole norm with heads=None"
+                )
+            self._instead[layer] = z
+            if layer == max(self.heads):
+                self.waiting.clear()
+
+        return hook
+
+    def _read_instead(self) -> Callable[[Tensor], Tensor | None]:
+        made: dict[int, Tensor] = {}  # HookedTransformer calls the norm for queries, keys and values each
+
+        def instead(read: Tensor) -> Tensor | None:
+            for i, (x, y) in reversed(list(enumerate(self.waiting))):
+                if read.shape == y.shape and torch.equal(read, y):
+                    if i not in made:
+                        made[i] = self.change(x, y)
+                    return made[i]
+            return None
+
+        return instead
+
+    def _replacing(self, layer: int, count: int) -> Callable[..., Tensor | None]:
+        def hook(_m: nn.Module, _args: Any, z: Tensor) -> Tensor | None:
+            if self._inside or layer not in self._instead:
+                return None
+            out = z.clone(memory_format=torch.contiguous_format)
+            instead = by_head(self._instead.pop(layer), count)
+            for head in self.heads[layer]:
+                by_head(out, count)[:, :, head] = instead[:, :, head]
+            return out
+
+        return hook
+
+
+# From a norm's input to the sigma that is held, [*batch 1], without a gradient; None: its own.
+Held = Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch 1"]]
+
+
+class LinearEdit(Edit):
+    """A forward hook under which a norm is linear. It stands before other edits of the norm, which see its output."""
+
+    def __init__(self, site: Site, given: Tensor | None) -> None:
+        self.given = given
+        super().__init__(site, self._linear, "linearized")
+
+    def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+        """The sigma that is held on these inputs."""
+        if self.given is None:
+            return self.site.sigma(_wide(x.detach()))
+        return fitted(self.site, self.given, x).to(_wide(x))
+
+    def _linear(self, x: Tensor, y: Tensor) -> Tensor:
+        wide = _wide(x)
+        linear = self.site.affine(self.site.project(wide) / self.sigma(wide)).to(y.dtype)
+        if self.given is not None:
+            return linear
+        # 0 + y is y, bit for bit, and its gradient is that of `linear`
+        return (linear - linear.detach()) + y.detach()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: sigma of a 16-bit vector would be rounded to three digits."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+    """A sigma per token of another run, laid out as the norm's input is.
+
+    Raises:
+        InterventionError: it is for another number of tokens.
+    """
+    wanted, laid = x.shape[:-1], given.to(x.device)
+    if laid.ndim == 1:
+        laid = laid[None]
+    if laid.ndim == len(wanted) - 1:  # every head with an input of its own: a token's sigma is that of all
+        laid = laid[..., None]
+    if laid.ndim != len(wanted) or any(g not in (1, w) for g, w in zip(laid.shape, wanted, strict=True)):
+        raise InterventionError(
+            f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
+            "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"
+        )
+    return laid.expand(wanted)[..., None]
+
+
+def held(module: nn.Module) -> LinearEdit | None:
+    """The linearization that a norm's module is under, if any."""
+    return next((e for e in edits_on(module) if isinstance(e, LinearEdit) and not e.suspended), None)

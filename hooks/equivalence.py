@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.model import check_model, context_length, device_of, evaluating, run, vocabulary_size
-from ln_probe.hooks.one_line import OneLine
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.model import OneLine, check_model, context_length, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 # Largest difference that processing explains, relative to the largest value: it rounds the weights themselves anew
 # (measured: up to 2.5e-6 in float32 and 8.2e-2 in bfloat16; a fold that goes wrong: 5.3e-1).

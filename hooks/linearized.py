@@ -23,11 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.edits import InterventionError, LostEditError, suspended
-from ln_probe.hooks.held_sigma import LinearEdit, fitted, held
+from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, fitted, held, suspended
+from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, check_model, run
-from ln_probe.hooks.sentinel import prove
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
 
 OWN = "own"

@@ -6,10 +6,14 @@ served through these few names; nothing here imports a model class.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -250,3 +254,65 @@ def read_unembedding(
     lift = bias.detach().double().cpu().numpy() if isinstance(bias, Tensor) else None
     size = min(len(rows), vocabulary_size(model))
     return rows[:size], None if lift is None else lift[:size]
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # RLocks
+_GUARD = Lock()
+
+
+def _forget_locks() -> None:
+    """Start with new locks in a forked process: the threads that held the old ones do not exist there."""
+    global _LOCKS, _GUARD
+    _LOCKS, _GUARD = WeakKeyDictionary(), Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextmanager
+def exclusive(model: object) -> Iterator[None]:
+    """While it lasts no other thread enters it for this model; the same thread may, again."""
+    with _GUARD:
+        lock = _LOCKS.setdefault(cast(nn.Module, model), RLock())
+    with lock:
+        yield
+
+
+LINE = 160  # characters of a whole line
+TEXT = 40  # of a text in it
+FEW = 4  # entries of a tuple, list or mapping that are written out
+
+
+class OneLine:
+    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of lists."""
+
+    def __repr__(self) -> str:
+        shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
+        text = f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
+        return text if len(text) <= LINE else text[: LINE - 2] + "…)"
+
+
+def brief(value: Any) -> str:
+    """A value in a few words."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape):
+        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, shape))}>"
+    if shape is not None:
+        return f"{value.item():.4g}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        return repr(value if len(value) <= TEXT else value[: TEXT - 1] + "…")
+    if isinstance(value, Mapping):
+        if len(value) > FEW:
+            return f"<{len(value)} entries>"
+        return "{" + ", ".join(f"{key!r}: {brief(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        if len(value) > FEW:
+            return f"<{len(value)} of them>"
+        inside = ", ".join(map(brief, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    return " ".join(repr(value).split())

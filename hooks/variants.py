@@ -16,11 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.edits import Edit
-from ln_probe.hooks.frozen_scale import Divisor
-from ln_probe.hooks.held_sigma import held
-from ln_probe.hooks.positions import Positions
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.edits import Edit, Positions, held
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import Divisor
 
 VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
 VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "neither"}

@@ -341,8 +341,8 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
 
     from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
     from ln_probe.hooks.attention import PATTERN_TOLERANCE
-    from ln_probe.hooks.sites import SAME_OUTPUT
-    from ln_probe.hooks.state import CENTRED
+    from ln_probe.hooks.norm import SAME_OUTPUT
+    from ln_probe.hooks.sites import CENTRED
 
     found = {
         "tau": TAU,

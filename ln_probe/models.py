@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ln_probe.hooks.default_tokens import BundledPrompts
-    from ln_probe.hooks.fitted_constants import Shipped
+    from ln_probe.hooks.optimal_constants import Shipped
     from ln_probe.loading.convert import Processing, World
     from ln_probe.loading.pretrained import Pretrained
 
@@ -150,7 +150,7 @@ def shipped_constants(folder: Path) -> Shipped | None:
         ValueError: the file is damaged.
     """
     from ln_probe.analyses.machinery.files import read_json
-    from ln_probe.hooks.fitted_constants import Shipped
+    from ln_probe.hooks.optimal_constants import Shipped
 
     path = folder / "optimal.json"
     return Shipped.of_json(read_json(path)) if path.is_file() else None

@@ -36,8 +36,6 @@ from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionE
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.default_tokens import bundled_prompts, bundled_texts, encode, tokenizer_of
-from ln_probe.hooks.fitted_constants import Halves, Shipped
-from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.model import (
     HookedModel,
@@ -48,9 +46,11 @@ from ln_probe.hooks.model import (
     n_layers,
     stretches_positions,
 )
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.optimal_constants import fit_halves
-from ln_probe.hooks.sites import Site, layers_in_words, survey
+from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
+from ln_probe.hooks.scales import mean_sigmas
+from ln_probe.hooks.sites import layers_in_words, survey
 from ln_probe.measuring.beside import Beside
 from ln_probe.measuring.watching import Watching, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary

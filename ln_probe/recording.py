@@ -21,7 +21,7 @@ from ln_probe.analyses.geometry.verdicts import NAMES
 from ln_probe.analyses.probes.protocol import Marks
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.reporting.exhibits import (
     CELLS,
     VERDICTS,

@@ -19,12 +19,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.checksums import Fingerprint, checksum
-from ln_probe.hooks.cover import Cover, running
 from ln_probe.hooks.edits import suspended
-from ln_probe.hooks.exclusive import exclusive
-from ln_probe.hooks.foreign import Foreign, edits_under_way, foreign_hooks
-from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, run
+from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
+from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks, running
 from ln_probe.hooks.sites import site_modules
 from ln_probe.loading.verify import bridged, is_hugging_face
 

@@ -26,7 +26,8 @@ from ln_probe.hooks.default_tokens import SAMPLED_TOKENS, NextLogits, UnsampledE
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import context_length, missing_head
-from ln_probe.hooks.sites import Site, SiteError, find_sites
+from ln_probe.hooks.norm import Site, SiteError
+from ln_probe.hooks.sites import find_sites
 from ln_probe.loading.convert import has_hooked_transformer
 
 # What HookedTransformer holds of ARCHITECTURES; every other one is a bridge alone.

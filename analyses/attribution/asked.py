@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
+from ln_probe.hooks.capture import is_cache
+from ln_probe.hooks.components import weight
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.from_cache import is_cache
 from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size
-from ln_probe.hooks.writes import weight
 
 MEAN = "mean"
 # A token by id or text, or several: their mean logit.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.attribution.asked import AttributionError, Tokens, place, prompt
 from ln_probe.analyses.attribution.bars import Bar, draw, largest
 from ln_probe.analyses.attribution.logit_parts import attribute_logits, logit_asked
+from ln_probe.hooks.components import Part, Source, Writers, attention_output, watched
 from ln_probe.hooks.linearized import linearized
 from ln_probe.hooks.model import HookedModel, blocks, check_model, evaluating
-from ln_probe.hooks.writes import Part, Source, Writers, attention_output, watched
 
 COLUMNS = ("part", "kind", "layer", "index", "direct", "mediated", "effect")
 # |gradient through queries| over the effects' own size that counts as "patterns are held"; where they are, it is 0.

@@ -32,14 +32,12 @@ from ln_probe.analyses.attribution.asked import (
     token_ids,
 )
 from ln_probe.analyses.attribution.bars import TOP, Bar, draw, largest
+from ln_probe.hooks.capture import CachedPrompt, is_cache
+from ln_probe.hooks.components import END, Part, Record, Split, Writers, find_wiring, record, weight
 from ln_probe.hooks.default_tokens import tokenizer_of
-from ln_probe.hooks.from_cache import CachedPrompt, is_cache
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, logit_factor, missing_head, n_layers
-from ln_probe.hooks.recorded import Record, Split, record
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.wiring import END, find_wiring
-from ln_probe.hooks.writes import Part, Writers, weight
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]

@@ -23,14 +23,11 @@ from torch import Tensor
 from ln_probe.analyses.attribution.asked import MEAN, AttributionError, place, prompt
 from ln_probe.analyses.attribution.bars import Bar, draw, largest
 from ln_probe.hooks.attention import Heads, read_heads
-from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.masks import visible_keys
+from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
+from ln_probe.hooks.components import Part, Split, Writers, find_wiring, record
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
-from ln_probe.hooks.recorded import Split, record
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.wiring import find_wiring
-from ln_probe.hooks.writes import Part, Writers
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 AT_ONCE = 16  # positions whose parts are held at once

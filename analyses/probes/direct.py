@@ -17,9 +17,7 @@ from torch import Tensor
 from ln_probe.analyses.attribution.asked import outputs
 from ln_probe.analyses.probes.protocol import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import ATTRIBUTION
-from ln_probe.hooks.recorded import Split, record
-from ln_probe.hooks.wiring import END, find_wiring
-from ln_probe.hooks.writes import Part, SplitError, Writers, weight
+from ln_probe.hooks.components import END, Part, Split, SplitError, Writers, find_wiring, record, weight
 
 PROMPTS = 8  # of the default ones, as `writers`
 AT_ONCE = 64  # positions whose readings are held at once

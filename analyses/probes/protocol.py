@@ -27,8 +27,8 @@ from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.calibration import Calibration
 from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.sites import Site
 
 # Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.

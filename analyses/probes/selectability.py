@@ -54,7 +54,7 @@ from ln_probe.analyses.schema import Part
 from ln_probe.analyses.tables import HEADS, KEYS
 from ln_probe.analyses.variant_outputs import no_op
 from ln_probe.analyses.wording import number, percent
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import VARIANTS
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe

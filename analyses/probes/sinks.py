@@ -39,8 +39,8 @@ from ln_probe.analyses.probes.protocol import (
 from ln_probe.analyses.probes.sentences import among_heads, in_layers
 from ln_probe.analyses.wording import counted, percent, visible
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.masks import visible_keys
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.capture import visible_keys
+from ln_probe.hooks.norm import Site
 
 MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
 SINK_SHARE = (

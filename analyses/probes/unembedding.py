@@ -27,7 +27,7 @@ from ln_probe.analyses.probes.protocol import DESCRIBED, Cost, Finding, Observer
 from ln_probe.analyses.tables import UNEMBEDDING
 from ln_probe.analyses.wording import counted, percent, visible
 from ln_probe.hooks.model import read_unembedding, transformed_logits
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 
 # Tokens shown beside those that no residual vector predicts: the ones that get the least probability from the vector
 # that points at them.

@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.probes.protocol import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.tables import WRITERS
 from ln_probe.hooks.capture import return_free_memory
+from ln_probe.hooks.components import Part, Source, SplitError, Writers, find_wiring, flat, outside_attention, watched
 from ln_probe.hooks.model import run
-from ln_probe.hooks.recorded import outside_attention
-from ln_probe.hooks.site import Site
-from ln_probe.hooks.wiring import find_wiring
-from ln_probe.hooks.writes import Part, Source, SplitError, Writers, flat, watched
+from ln_probe.hooks.norm import Site
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
 # |sum of a token's shares - 1| that rounding explains. Dot products with heads are of the model's own precision, and

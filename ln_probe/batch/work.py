@@ -34,10 +34,10 @@ from ln_probe.batch.shards import DEFAULT, TokenShards
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.hooks.default_tokens import check_contained
-from ln_probe.hooks.fitted_constants import Halves
-from ln_probe.hooks.frozen_scale import Constant
 from ln_probe.hooks.model import HookedModel, context_length
 from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.optimal_constants import Halves
+from ln_probe.hooks.scales import Constant
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes

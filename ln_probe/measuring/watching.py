@@ -12,7 +12,7 @@ from torch import Tensor
 from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
 from ln_probe.analyses.probes.registry import OWN, package_of
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 from ln_probe.seal import Seal, SealError
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from ln_probe.analyses.machinery.files import parse_json, write_atomically
-from ln_probe.hooks.one_line import OneLine
+from ln_probe.hooks.model import OneLine
 
 EXHIBITS_FILE = "exhibits.npz"
 # A page is some megabytes, and what it shows was once in such a file; a small file that unpacks to more is none.

@@ -17,7 +17,7 @@ from ln_probe.analyses.geometry.hull import attainable_attention
 from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.attention import Rotary
-from ln_probe.hooks.masks import visible_keys
+from ln_probe.hooks.capture import visible_keys
 
 T, D = 14, 4
 MASKS = {"causal": (True, None), "windowed": (True, 5), "all": (False, None)}

@@ -16,7 +16,7 @@ import ln_probe
 from ln_probe.analyses.attribution.asked import AttributionError
 from ln_probe.analyses.attribution.logit_parts import TERMS, attribute_logits
 from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.writes import SplitError
+from ln_probe.hooks.components import SplitError
 
 TOKENS = torch.arange(1, 11)
 BRIDGED = ("gpt2", "neox", "llama", "qwen3", "opt", "gemma", "gemma2", "olmo2", "bloom")

@@ -23,9 +23,9 @@ from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.hooks import without
-from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
 from ln_probe.hooks.interventions import GROUPS, NoOpWarning
 from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT
 

@@ -15,8 +15,8 @@ from ln_probe.analyses.edited_runs import EditedRuns
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.tables import CAUSAL
-from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
 

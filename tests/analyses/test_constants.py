@@ -17,7 +17,7 @@ from ln_probe.analyses.edited_runs import EditedRuns
 from ln_probe.analyses.probes.causal import shifts
 from ln_probe.analyses.prompt_intervals import interval
 from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.frozen_scale import Constant, calibration_sigmas, mean_sigmas
+from ln_probe.hooks.scales import Constant, calibration_sigmas, mean_sigmas
 
 TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
 ALONE = ["decomposition"]

@@ -16,7 +16,8 @@ from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.norm_statistics import SiteStatistics, table
 from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(2, 26)
 

@@ -19,7 +19,7 @@ from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes.head_effects import HeadEffects, agreement, table
 from ln_probe.hooks import without
-from ln_probe.hooks.frozen_scale import mean_sigmas
+from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
 TERM = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}

@@ -26,10 +26,10 @@ import torch
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.frozen_scale import mean_sigmas
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import run
 from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.scales import mean_sigmas
 
 SIZES = (0.5, 1.0, 3.0, 8.0)  # s of each token
 LOGITS = (1.5, -1.0, 0.25, 0.5)  # a of each token

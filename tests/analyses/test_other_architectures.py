@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import ln_probe
+from ln_probe.hooks.components import SplitError
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.writes import SplitError
 
 TOKENS = torch.randint(3, 50, (1, 10), generator=torch.Generator().manual_seed(0))
 PROBES = ("decomposition", "selectability", "uniformity")

@@ -14,7 +14,8 @@ from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.outliers import LEAST_TOKENS, PromptOutliers, outlier_tokens
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 
 def random_model(seed: int) -> LabTransformer:

@@ -21,7 +21,8 @@ from ln_probe.analyses.tables import HEADS, KEYS
 from ln_probe.analyses.variant_outputs import VARIANTS, no_op, variant_outputs
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(2, 26)
 

@@ -12,7 +12,7 @@ import torch
 
 from ln_probe.analyses import next_tokens, shared_passes
 from ln_probe.analyses.edited_runs import EditedRuns
-from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
+from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.tensor([5, 7, 7, 3, 11, 2, 19, 23])

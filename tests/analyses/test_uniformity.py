@@ -14,7 +14,8 @@ import torch
 from ln_probe.analyses import attention_spread as uniformity
 from ln_probe.analyses.variant_outputs import variant_outputs
 from ln_probe.hooks.attention import Heads, Rotary, attention_pattern
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 D, D_HEAD, N = 12, 12, 40
 

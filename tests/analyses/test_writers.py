@@ -13,10 +13,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.attribution import attribute_logits
-from ln_probe.hooks.recorded import Split, outside_attention, record
+from ln_probe.hooks.components import Split, Writers, find_wiring, outside_attention, record
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.wiring import find_wiring
-from ln_probe.hooks.writes import Writers
 
 TOKENS = torch.arange(1, 11)
 SHAPES = ("gpt2", "neox", "llama", "gemma2", "bert")

@@ -32,7 +32,7 @@ from seal_cases import (
 from torch import nn
 
 import ln_probe
-from ln_probe.hooks.foreign import foreign_hooks
+from ln_probe.hooks.sealing import foreign_hooks
 from ln_probe.render.page import report_page
 from ln_probe.reporting.report import Report
 from ln_probe.seal import SealError

@@ -12,7 +12,8 @@ import torch
 from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, attention_pattern, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(3, 27) % 50
 

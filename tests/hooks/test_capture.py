@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ln_probe.hooks.capture import ActivationError, AttentionInput, stream
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 21)
 

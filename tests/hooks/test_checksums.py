@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ln_probe.hooks.checksums import Fingerprint, checksum
+from ln_probe.hooks.sealing import Fingerprint, checksum
 
 SIZES = (1, 3, 7, 4096, 5000, 40_001)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from torch import nn
 
-from ln_probe.hooks.exclusive import exclusive
+from ln_probe.hooks.model import exclusive
 
 
 def ends(process: int, seconds: float = 60.0) -> bool:

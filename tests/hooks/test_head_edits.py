@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.hooks import without
-from ln_probe.hooks.interventions import InterventionError, LostEditError
+from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 21).view(2, 10)

@@ -18,10 +18,11 @@ import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.hooks import without
 from ln_probe.hooks.default_tokens import default_tokens
-from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import evaluating
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import Constant, mean_sigmas
+from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, VARIANTS, changed_output, normalized
 
 TOKENS = torch.arange(1, 21).view(2, 10)

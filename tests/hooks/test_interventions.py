@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import ln_probe
 from ln_probe.hooks import without
-from ln_probe.hooks.edits import suspended
-from ln_probe.hooks.interventions import InterventionError, LostEditError
+from ln_probe.hooks.edits import InterventionError, LostEditError, suspended
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
 from ln_probe.seal import SealError

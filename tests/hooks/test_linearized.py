@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError, LostEditError
-from ln_probe.hooks.site import Site
+from ln_probe.hooks.norm import Site
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 ANSWER = 7

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ln_probe.hooks import without
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.edits import PARTS, PartEdit, installed
-from ln_probe.hooks.frozen_scale import Constant
-from ln_probe.hooks.interventions import LostEditError, make_edit
+from ln_probe.hooks.edits import PARTS, LostEditError, PartEdit, installed
+from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output
+from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, make_edit
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)

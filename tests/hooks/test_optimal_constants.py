@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from ln_probe.analyses.lab.fixed_precision import Precision, fixed_precision
 from ln_probe.hooks import optimal_constants, without
 from ln_probe.hooks.default_tokens import bundled_prompts
-from ln_probe.hooks.fitted_constants import Shipped
-from ln_probe.hooks.frozen_scale import Constant, mean_sigmas
-from ln_probe.hooks.interventions import InterventionError, members
+from ln_probe.hooks.edits import InterventionError
+from ln_probe.hooks.interventions import members
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective, ObjectiveError
 from ln_probe.hooks.optimal_constants import (
     GRADIENT,
@@ -29,12 +29,14 @@ from ln_probe.hooks.optimal_constants import (
     Fit,
     GradientError,
     Halves,
+    Shipped,
     _descend,
     fit,
     fit_halves,
     loss_and_gradients,
 )
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.scales import Constant, mean_sigmas
+from ln_probe.hooks.sites import find_sites
 from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_constants
 from ln_probe.prompts import summary
 

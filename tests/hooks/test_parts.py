@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ln_probe.hooks.recorded import Split, outside_attention, record
+from ln_probe.hooks.components import END, Split, SplitError, Writers, find_wiring, outside_attention, record
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.wiring import END, find_wiring
-from ln_probe.hooks.writes import SplitError, Writers
 
 TOKENS = torch.arange(1, 11)
 ROWS = [0, 4, 9]

@@ -13,7 +13,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.hooks import default_tokens, without
 from ln_probe.hooks.default_tokens import NextLogits, UnsampledError, sample
-from ln_probe.hooks.interventions import InterventionError
+from ln_probe.hooks.edits import InterventionError
 
 ENDS = list(range(10))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ln_probe.hooks import without
-from ln_probe.hooks.frozen_scale import Constant, Resampled, Sigmas, calibration_sigmas
+from ln_probe.hooks.scales import Constant, Resampled, Sigmas, calibration_sigmas
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 21).view(2, 10)

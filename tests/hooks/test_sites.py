@@ -11,7 +11,8 @@ import torch
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.hooks.sites import SiteError, find_sites
+from ln_probe.hooks.norm import SiteError
+from ln_probe.hooks.sites import find_sites
 
 PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.ln1", "attention"),
             ("blocks.1.ln2", "mlp"), ("ln_final", "unembed")]  # fmt: skip

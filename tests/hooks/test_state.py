@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.state import CENTRED, CENTRED_HALF, centred_bound, off_centre, reading_weights, writing_weights
+from ln_probe.hooks.sites import (
+    CENTRED,
+    CENTRED_HALF,
+    centred_bound,
+    find_sites,
+    off_centre,
+    reading_weights,
+    writing_weights,
+)
 
 PRE_NORM = ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3"]
 PROJECTS = ["gpt2", "neox", "opt", "neo"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabulary_size
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 
 FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
 FROM_SIGMAS = (FROZEN, UNIFORM, RESAMPLED)  # those for which sigmas are measured

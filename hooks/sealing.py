@@ -1,8 +1,6 @@
-"""A model under cover: foreign hooks are off, other threads cannot use it, and what is left on it is known and undone.
+"""Has a weight changed? Checksums of the bits of a model's parameters and buffers, and what shows a change at no cost.
 
-Every module's hooks move into dictionaries of ours, which only the covering thread may add to; the originals come back
-at the end. So handles that a user holds stay valid, hooks that others remove meanwhile are gone afterwards, and hooks
-that somebody adds meanwhile are seen.
+PyTorch counts in-place edits of a tensor (`_version`), but not those through `.data`: only its bits show these.
 """
 
 from __future__ import annotations
@@ -13,22 +11,258 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import nn
+from jaxtyping import Int64, Shaped
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
-from ln_probe.hooks.foreign import (
-    FORWARD,
-    KINDS,
-    Foreign,
-    described,
-    global_hooks,
-    name_of,
-    of_transformer_lens,
-    user_hooks,
-)
-from ln_probe.hooks.model import HookedModel, blocks
+from ln_probe.hooks.edits import Edit, LinearEdit
+from ln_probe.hooks.model import HookedModel, blocks, stretches_positions
+
+_ROW = 4096  # words summed at a time: GPT-2's weights take a tenth of a second on one core
+
+
+def checksum(values: Shaped[Tensor, "*_"]) -> Int64[Tensor, ""]:
+    """A number that depends on every bit of a tensor and on where it stands.
+
+    The bits are read as 64-bit words in rows; row sums and column sums are weighted with odd numbers that depend on the
+    row and the column, modulo 2^64. So a change of one word always shows, and so do two words that change places,
+    unless weights happen to agree (once in 2^60).
+
+    Args:
+        values: a tensor of any format on any device.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> bool(checksum(x) == checksum(x.flip(0)))
+        False
+    """
+    found = values.detach()
+    found = (torch.view_as_real(found) if found.is_complex() else found).contiguous().flatten().view(torch.uint8)
+    found = torch.nn.functional.pad(found, (0, -len(found) % 8)) if len(found) % 8 else found
+    if found.storage_offset() % 8:
+        found = found.clone()
+    words = found.view(torch.int64)
+    whole = len(words) // _ROW * _ROW
+    body, rest = words[:whole].view(-1, _ROW), words[whole:]
+    weights = _weights(max(_ROW, len(body))).to(words.device)
+    rows = (body.sum(1) * weights[: len(body)]).sum()
+    columns = (body.sum(0) * weights[:_ROW]).sum()
+    return 3 * rows + columns + 5 * (rest * weights[: len(rest)]).sum() + len(words)
+
+
+@lru_cache(maxsize=4)
+def _weights(count: int) -> Int64[Tensor, " count"]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64) * 2 + 1
+
+
+class Fingerprint:
+    """What a model's parameters and buffers hold, to be compared with what they hold later.
+
+    Buffers that a model itself writes in a forward pass are left out: rotary frequencies that depend on the length of
+    the prompt (`longrope`, `dynamic`).
+    """
+
+    def __init__(self, model: HookedModel | nn.Module) -> None:
+        self.model = cast(nn.Module, model)
+        self._own = "inv_freq" if stretches_positions(model) else None
+        self._tensors = dict(self._named())
+        self._sums = _sums(list(self._tensors.values()))
+        self._states = [_state(t) for t in self._tensors.values()]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        both = chain(self.model.named_parameters(), self.model.named_buffers())
+        for path, tensor in both:
+            if tensor.device.type != "meta" and (self._own is None or self._own not in path):
+                yield path, tensor
+
+    def touched(self) -> str:
+        """The first tensor that was written to in place or given other memory since; empty if none was.
+
+        Neither edits through `.data` nor tensors that were replaced show here.
+        """
+        pairs = zip(self._tensors.items(), self._states, strict=True)
+        return _bare_path(next((name for (name, tensor), state in pairs if _state(tensor) != state), ""))
+
+    def changed(self) -> str:
+        """The first tensor that does not hold what it held, bit for bit, or is there no more, or is new."""
+        now = dict(self._named())
+        if other := next((n for n in (*self._tensors, *now) if (n in now) != (n in self._tensors)), ""):
+            return _bare_path(other)
+        sums = _sums(list(now.values()))
+        before = [self._sums[place] for place in map(list(self._tensors).index, now)]
+        return _bare_path(next((n for n, a, b in zip(now, before, sums, strict=True) if a != b), ""))
+
+    def renew(self) -> None:
+        """Take the present versions for known: what was written since was written back."""
+        self._tensors = dict(self._named())
+        self._states = [_state(t) for t in self._tensors.values()]
+
+
+def _bare_path(path: str) -> str:
+    """Without what a bridge wraps: that says nothing to a reader."""
+    return path.replace("_original_component.", "")
+
+
+def _state(tensor: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _sums(tensors: list[Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
+    """Checksums with formats and shapes."""
+    if not tensors:
+        return []
+    found = torch.stack([checksum(t).cpu() for t in tensors]).tolist()
+    return [(s, t.dtype, t.shape) for s, t in zip(found, tensors, strict=True)]
+
+
+# Where torch keeps the hooks of a module, and what they are called; and those of all modules of the process.
+KINDS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+FORWARD = "forward"  # an instance's own forward
+# Packages whose hooks belong to the model: they run it, load it or place it.
+_OWN = ("ln_probe", "transformers", "accelerate", "torch.nn.utils")
+_BRIDGES = "transformer_lens.model_bridge"
+# Packages whose modules change what the model around them computes, and that cannot be taken out for a pass.
+_WRAPPERS = ("peft", "sae_lens")
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """A hook or a wrapper that somebody else put on a model.
+
+    Attributes:
+        point: the hook point or module it is on; "every module" for torch's global hooks.
+        kind: what it is.
+        function: what it calls.
+        module: that it is on; None: all modules.
+        store: where torch keeps it: one of KINDS, "forward", or empty for a wrapped module.
+        key: its number there.
+    """
+
+    point: str
+    kind: str
+    function: str
+    module: nn.Module | None
+    store: str
+    key: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.point} ({self.kind} {self.function})"
+
+    @property
+    def backward(self) -> bool:
+        """Whether it only sees gradients."""
+        return self.store in _BACKWARD
+
+    @property
+    def removable(self) -> bool:
+        return bool(self.store)
+
+
+def foreign_hooks(model: HookedModel | nn.Module) -> list[Foreign]:
+    """Everything on a model, and among torch's global hooks, that is foreign."""
+    found = []
+    for path, module in cast(nn.Module, model).named_modules():
+        point = _name(path, module)
+        if _in(type(module).__module__, _WRAPPERS):
+            found.append(Foreign(point, "module", f"{type(module).__module__}.{type(module).__name__}", module, ""))
+        users = user_hooks(module)
+        for store, kind in KINDS.items():
+            for key, hook in getattr(module, store).items():
+                if not _own(hook, users.get(key)):
+                    found.append(Foreign(point, kind, name_of(users.get(key, hook)), module, store, key))
+        replaced = module.__dict__.get(FORWARD)
+        if replaced is not None and not _own(replaced, None) and not hasattr(module, "_hf_hook"):
+            found.append(Foreign(point, "replaced forward", name_of(replaced), module, FORWARD))
+    for store, kind in KINDS.items():
+        for key, hook in global_hooks(store).items():
+            if not _own(hook, None):
+                found.append(Foreign("every module", f"global {kind}", name_of(hook), None, store, key))
+    return found
+
+
+def global_hooks(store: str) -> dict[int, Any]:
+    """Torch's hooks on all modules, of one of KINDS."""
+    found: dict[int, Any] = getattr(torch_modules, f"_global{store}")
+    return found
+
+
+def edits_under_way(model: HookedModel | nn.Module) -> tuple[list[Edit], list[LinearEdit]]:
+    """The edits of `without` that a model is under, and those of `linearized`."""
+    found = [e for _, m in model.named_modules() for e in m._forward_hooks.values() if isinstance(e, Edit)]
+    linear = [e for e in found if isinstance(e, LinearEdit)]
+    return [e for e in found if not isinstance(e, LinearEdit)], linear
+
+
+def described(module: nn.Module, path: str, store: str, key: int) -> str:
+    """A hook in words: its kind, its function and where it is."""
+    hook = getattr(module, store)[key]
+    return f"a {KINDS[store]} {name_of(user_hooks(module).get(key, hook))} at {_name(path, module)}"
+
+
+def user_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The functions that TransformerLens wrapped at a hook point, by torch's number of the wrapper."""
+    handles = [*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ())]
+    return {h.hook.id: h.user_hook for h in handles if getattr(h, "user_hook", None) is not None}
+
+
+def name_of(function: Any) -> str:
+    """What a function is called, with its module; of an object that is called, its class."""
+    function = _plain(function)
+    name = getattr(function, "__qualname__", "") or type(function).__qualname__
+    return f"{home_of(function)}.{name}".removeprefix("__main__.")
+
+
+def home_of(function: Any) -> str:
+    """The module that a function comes from."""
+    function = _plain(function)
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def _plain(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def of_transformer_lens(hook: Any, user: Any = None) -> bool:
+    """Whether TransformerLens installed a hook for itself, as bridges do at their first pass.
+
+    Args:
+        hook: what torch calls.
+        user: the function behind TransformerLens's wrapper, if this is one.
+    """
+    return _in(home_of(hook if user is None else user), ("transformer_lens" if user is None else _BRIDGES,))
+
+
+def _own(hook: Any, user: Any) -> bool:
+    if user is not None and _in(home_of(user), ("ln_probe",)):  # what rounds a compiled program
+        return True
+    return of_transformer_lens(hook, user) or (user is None and _in(home_of(hook), _OWN))
+
+
+def _in(name: str, packages: Sequence[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _name(path: str, module: nn.Module) -> str:
+    """What a hook point calls itself, else the path of the module; the model itself has none."""
+    own = getattr(module, "name", None) if hasattr(module, "fwd_hooks") else None
+    return str(own) if own else path.replace("_original_component.", "") or "the model"
+
 
 _LISTS = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
 _COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves

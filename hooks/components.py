@@ -1,0 +1,622 @@
+"""What writes to the residual stream: embeddings, positions, every head, every MLP, and the biases beside them.
+
+A *source* is what one module writes (embeddings, positions, an attention layer, an MLP) or what a norm inside the
+stream makes of it (post-norm blocks). A *part* is the finest piece of a source that is told apart: a head, a neuron, a
+bias. Heads are read off `z`, the value that attention moved before its output map: head h writes z_h W_O_h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from einops import einsum, rearrange, reduce
+from jaxtyping import Float, Float64, Int
+from torch import Tensor, nn
+
+from ln_probe.hooks.model import HookedModel, blocks, context_length, device_of, run, vocabulary_size
+from ln_probe.hooks.norm import Site
+
+EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
+KINDS_OF_PARTS = ("embedding", "position", "head", "mlp", "neuron", "bias", "norm bias", "unembedding bias")
+# What a bridge raises where an architecture has no such weight.
+_ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is written at one place.
+
+    Attributes:
+        kind: one of EMBEDDINGS, "attn", "mlp", or "norm" (what a norm in the stream puts in its place).
+        layer: its block; -1 for embeddings.
+        site: name of the norm, for "norm".
+    """
+
+    kind: str
+    layer: int = -1
+    site: str = ""
+
+    def __str__(self) -> str:
+        return self.site or (self.kind if self.layer < 0 else f"blocks.{self.layer}.{self.kind}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the residual stream that has one writer.
+
+    Attributes:
+        name: "embed", "L3H5", "L3 mlp", "L3N17" (a neuron), "L3 b_O", "blocks.3.ln1_post bias", …
+        kind: one of KINDS_OF_PARTS.
+        layer: its block; -1 for embeddings.
+        index: head or neuron; -1 for others.
+    """
+
+    name: str
+    kind: str
+    layer: int = -1
+    index: int = -1
+
+
+def weight(owner: object, name: str) -> Tensor | None:
+    """A weight by its TransformerLens name; None where the module has none."""
+    try:
+        value = getattr(owner, name, None)
+    except _ABSENT:
+        return None
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def _child(owner: object, *path: str) -> nn.Module | None:
+    for name in path:
+        try:
+            owner = getattr(owner, name, None)
+        except _ABSENT:
+            return None
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
+    """Every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
+    for name in EMBEDDINGS:
+        # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
+        # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
+        own = _child(model, name)
+        scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
+        module = own if scaled else _child(own, "hook_out") or _child(model, f"hook_{name}")
+        if module is not None and (name == "embed" or _child(model, name) is not None or _has_table(model, name)):
+            yield Source(name), module
+    for layer, block in enumerate(blocks(model)):
+        if (z := _child(block, "attn", "hook_z")) is not None:
+            yield Source("attn", layer), z
+        mlp = _child(block, "mlp")
+        # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
+        if (out := _child(mlp, "out", "hook_out") or mlp) is not None:
+            yield Source("mlp", layer), out
+
+
+def _has_table(model: HookedModel, name: str) -> bool:
+    """Whether positions without a module of their own are added (the laboratory's sinusoidal ones)."""
+    return name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
+
+
+def attention_output(attn: nn.Module) -> nn.Module:
+    """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
+    return _child(attn, "o", "hook_out") or attn
+
+
+def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
+    """Where an MLP's neurons show what they give, and what each writes per unit; None where there is no such place."""
+    mlp = _child(blocks(model)[layer], "mlp")
+    point, out = _child(mlp, "hook_post"), weight(mlp, "W_out")
+    return None if point is None or out is None or out.ndim != 2 else (point, out)
+
+
+class Writers:
+    """The weights with which a model's sources write; read once, each in the precision it is used in."""
+
+    def __init__(self, model: HookedModel) -> None:
+        self.model = model
+        self.d_model = int(model.cfg.d_model)
+
+    def _owner(self, source: Source) -> Any:
+        return _child(blocks(self.model)[source.layer], source.kind)
+
+    def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of a layer, in the precision of `like`.
+
+        Raises:
+            SplitError: the layer shows none.
+        """
+        found = weight(_child(blocks(self.model)[layer], "attn"), "W_O")
+        if found is None or found.ndim != 3:
+            raise SplitError(
+                f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be told apart"
+            )
+        return found.to(like)
+
+    def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
+        """b_O of an attention layer, b_out of an MLP; None where there is none (some worlds show zeros then)."""
+        name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
+        found = None if name is None else weight(self._owner(source), name)
+        if found is None or found.numel() != self.d_model or not bool(found.any()):
+            return None
+        return found.to(like).reshape(-1)
+
+    def split(self, layer: int, z: Float[Tensor, "*row wide"]) -> Float[Tensor, "*row head d_head"]:
+        """z by head, whichever way the world keeps it."""
+        n_heads = self.heads(layer, z[:0]).shape[0]
+        by_head: Tensor = rearrange(z, "... (head d_head) -> ... head d_head", head=n_heads)
+        return by_head
+
+    def written(self, source: Source, seen: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"]:
+        """What a source wrote, from what its module showed."""
+        if source.kind != "attn":
+            return seen
+        out: Tensor = torch.einsum("rhk,hkd->rd", self.split(source.layer, seen), self.heads(source.layer, seen))
+        bias = self.bias(source, seen)
+        return out if bias is None else out + bias
+
+
+class SplitError(ValueError):
+    """What a norm reads is not the sum of the parts that are known (names the place and how much is missing)."""
+
+
+def flat(output: Any, length: int) -> Float[Tensor, "row wide"]:
+    """A module's output on one prompt, a row per position, whichever way the world lays it out."""
+    value: Tensor = output[0] if isinstance(output, tuple) else output
+    return value.detach().reshape(length, -1)
+
+
+TOKENS = 8  # of the short pass: with d_model 8 still 64 equations for some ten unknowns
+# Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
+# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
+CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
+HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
+_SNAP = 1e-4  # a fitted factor this near to 0 or 1 is 0 or 1 …
+_SNAP_HALF = 2e-2  # … and in 16-bit formats, whose rounding is fitted as well
+_PLACES = 4  # earlier places that a stream can be continued from
+
+Expression = Mapping[Source, float]
+END = "the end of the stream"
+
+
+def closes_below(dtype: torch.dtype) -> float:
+    """Relative remainder of a sum that rounding in this format explains."""
+    return CLOSES.get(dtype, HALF_ROUNDINGS * torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """What is read where.
+
+    Attributes:
+        reads: of each norm outside attention, and of END, the sources of its input with their factors.
+        open: places where the sum does not close: how much is left over, and since where, in words.
+        single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
+            exact to float32 only.
+    """
+
+    reads: Mapping[str, Expression]
+    open: Mapping[str, str]
+    single: frozenset[str] = frozenset()
+
+    def at(self, place: str) -> Expression:
+        """The sources of what is read there.
+
+        Raises:
+            SplitError: they are not known.
+        """
+        if place in self.open:
+            raise SplitError(self.open[place])
+        if place not in self.reads:
+            raise SplitError(f"{place} is no norm of the residual stream: there are {', '.join(self.reads)}")
+        return self.reads[place]
+
+    def bound(self, place: str, dtype: torch.dtype) -> float:
+        """Relative error that rounding explains of what is read at `place` and of the norm there."""
+        passed = {place, *self.norms_within(place)}
+        return closes_below(torch.float32 if dtype == torch.float64 and passed & self.single else dtype)
+
+    def norms_within(self, place: str) -> list[str]:
+        """The norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
+        found: dict[str, None] = {}
+        for source in self.at(place):
+            if source.kind == "norm":
+                found |= dict.fromkeys(self.norms_within(source.site))
+                found[source.site] = None
+        return list(found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    name: str
+    expression: dict[Source, float]
+    value: Tensor
+    writes: int = 0  # that had been seen by then
+    norms: int = 0
+
+
+class _Search:
+    """The places of one pass, in their order."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.limit = closes_below(dtype)
+        self.snap = _SNAP if dtype in CLOSES else _SNAP_HALF
+        self.forgotten = [0, 0]  # writes and norms
+        self.writes: list[tuple[Source, Tensor]] = []
+        self.norms: list[tuple[Source, Tensor]] = []
+        self.places: list[_Place] = []
+        self.open: dict[str, str] = {}
+
+    def forget_before(self, layer: int) -> None:
+        writes, norms = len(self.writes), len(self.norms)
+        self.writes = [(s, v) for s, v in self.writes if s.layer >= layer - 1 or not self.places]
+        self.norms = [(s, v) for s, v in self.norms if s.layer >= layer - 1]
+        self.forgotten[0] += writes - len(self.writes)
+        self.forgotten[1] += norms - len(self.norms)
+
+    def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
+        if (plain := self._plain(value)) is not None:
+            self._put(name, plain, value)
+            return plain
+        best = 1.0
+        for known in (self.writes, [*self.writes, *self.norms]):
+            for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
+                expression, left = self._fit(start, known, value)
+                if left <= self.limit:
+                    self._put(name, expression, value)
+                    return expression
+                best = min(best, left)
+        since = self.places[-1].name if self.places else "the embeddings"
+        self.open[name] = (
+            f"what is read at {name} is not the sum of what embeddings, heads, MLPs and norms wrote: {best:.1e} of its "
+            f"size is left over (rounding explains {self.limit:.0e}). What is missing was written after {since}, the "
+            "last place where the sum closes, by a module that ln_probe does not know"
+        )
+        return None
+
+    def _put(self, name: str, expression: dict[Source, float], value: Tensor) -> None:
+        counts = (gone + len(there) for gone, there in zip(self.forgotten, (self.writes, self.norms), strict=True))
+        self.places.append(_Place(name, expression, value, *counts))
+
+    def _plain(self, value: Tensor) -> dict[Source, float] | None:
+        """The stream at an earlier place plus all that was written since, or plus what norms put out: what
+        nearly every model does, with factors of 1 that no rounding can bend. The nearest of those that close."""
+        best, found = self.limit, None
+        for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
+            since = self.writes[max(0, start.writes - self.forgotten[0]) :]
+            normed = self.norms[max(0, start.norms - self.forgotten[1]) :]
+            for added in (since, normed[-1:], normed):
+                if not added and not start.expression:
+                    continue
+                made = start.value + sum((v for _, v in added), torch.zeros_like(value))
+                largest = max(float(t.abs().max()) for t in (start.value, value, *(v for _, v in added)))
+                left = float((value - made).abs().max()) / max(largest, 1e-300)
+                if left <= best:
+                    best, found = left, dict(start.expression)
+                    for source, _ in added:
+                        found[source] = found.get(source, 0.0) + 1.0
+        return found
+
+    def _fit(
+        self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
+    ) -> tuple[dict[Source, float], float]:
+        """`value` as `start` plus a combination of what is known; and what is left over, relatively."""
+        rest = (value - start.value).flatten()
+        found: dict[Source, float] = dict(start.expression)
+        if known:
+            columns = torch.stack([v.flatten() for _, v in known], dim=1)
+            size = columns.norm(dim=0).clamp_min(1e-300)
+            # (the pivoted solver: a column of zeros, or one twice, gets the factor 0 instead of an error)
+            factors = torch.linalg.lstsq(columns / size, rest[:, None], driver="gelsd").solution[:, 0] / size
+            factors = torch.where(size > 1e-290, factors, torch.zeros_like(factors))
+            near = factors.round().clamp(-1, 1)
+            factors = torch.where((factors - near).abs() < self.snap, near, factors)
+            for (source, _), factor in zip(known, factors.tolist(), strict=True):
+                found[source] = found.get(source, 0.0) + factor
+            rest = rest - columns @ factors
+            largest = max(float(start.value.abs().max()), float((columns * factors).abs().max()))
+        else:
+            largest = float(start.value.abs().max())
+        largest = max(largest, float(value.abs().max()), 1e-300)
+        return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
+
+
+def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
+    """Of what every norm's input is a sum; costs one forward pass over eight tokens.
+
+    Args:
+        model: any hooked model, in evaluation mode.
+        sites: its norms (`find_sites`).
+    """
+    length = min(TOKENS, context_length(model))
+    dtype = next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+    search, writers = _Search(dtype), Writers(model)
+    reads: dict[str, Expression] = {}
+    done: set[int] = set()
+    single: set[str] = set()
+
+    def first(hook: Any) -> Any:
+        """Once a pass: HookedTransformer calls a norm for queries, keys and values."""
+
+        def once(module: nn.Module, *rest: Any) -> None:
+            if id(module) not in done:
+                done.add(id(module))
+                hook(*rest)
+
+        return once
+
+    def on_write(source: Source) -> Any:
+        def hook(_args: Any, output: Any) -> None:
+            try:
+                made = writers.written(source, flat(output, length).double())
+            except (SplitError, RuntimeError):  # a layer without W_O: whatever reads it stays open, and says so
+                return
+            if made.shape[-1] == writers.d_model:
+                search.writes.append((source, made))
+
+        return first(hook)
+
+    def on_norm(site: Site) -> Any:
+        def hook(args: Any, output: Tensor) -> None:
+            x, y = (flat(t, length)[:, : site.d].double() for t in (args[0], output))  # (of the first head)
+            if (expression := search.see(site.name, x)) is not None:
+                reads[site.name] = expression
+            search.norms.append((Source("norm", site.layer, site.name), y))
+            off = float((site.affine(site.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+            if dtype == torch.float64 and off > CLOSES[dtype]:
+                single.add(site.name)
+                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
+
+        return first(hook)
+
+    def on_block(layer: int) -> Any:
+        def hook(args: Any, kwargs: Any) -> None:
+            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+            search.forget_before(layer)
+            search.see(f"blocks.{layer}", flat(x, length).double())
+
+        return first(hook)
+
+    def at_the_end(args: Any, kwargs: Any) -> None:
+        x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+        if x.shape[-1] != writers.d_model:
+            search.open[END] = (
+                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a "
+                "projection stands between them (as in OPT-350m), so what is written to the stream is no part of a "
+                "logit"
+            )
+            return
+        expression = search.see(END, flat(x, length).double())
+        if expression is not None:
+            reads[END] = expression
+
+    tokens = torch.linspace(1, vocabulary_size(model) - 1, length).long()[None].to(device_of(model))
+    with ExitStack() as stack:
+        for source, module in watched(model):
+            stack.callback(module.register_forward_hook(on_write(source)).remove)
+        for site in sites:
+            if site.reads not in ("query", "key") and site.d == writers.d_model:
+                stack.callback(site.module.register_forward_hook(on_norm(site)).remove)
+        for layer, block in enumerate(blocks(model)):
+            stack.callback(block.register_forward_pre_hook(on_block(layer), with_kwargs=True).remove)
+        unembed = getattr(model, "unembed", None)
+        if isinstance(unembed, nn.Module):
+            stack.callback(unembed.register_forward_pre_hook(first(at_the_end), with_kwargs=True).remove)
+        run(model, tokens, return_type="logits")
+    return Wiring(reads, search.open, frozenset(single))
+
+
+def summed(
+    expression: Expression, values: Mapping[Source, Float64[Tensor, "row d_model"]]
+) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, "row d_model"]]:
+    """The sum of the sources' values, and the sum of their absolute values (what rounding is relative to)."""
+    terms = [factor * values[source] for source, factor in expression.items()]
+    return torch.stack(terms).sum(0), torch.stack([t.abs() for t in terms]).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What was seen at some positions of one prompt.
+
+    Attributes:
+        seen: what each source's module showed (z of attention layers), a row per position.
+        inputs: of every norm outside attention, and of the unembedding (END).
+        neurons: activations of an MLP's neurons, by layer, where they were asked for.
+        logits: of those positions; None if they were not looked at.
+        dtype: the format the model computes in.
+    """
+
+    seen: Mapping[Source, Float[Tensor, "row _"]]
+    inputs: Mapping[str, Float[Tensor, "row _"]]
+    neurons: Mapping[int, Float[Tensor, "row _"]]
+    logits: Float[Tensor, "row d_vocab"] | None
+    dtype: torch.dtype
+
+
+def record(
+    model: HookedModel,
+    tokens: Int[Tensor, " pos"],
+    positions: Sequence[int],
+    sites: Sequence[Site],
+    *,
+    neurons: Collection[int] = (),
+) -> Record:
+    """One forward pass over a prompt, and what it shows at `positions`; `neurons`: layers whose neurons are kept.
+
+    Raises:
+        SplitError: a layer's MLP shows no neurons.
+    """
+    rows, length = torch.tensor(positions), len(tokens)
+    seen: dict[Source, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    active: dict[int, Tensor] = {}
+
+    def keep(into: dict[Any, Tensor], key: Any) -> Any:
+        def hook(_m: nn.Module, _args: Any, output: Any) -> None:
+            if key not in into:
+                into[key] = flat(output, length)[rows].cpu()
+
+        return hook
+
+    def keep_input(name: str) -> Any:
+        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
+            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+            if name not in inputs:
+                inputs[name] = flat(x, length)[rows, : x.shape[-1]].cpu()  # (of the first head)
+
+        return hook
+
+    with ExitStack() as stack:
+        for source, module in watched(model):
+            stack.callback(module.register_forward_hook(keep(seen, source)).remove)
+        for site in outside_attention(sites):
+            stack.callback(site.module.register_forward_pre_hook(keep_input(site.name), with_kwargs=True).remove)
+        unembed = getattr(model, "unembed", None)
+        if isinstance(unembed, nn.Module):
+            stack.callback(unembed.register_forward_pre_hook(keep_input(END), with_kwargs=True).remove)
+        for layer in neurons:
+            if (found := neurons_of(model, layer)) is None:
+                raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+            stack.callback(found[0].register_forward_hook(keep(active, layer)).remove)
+        logits: Tensor = run(model, tokens[None], return_type="logits")
+    return Record(seen, inputs, active, logits[0, rows].cpu(), next(iter(inputs.values())).dtype)
+
+
+def outside_attention(sites: Sequence[Site]) -> list[Site]:
+    """The norms of the residual stream: those of queries and keys stand inside attention."""
+    return [s for s in sites if s.reads not in ("query", "key")]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The parts of what one prompt's norms read, in float64 on the CPU.
+
+    Args:
+        writers, wiring: of the model.
+        sites: its norms.
+        record: of the prompt.
+    """
+
+    writers: Writers
+    wiring: Wiring
+    sites: Sequence[Site]
+    record: Record
+    _weights: dict[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, chosen: Sequence[int]) -> Split:
+        """The same at some of the recorded positions."""
+        at, seen = list(chosen), self.record
+        few = Record(
+            {s: v[at] for s, v in seen.seen.items()},
+            {n: v[at] for n, v in seen.inputs.items()},
+            {n: v[at] for n, v in seen.neurons.items()},
+            None if seen.logits is None else seen.logits[at],
+            seen.dtype,
+        )
+        return Split(self.writers, self.wiring, self.sites, few, self._weights)
+
+    def site(self, name: str) -> Site:
+        return next(s for s in self.sites if s.name == name)
+
+    def input(self, place: str) -> Float[Tensor, "row d_model"]:
+        """The vectors that are read there."""
+        return self.record.inputs[place].double()
+
+    def sigma(self, place: str) -> Float[Tensor, "row 1"]:
+        """What the norm there divides by, on what it read."""
+        return self.site(place).sigma(self.input(place))
+
+    def check(self, place: str) -> float:
+        """How much of what is read there is left over when all parts are taken off, relative to the largest summand.
+
+        Raises:
+            SplitError: more than rounding explains; names the place, and the norm in the stream before it if the sum
+                is wrong there already.
+        """
+        worst = 0.0
+        for at in (*self.wiring.norms_within(place), place):
+            values = {s: self._value(s) for s in self.wiring.at(at)}
+            made, size = summed(self.wiring.at(at), values)
+            left = float((made - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
+            limit = self.wiring.bound(at, self.record.dtype)
+            if not left <= limit:
+                raise SplitError(
+                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over "
+                    f"(rounding in {str(self.record.dtype).removeprefix('torch.')} explains {limit:.0e}). Something "
+                    "else wrote to the stream: a hook or an edit that was active, or another model's cache"
+                )
+            worst = max(worst, left)
+        return worst
+
+    def _value(self, source: Source) -> Float[Tensor, "row d_model"]:
+        if source.kind != "norm":
+            return self.writers.written(source, self.record.seen[source].double())
+        site, x = self.site(source.site), self.input(source.site)
+        return site.affine(site.project(x) / self.sigma(source.site))
+
+    def read(self, place: str, f: Float[Tensor, "row reading d_model"]) -> dict[Part, Float[Tensor, "row reading"]]:
+        """f · x_p for every part p of what is read at `place`; they add up to f · x.
+
+        Args:
+            place: a norm's name, or END.
+            f: what is read, at every recorded position.
+        """
+        found: dict[Part, Tensor] = {}
+        for source, factor in self.wiring.at(place).items():
+            for part, value in self._read(source, factor * f).items():
+                found[part] = found[part] + value if part in found else value
+        return found
+
+    def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
+        if source.kind == "norm":
+            site = self.site(source.site)
+            gain = f if site.gain is None else f * site.gain.detach().cpu().double()
+            found = self.read(source.site, site.project(gain) / self.sigma(source.site)[:, None])
+            if site.bias is not None:
+                bias = site.bias.detach().cpu().double()
+                part = Part(f"{site.name} bias", "norm bias", site.layer)
+                found = {**found, part: f @ bias}
+            return found
+        seen = self.record.seen[source].double()
+        if source.kind == "attn":
+            return self._heads(source, seen, f)
+        if source.kind == "mlp":
+            return self._mlp(source, seen, f)
+        kind = "position" if source.kind == "pos_embed" else "embedding"
+        return {Part(source.kind, kind): einsum(seen, f, "row d, row reading d -> row reading")}
+
+    def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
+        layer = source.layer
+        if layer not in self._weights:
+            self._weights[layer] = self.writers.heads(layer, z)
+        pulled = einsum(f, self._weights[layer], "row reading d, head k d -> row reading head k")
+        values = einsum(self.writers.split(layer, z), pulled, "row head k, row reading head k -> head row reading")
+        found = {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
+        if (bias := self.writers.bias(source, z)) is not None:
+            found[Part(f"L{layer} b_O", "bias", layer)] = f @ bias
+        return found
+
+    def _mlp(self, source: Source, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
+        layer, bias = source.layer, self.writers.bias(source, out)
+        found = {}
+        if bias is not None:
+            found[Part(f"L{layer} b_out", "bias", layer)] = f @ bias
+        whole = einsum(out if bias is None else out - bias, f, "row d, row reading d -> row reading")
+        if layer not in self.record.neurons:
+            return {Part(f"L{layer} mlp", "mlp", layer): whole, **found}
+        _, W_out = neurons_of(self.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
+        pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
+        active = self.record.neurons[layer].double()
+        values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
+        missing = float((whole - reduce(values, "neuron row reading -> row reading", "sum")).abs().max())
+        if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
+            raise SplitError(
+                f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
+                "for whole MLPs"
+            )
+        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)} | found
