@@ -26,11 +26,10 @@ import numpy as np
 import torch
 
 import ln_probe
-from ln_probe.analyses.calibration import Calibration
-from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.probes.protocol import View
+from ln_probe.analyses.constants import Calibration, Constants
+from ln_probe.analyses.probes.base import View
+from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.probes.registry import find
-from ln_probe.analyses.tables import LAYERNORMS
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
 

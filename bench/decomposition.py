@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ln_probe.analyses.norm_statistics import SiteStatistics, table
+from ln_probe.analyses.probes.decomposition import SiteStatistics, layernorms_table
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
 from ln_probe.loading.convert import has_hooked_transformer
@@ -82,7 +82,7 @@ def cache(model: Any, tokens: torch.Tensor, world: str) -> Any:
         for each in found:
             x, y = norm_of(kept, each.site, world)
             each.add(x[0], y[0])
-    return table(found)
+    return layernorms_table(found)
 
 
 def norm_of(kept: Any, site: Any, world: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,7 @@ import plans
 from foreign_models import Measured
 
 import ln_probe
-from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.probes import statistics
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.default_tokens import UnsampledError, bundled_texts, encode, sample, special_tokens, tokenizer_of
 from ln_probe.hooks.interventions import NoOpWarning
@@ -301,7 +301,7 @@ def rows_of(name: str, values: Path | None) -> list[dict[str, Any]]:
         if not np.isclose(theirs["delta_loss"], delta["leave_one_out"], rtol=1e-4, atol=1e-4, equal_nan=True):
             raise SystemExit(f"{name}, {group}: freezing_cost says {theirs['delta_loss']}, here {delta}")
         half_width = (theirs["delta_loss_high"] - theirs["delta_loss_low"]) / 2
-        ends = prompt_intervals.interval(change["leave_one_out"], weight)
+        ends = statistics.interval(change["leave_one_out"], weight)
         cells = (name, group, len(prompts), intact.sum() / weight.sum(), *delta.values(), difference, low, high, agrees,
                  half_width, (ends[1] - ends[0]) / 2, f"python bench/headline.py {name}",
                  round(time.perf_counter() - began))  # fmt: skip

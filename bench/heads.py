@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import ln_probe
-from ln_probe.analyses.head_runs import HeadRuns
+from ln_probe.analyses.probes.head_effects import HeadRuns
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.model import run
 from ln_probe.hooks.scales import mean_sigmas

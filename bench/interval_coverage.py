@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.prompt_intervals import OUTLIERS, PROMPTS_NEEDED, SIGNIFICANCE, effects, judged, resamples
+from ln_probe.analyses.probes.statistics import OUTLIERS, PROMPTS_NEEDED, SIGNIFICANCE, effects, infer_mean, resamples
 
 TABLE = Path(__file__).with_suffix(".csv")
 OF_CONSTANTS = TABLE.with_stem("interval_coverage_constants")
@@ -42,9 +42,9 @@ def worth(kind: str, prompts: int, *, sets: int = SETS, seed: int = 0) -> dict[s
     held = given = without = first = 0
     for _ in range(sets):
         x, truth = effects(kind, prompts, generator)
-        found = every = judged(x - truth, ones, drawn)
+        found = every = infer_mean(x - truth, ones, drawn)
         if math.isnan(found.low):
-            every = judged(x - truth, ones, drawn, least=least, reach=math.inf)
+            every = infer_mean(x - truth, ones, drawn, least=least, reach=math.inf)
         given += not math.isnan(found.low)
         held += found.low <= 0 <= found.high
         without += every.low <= 0 <= every.high
@@ -74,8 +74,8 @@ def with_constants(
         c = (s.sum() - s) / (prompts - 1)
         change = x - truth + SLOPE * (c - s) + CURVATURE * ((c - s) ** 2 - SPREAD**2)
         slope = (SLOPE + 2 * CURVATURE * (c - s)).mean()
-        found = judged(change + slope * (s - s.mean()), ones, drawn)
-        only = judged(change, ones, drawn)
+        found = infer_mean(change + slope * (s - s.mean()), ones, drawn)
+        only = infer_mean(change, ones, drawn)
         given += not math.isnan(found.low)
         held += found.low <= 0 <= found.high
         alone += only.low <= 0 <= only.high

@@ -23,8 +23,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.edits import Positions, installed
 from ln_probe.hooks.interventions import members

@@ -15,10 +15,10 @@ from ln_probe.reporting.software import __version__
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
-    from ln_probe.analyses.attribution.logit_parts import attribute_logits
-    from ln_probe.analyses.attribution.score_parts import attribute_scores
+    from ln_probe.analyses.attribution.logits import attribute_logits
+    from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.hull import key_geometry
-    from ln_probe.analyses.outliers import outlier_tokens
+    from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.measure import analyze, constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
     from ln_probe.prompt_sources import sampled
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Comparison": "ln_probe.reporting.comparison",
     "Report": "ln_probe.reporting.report",
-    "attribute_logits": "ln_probe.analyses.attribution.logit_parts",
-    "attribute_scores": "ln_probe.analyses.attribution.score_parts",
+    "attribute_logits": "ln_probe.analyses.attribution.logits",
+    "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
     "constants": "ln_probe.measure",
@@ -38,7 +38,7 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.hull",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
-    "outlier_tokens": "ln_probe.analyses.outliers",
+    "outlier_tokens": "ln_probe.analyses.probes.outliers",
     "sampled": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",
 }

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from ln_probe.analyses.machinery.worker import check_stopped, stop_on_signals
-from ln_probe.analyses.wording import encodable
+from ln_probe.analyses.probes.text import encodable
 from ln_probe.batch import commands, endings
 from ln_probe.batch.options import count_option
 

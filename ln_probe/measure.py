@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 from torch import nn
 
-from ln_probe.analyses import tables as declared
-from ln_probe.analyses.attention_spread import random_angle
-from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.machinery import pulse
+from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes import registry
+from ln_probe.analyses.probes.base import Context, Failure, Marks, Piece, Probe, ProbeError, whole
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
-from ln_probe.analyses.probes.protocol import Context, Failure, Marks, Piece, Probe, ProbeError, whole
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.hooks.model import n_layers
 from ln_probe.hooks.objective import Loss, Objective

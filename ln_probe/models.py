@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from ln_probe.analyses.checkpoint_names import step_named
-from ln_probe.analyses.wording import quoted
+from ln_probe.analyses.probes.text import quoted, step_named
 from ln_probe.loading.provenance import ModelSource, remember, source_of
 
 if TYPE_CHECKING:

@@ -19,18 +19,27 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from ln_probe.analyses import norm_statistics
-from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE, Calibration, observed_radius, plain_queries
-from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, grouped
-from ln_probe.analyses.edited_runs import PRIMARY_SITES
-from ln_probe.analyses.empirical_queries import Queries
-from ln_probe.analyses.key_sample import DEFAULT as DEFAULT_SAMPLE
-from ln_probe.analyses.key_sample import SAMPLE_ABOVE, KeySample
+from ln_probe.analyses.constants import (
+    CALIBRATION,
+    DEFAULT_SAMPLE,
+    OWN_MEANS,
+    QUERY_RADIUS_QUANTILE,
+    SAMPLE_ABOVE,
+    Calibration,
+    Constants,
+    EmpiricalQueries,
+    KeySample,
+    grouped,
+    observed_radius,
+    plain_queries,
+)
 from ln_probe.analyses.machinery.pulse import tell
-from ln_probe.analyses.norm_statistics import SiteStatistics
+from ln_probe.analyses.probes import decomposition
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import Failure, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.protocol import Failure, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.decomposition import SiteStatistics
+from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
@@ -225,7 +234,7 @@ class Passes:
         unsupported: dict[int, str] = {}
         bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
-        occurred: dict[int, Queries] = defaultdict(Queries)
+        occurred: dict[int, EmpiricalQueries] = defaultdict(EmpiricalQueries)
         group: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
         rows: list[bytes] = []  # the token ids of every prompt: equal ones form a group
@@ -280,7 +289,7 @@ class Passes:
         notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
         notes = (*notes, *on_constants, *constants.notes())
         return Calibration(
-            norms=norm_statistics.table(statistics, constants),
+            norms=decomposition.layernorms_table(statistics, constants),
             constants=constants,
             calibrated_on=calibrated_on,
             optimal=optimal,
@@ -381,7 +390,7 @@ class Passes:
             def read() -> Heads | None:
                 return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
 
-            attended = Attended(seen, read, calibration, number, self.heads)
+            attended = AttentionLayer(seen, read, calibration, number, self.heads)
             if large:
                 return_free_memory()
             for w in attention:
@@ -434,7 +443,7 @@ class Passes:
         def frozen(number: int, seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
             if seen.layer in calibration.unsupported:
                 return None
-            attended = Attended(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
+            attended = AttentionLayer(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
             return attended.pattern("no_scaling")
 
         return record(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ln_probe
 from ln_probe import passes
 from ln_probe.analyses.machinery import pulse
-from ln_probe.analyses.probes.protocol import Found, Needs, Observer, Piece, Probe
+from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.sealing import edits_under_way, foreign_hooks
 from ln_probe.loading.convert import has_hooked_transformer

@@ -13,27 +13,12 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float, Float64, Int8, Int64
 
-from ln_probe.analyses.geometry.certificates import (
-    SLACK,
-    Checker,
-    Heights,
-    Rows,
-    outside,
-    projection_noise,
-    through,
-)
+from ln_probe.analyses.geometry.certificates import SLACK, Checker, Heights, Rows, outside, projection_noise, through
 from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.scaling import GIVEN
 from ln_probe.analyses.geometry.scores import Floats, Ints
-from ln_probe.analyses.geometry.verdicts import (
-    DUPLICATE,
-    SELECTABLE,
-    UNDECIDED,
-    UNSELECTABLE,
-    Verdicts,
-    decide,
-)
+from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Verdicts, decide
 
 _EPS = float(np.finfo(np.float64).eps)
 # Keys read at once while they are brought into coordinates: 50 MB at d = 768.

@@ -34,16 +34,7 @@ from ln_probe.analyses.geometry.active_set import (
 )
 from ln_probe.analyses.geometry.polish import polish
 from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
-from ln_probe.analyses.geometry.search import (
-    BRACKETED,
-    CLEAR,
-    CONVERGED,
-    EXHAUSTED,
-    INSIDE,
-    SEPARATED,
-    STALLED,
-    Search,
-)
+from ln_probe.analyses.geometry.search import BRACKETED, CLEAR, CONVERGED, EXHAUSTED, INSIDE, SEPARATED, STALLED, Search
 from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # Wolfe's optimality test to float64 accuracy: products x·p carry errors of about 1e-16·|x|·|p|; 1e-12 leaves

@@ -11,16 +11,7 @@ import numpy as np
 
 from ln_probe.analyses.geometry.active_set import ActiveSet, contains, weighted_mean
 from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
-from ln_probe.analyses.geometry.search import (
-    BRACKETED,
-    CLEAR,
-    CONVERGED,
-    EXHAUSTED,
-    INSIDE,
-    SEPARATED,
-    STALLED,
-    Search,
-)
+from ln_probe.analyses.geometry.search import BRACKETED, CLEAR, CONVERGED, EXHAUSTED, INSIDE, SEPARATED, STALLED, Search
 from ln_probe.analyses.machinery.compiled import compiled, room, table
 
 # A column whose part orthogonal to the others is below this share of its length depends on them.

@@ -19,8 +19,8 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.checkpoint_names import step_named
 from ln_probe.analyses.machinery.files import PARTIAL, FileError, parse_json, read_json, write_atomically
+from ln_probe.analyses.probes.text import step_named
 
 LAB_FILE = "lab.json"
 METRICS_FILE = "metrics.jsonl"

@@ -1,9 +1,14 @@
 """The probe `causal`: how the loss changes without projection, scaling or both, with intervals over prompts.
 
-Prompts are measured one by one (`ln_probe.analyses.edited_runs`), and weighted by the tokens they predict. Intervals
-(`ln_probe.analyses.prompt_intervals`) resample groups of prompts, the same resamples for all rows with as many groups,
-so that rows can be compared. For the primary contrasts that freeze scaling they include the choice of the constants,
-which are means over prompts too (`shifts`).
+Prompts are measured one by one (`ln_probe.analyses.probes.edited_runs`), and weighted by the tokens they predict.
+Intervals (`ln_probe.analyses.probes.statistics`) resample groups of prompts, the same resamples for all rows with as
+many groups, so that rows can be compared. For the primary contrasts that freeze scaling they include the choice of the
+constants, which are means over prompts too (`shifts`).
+
+Two terms, scaling and projection, at every norm and at the norms that attention reads, are the primary contrasts: each
+is always reported, significant or not. All other changes are exploratory: they are reported only where significant
+within their family, and labelled. A change is called an effect where its interval excludes 0, its Holm-adjusted p is
+below 0.05, and it is at least LEAST_CHANGE.
 """
 
 from __future__ import annotations
@@ -17,18 +22,12 @@ import pandas as pd
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.edited_runs import (
-    GRADIENT_COLUMNS,
-    MEASURES,
-    PRIMARY_SITES,
-    PRIMARY_VARIANTS,
-    SINGLE_NORM_PROMPTS,
-    EditedRuns,
-)
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, SINK_FACTOR, sentences, testable
-from ln_probe.analyses.probes.protocol import (
+from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes.base import (
+    DESCRIBED,
+    EFFECT,
+    NO_EFFECT,
     Context,
     Cost,
     Finding,
@@ -39,10 +38,237 @@ from ln_probe.analyses.probes.protocol import (
     Probe,
     Shape,
     View,
+    in_layers,
 )
-from ln_probe.analyses.probes.sentences import in_layers
-from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.edited_runs import (
+    GRADIENT_COLUMNS,
+    MEASURES,
+    PRIMARY_SITES,
+    PRIMARY_VARIANTS,
+    SINGLE_NORM_PROMPTS,
+    EditedRuns,
+)
+from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED, SIGNIFICANCE
+from ln_probe.analyses.probes.text import counted, number, percent, signed
 from ln_probe.hooks.interventions import GROUPS
+
+# The smallest change of the loss that is called an effect, nats per token: 1 % of perplexity.
+LEAST_CHANGE = 0.01
+# One constant for all positions is mentioned where it adds this many times the change that two constants give.
+SINK_FACTOR = 2.0
+SHOWN = 3  # single norms that are named, the largest changes first
+
+_VERBS = {
+    "no_scaling": "Freezing scaling",
+    "no_projection": "Removing projection",
+    "neither": "Freezing scaling and removing projection",
+}
+_PLACES = {
+    "all": "at every norm",
+    "attention": "at the norms that attention reads",
+    "mlp": "at the norms that MLPs read",
+    "final": "at the final norm",
+}
+PRIMARY = "primary"
+_NATS = "nats/token"
+
+
+def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: str = _NATS) -> list[Finding]:
+    """Findings of a `causal` table, the primary contrasts first.
+
+    Args:
+        effects: the table.
+        source: of the prompts.
+        layers: where norms were edited, as `sentences.in_layers` puts it.
+        unit: of the loss.
+    """
+    if not len(effects) or effects["delta_loss"].isna().all():
+        return []
+    places = {sites: place + ("" if sites == "final" else layers) for sites, place in _PLACES.items()}
+    rows = [{str(k): v for k, v in row.items()} for row in effects.to_dict("records")]
+    primary = [r for r in rows if r["sites"] in ("all", "attention") and _is_known(r)]
+    findings = [
+        _primary(term, mine, places, source, unit)
+        for term in ("no_scaling", "no_projection")
+        if (mine := {r["sites"]: r for r in primary if r["variant"] == term})
+    ]
+    tested = effects[testable(effects) & (effects["family"] != PRIMARY)]
+    return [*findings, *_exploratory_groups(tested, places, unit), *_single(tested, unit)]
+
+
+def testable(effects: pd.DataFrame) -> pd.Series:
+    """Which rows could show a change: of an edit that does something, with a loss."""
+    return (effects["variant"] != "intact") & (effects["no_op"].fillna("") == "") & effects["delta_loss"].notna()
+
+
+def _is_known(row: Any) -> bool:
+    """Whether there is a number: not where logits overflow, or where nothing downstream heeds the edit."""
+    return not math.isnan(float(row["delta_loss"]))
+
+
+def is_effect(row: Any) -> bool:
+    """Whether a row may be called an effect: significant, and large enough."""
+    return is_significant(row) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
+
+
+def is_significant(row: Any) -> bool:
+    """Whether the row's interval excludes 0 and its Holm-adjusted p is below 0.05."""
+    low, high = float(row["delta_loss_low"]), float(row["delta_loss_high"])
+    return (low > 0 or high < 0) and float(row["p_mean"]) < SIGNIFICANCE
+
+
+def is_direction(row: Any) -> bool:
+    """Whether there is no interval, and the loss moves one way on significantly more prompts than the other."""
+    signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_adjusted"]) < SIGNIFICANCE
+    return signs and not pd.isna(row["prompts_worse"]) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
+
+
+def base_loss(row: Any) -> float:
+    """The loss of the intact model."""
+    return float(row["loss"] - row["delta_loss"])
+
+
+def change(row: Any, unit: str = _NATS) -> str:
+    """What a contrast did, to stand behind its subject: "raises the loss by 0.16 nats/token (…)"."""
+    delta, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
+    size = f"{number(abs(delta))} {unit}"
+    if math.isnan(low):
+        median = float(row["delta_loss_median"])
+        middle = "" if math.isnan(median) else f" (median prompt {signed(median)})"
+        return f"changes the loss by {signed(delta)} {unit} on average{middle} on {_prompts(row)}: {_no_interval(row)}"
+    interval = f"95 % CI {signed(low)} to {signed(high)}"
+    if is_significant(row):
+        small = "" if is_effect(row) else f", less than the {LEAST_CHANGE:g} that count as an effect"
+        return f"{'raises' if delta > 0 else 'lowers'} the loss by {size} ({interval}; {_p(row)}){small}"
+    if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
+        return (
+            f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}, equivalence bound "
+            f"±{number(bound)})"
+        )
+    return f"does not significantly change the loss ({signed(delta)} {unit}, {interval}; {_p(row)})"
+
+
+def _primary(
+    term: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], source: str, unit: str
+) -> Finding:
+    """One sentence or two about a term: at every norm, and at the norms that attention reads."""
+    every, attention = rows.get("all"), rows.get("attention")
+    first = every if every is not None else attention
+    assert first is not None
+    subject = f"{_VERBS[term]} {places[str(first['sites'])]}"
+    if reason := str(first["no_op"] or ""):
+        return Finding(f"{subject} is not applicable ({reason}).", "causal", NO_EFFECT, size=-1)
+    share = f", from {number(base_loss(first))}" + (
+        f" ({percent(abs(first['delta_loss']) / base_loss(first))})" if base_loss(first) > 0 else ""
+    )
+    text = f"{subject} {change(first, unit)}{share if is_significant(first) else ''}{_optimal(first)}{_sink(first)}."
+    if every is not None and attention is not None:
+        where = f"{places['attention'].capitalize()} alone"
+        reason = str(attention["no_op"] or "")
+        text += f" {where} " + (f"it is not applicable ({reason})." if reason else f"it {change(attention, unit)}")
+        text += "" if reason else f"{_optimal(attention)}{_sink(attention)}."
+    known = [r for r in (every, attention) if r is not None and not r["no_op"]]
+    if source == "sampled" and any(map(is_significant, known)):
+        text += " The prompts are the model's own samples: a loss change on them estimates a KL divergence."
+    rank = EFFECT if any(map(is_effect, known)) else DESCRIBED if any(map(is_direction, known)) else NO_EFFECT
+    return Finding(text, "causal", rank, size=_share(first))
+
+
+def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: str) -> list[Finding]:
+    """Significant changes of the other groups; both terms at once only where one alone is clearly less."""
+    groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
+    groups = [r for r in groups if r["variant"] != "neither"]
+    if not groups:
+        return []
+    groups.sort(key=lambda r: -abs(r["delta_loss"]))
+    told = "; ".join(
+        f"{_lower(_VERBS[str(r['variant'])])} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
+    )
+    return [Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(groups[0]) / 2)]
+
+
+def _single(tested: pd.DataFrame, unit: str) -> list[Finding]:
+    """The norms whose frozen scaling changes the loss most, one by one."""
+    alone = tested[~tested["sites"].isin(GROUPS) & (tested["variant"] == "no_scaling")]
+    if len(alone) < 2:
+        return []
+    rows = sorted(alone.to_dict("records"), key=lambda r: -abs(r["delta_loss"]))
+    for wanted, rank, how in (
+        (is_effect, EFFECT, "significantly"),
+        (is_direction, DESCRIBED, "in one direction on significantly more prompts than in the other"),
+    ):
+        if some := [r for r in rows if wanted(r)]:
+            named = "; ".join(f"{r['sites']} {change(r, unit)}" for r in some[:SHOWN])
+            which = f"; the {SHOWN} largest" if len(some) > SHOWN else ""
+            text = (
+                f"Exploratory: of {len(alone)} norms frozen one at a time, {len(some)} "
+                f"{'changes' if len(some) == 1 else 'change'} the loss by {LEAST_CHANGE:g} or more, {how}{which}: "
+                f"{named}."
+            )
+            return [Finding(text, "causal", rank, size=_share(some[0]) / 2)]
+    return []
+
+
+def _share(row: Any) -> float:
+    """The change as a share of the intact loss."""
+    return abs(float(row["delta_loss"])) / max(abs(base_loss(row)), 1e-12)
+
+
+def _p(row: Any) -> str:
+    p = float(row["p_mean"])
+    if math.isnan(p):
+        return "p not known"
+    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
+
+
+def _prompts(row: Any) -> str:
+    prompts, groups = int(row["prompts"]), row["groups"]
+    same = "" if pd.isna(groups) or int(groups) == prompts else f" in {counted(int(groups), 'group')}"
+    return f"{counted(prompts, 'prompt')}{same}"
+
+
+def _no_interval(row: Any) -> str:
+    """Why there is no interval, and what the prompts' signs say instead."""
+    groups = row["prompts"] if pd.isna(row["groups"]) else row["groups"]
+    why = (
+        f"no CI with fewer than {PROMPTS_NEEDED}"
+        if groups < PROMPTS_NEEDED
+        else "no CI, because a few prompts carry the mean"
+    )
+    if not is_direction(row):
+        return why
+    worse, prompts = int(row["prompts_worse"]), int(row["prompts"])
+    up = 2 * worse > prompts
+    return (
+        f"it {'rises' if up else 'falls'} on {worse if up else prompts - worse} of {prompts}, Holm-adjusted sign test "
+        f"p = {float(row['p_adjusted']):.2g} ({why})"
+    )
+
+
+def _optimal(row: Any) -> str:
+    """The change under loss-optimal constants, where they were fitted."""
+    value, low, high = (float(row.get(f"delta_loss_optimal{end}", math.nan)) for end in ("", "_low", "_high"))
+    if math.isnan(value):
+        return ""
+    interval = "" if math.isnan(low) else f" (95 % CI {signed(low)} to {signed(high)})"
+    return f"; with loss-optimal constants {signed(value)}{interval}"
+
+
+def _sink(row: Any) -> str:
+    """The change with one constant for all positions, where it is much larger."""
+    uniform, delta = float(row["delta_loss_uniform"]), float(row["delta_loss"])
+    least = max(LEAST_CHANGE, abs(delta))
+    if row["variant"] == "no_projection" or math.isnan(uniform) or uniform - delta < SINK_FACTOR * least:
+        return ""
+    return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------ the probe
 
 # Forward passes a prompt: three groups that begin in the first block under three variants, two of these with one
 # constant too, the final norm, of which the blocks are not computed again, and a forward and backward pass (about three
@@ -72,10 +298,10 @@ class Causal(Probe):
     needs = Needs(output=True, calibration=True)
     interleaved = True
     thresholds = {  # noqa: RUF012 - a constant
-        "causal_resamples": prompt_intervals.RESAMPLES,
-        "causal_confidence": prompt_intervals.CONFIDENCE,
-        "causal_interval_reach": prompt_intervals.REACH,
-        "causal_interval_groups": prompt_intervals.PROMPTS_NEEDED,
+        "causal_resamples": statistics.RESAMPLES,
+        "causal_confidence": statistics.CONFIDENCE,
+        "causal_interval_reach": statistics.REACH,
+        "causal_interval_groups": statistics.PROMPTS_NEEDED,
         "causal_single_norm_prompts": SINGLE_NORM_PROMPTS,
         "causal_least_change": LEAST_CHANGE,
         "causal_sink_factor": SINK_FACTOR,
@@ -192,7 +418,7 @@ def table(
                 "loss": _ratio(total["nll"], total["predicted"]),
                 "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
                 **over_groups(change + _of(moved, sites, variant, mine.index), predicted, groups, seed),
-                "delta_loss_median": prompt_intervals.median(change, predicted),
+                "delta_loss_median": statistics.median(change, predicted),
                 "delta_loss_uniform": _ratio(total["nll_uniform"] - base["nll"], total["predicted"])
                 if frozen
                 else math.nan,
@@ -200,7 +426,7 @@ def table(
                 "delta_loss_optimal_low": of_optimal["delta_loss_low"],
                 "delta_loss_optimal_high": of_optimal["delta_loss_high"],
                 "prompts_worse": int((change > 0).sum()) if not np.isnan(change).any() else math.nan,
-                "p_adjusted": math.nan if idle else prompt_intervals.sign_test(by_group(change, groups)),
+                "p_adjusted": math.nan if idle else statistics.sign_test(by_group(change, groups)),
                 "kl": _ratio(total["kl"], total["positions"]),
                 "top1_agreement": _ratio(total["agree"], total["positions"]),
                 "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
@@ -243,7 +469,7 @@ def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:
     tested, found = testable(frame), pd.Series(math.nan, index=frame.index)
     for mine in frame.groupby("family").groups.values():
         some = frame.loc[mine, column].where(tested[mine])
-        found[mine] = prompt_intervals.holm(some.to_list(), tested[mine].to_list())
+        found[mine] = statistics.holm(some.to_list(), tested[mine].to_list())
     return found
 
 
@@ -270,7 +496,7 @@ def over_groups(
     """
     taken = predicted > 0
     sums, weights = by_group(change[taken], groups[taken]), by_group(predicted[taken], groups[taken])
-    found = prompt_intervals.judged(sums, weights, seed=seed)
+    found = statistics.infer_mean(sums, weights, seed=seed)
     return {
         "delta_loss_low": found.low,
         "delta_loss_high": found.high,
@@ -318,7 +544,7 @@ def with_today_statistics(effects: pd.DataFrame, kept: pd.DataFrame, *, seed: in
             predicted = mine["predicted"].to_numpy(float)
             change = np.where(predicted > 0, mine["delta_loss"].to_numpy(float) * predicted, 0.0)
             found = over_groups(change, predicted, np.arange(len(mine)), seed)
-            found["delta_loss_median"] = prompt_intervals.median(change, predicted)
+            found["delta_loss_median"] = statistics.median(change, predicted)
             made.loc[index, columns] = [found[c] for c in columns]
         elif row["variant"] == "intact":
             made.loc[index, "delta_loss_median"] = row["delta_loss"]
@@ -378,7 +604,7 @@ def notes_on(measured: Sequence[pd.DataFrame], constants: Constants) -> list[str
     prompts, groups = predict.nunique(), len(np.unique(constants.groups[predict.unique().astype(int)]))
     if intact["nll"].isna().any():
         return notes
-    needed = prompt_intervals.PROMPTS_NEEDED
+    needed = statistics.PROMPTS_NEEDED
     if groups < needed:
         same = "" if groups == prompts else f", in {groups} {'group' if groups == 1 else 'groups'}"
         notes.append(

@@ -1,21 +1,32 @@
 """The probe `decomposition`: every norm, term by term.
 
-It sees no prompt of its own: the first pass takes these statistics of every norm, because the constants that stand for
-sigma come from them (`ln_probe.analyses.norm_statistics`).
+    LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  mu = mean(x),  sigma = sqrt(mean((Px)²) + eps)
+
+(Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) The probe sees
+no prompt of its own: the first pass takes these statistics of every norm, because the constants that replace sigma come
+from them. Statistics are running sums in float64, so a corpus costs no more memory than a forward pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
 
-from ln_probe.analyses.probes.protocol import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe
-from ln_probe.analyses.probes.sentences import largest
-from ln_probe.analyses.tables import LAYERNORMS
-from ln_probe.analyses.wording import percent
+from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.machinery.compiled import compiled, room
+from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe, largest
+from ln_probe.analyses.probes.columns import LAYERNORMS
+from ln_probe.analyses.probes.text import percent
+from ln_probe.hooks.sites import Site
 
 
 class Decomposition(Probe):
@@ -90,3 +101,204 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
         at = largest(rows, rows["sigma_mean"] / rows["sigma_mean_tail"])
         text += f"; position 0 alone raises the mean divisor {first:.1f}-fold at {at['site']}, so it is kept apart"
     return [text + "."]
+
+
+# Largest `reconstruction_error` that rounding explains. float32: measured up to 3e-6 (SmolLM2, MiniLM). A norm in half
+# precision is computed in float32 and then rounded, to the format's eps/2 of each entry: once for itself, and once each
+# for gain and bias where they are applied afterwards; so at most three times, and at the largest entry.
+RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
+HALF_ROUNDINGS = 3
+
+
+@dataclass
+class _Sums:
+    """Count, sum and sum of squares of a few per-token numbers."""
+
+    count: int = 0
+    first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
+    second: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
+
+    def add(self, values: Float[np.ndarray, "pos 6"]) -> None:
+        self.count += len(values)
+        self.first = self.first + values.sum(0)
+        self.second = self.second + np.square(values).sum(0)
+
+    def mean(self, i: int) -> float:
+        return float(self.first[i]) / self.count if self.count else math.nan
+
+    def cv(self, i: int) -> float:
+        """Standard deviation over mean."""
+        if not self.count or self.mean(i) == 0:
+            return math.nan
+        variance = float(self.second[i]) / self.count - self.mean(i) ** 2
+        return math.sqrt(max(variance, 0.0)) / abs(self.mean(i))
+
+
+@compiled
+def _measure_terms(
+    x: NDArray[Any],
+    y: NDArray[Any],
+    gain: NDArray[np.float64],
+    bias: NDArray[np.float64],
+    projects: bool,
+    scales: bool,
+    eps: float,
+    stretch: float,
+    constant: float,
+    out: NDArray[np.float64],
+) -> tuple[float, float]:
+    """Share, (angle), |x|, |y|, 1/sigma and sigma of each position into `out`; largest error and |entry| of y.
+
+    What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
+    """
+    n, d = x.shape
+    row = room(d)
+    error, largest = 0.0, 0.0
+    for i in range(n):
+        total, square = 0.0, 0.0
+        for j in range(d):
+            v = np.float64(x[i, j])
+            row[j] = v
+            total += v
+            square += v * v
+        mean = total / d
+        removed = mean if projects else 0.0
+        sigma = constant
+        if scales:
+            spread = 0.0
+            for j in range(d):
+                v = row[j] - removed
+                spread += v * v
+            sigma = math.sqrt(spread / d + eps) * stretch
+        made = 0.0
+        for j in range(d):
+            v = np.float64(y[i, j])
+            made += v * v
+            largest = max(largest, abs(v))
+            row[j] = abs((row[j] - removed) / sigma * gain[j] + bias[j] - v)
+        for j in range(d):
+            error = max(error, row[j])
+        out[i, 0] = d * mean * mean / max(square, 1e-300)
+        out[i, 2] = math.sqrt(square)
+        out[i, 3] = math.sqrt(made)
+        out[i, 4] = 1.0 / sigma
+        out[i, 5] = sigma
+    return error, largest
+
+
+class SiteStatistics:
+    """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.everywhere, self.tail = _Sums(), _Sums()
+        self.error, self.largest = 0.0, 0.0
+        self.out_square, self.out_count = 0.0, 0
+        self.dtype = torch.float64
+        if site.kind == "unknown":  # its terms are not known: nothing to divide by, nothing to compare with
+            site = replace(site, constant_scale=math.nan)
+        self.site = site
+        gain = torch.ones(site.d) if site.gain is None else site.gain
+        bias = torch.zeros(site.d) if site.bias is None else site.bias
+        self._gain, self._bias = (t.detach().to("cpu", torch.float64).contiguous().numpy() for t in (gain, bias))
+
+    def add(
+        self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1
+    ) -> tuple[tuple[float, float], tuple[int, int]]:
+        """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention.
+
+        Returns:
+            the sums of sigma at position 0 and elsewhere, and how many each is a sum of.
+        """
+        size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
+        before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
+        values = np.empty((len(before), 6))
+        site = self.site
+        stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
+        error, largest = _measure_terms(
+            before,
+            after,
+            self._gain,
+            self._bias,
+            site.projects,
+            site.scales,
+            site.eps,
+            stretch,
+            site.constant_scale,
+            values,
+        )
+        self.error, self.largest = max(self.error, error), max(self.largest, largest)
+        self.out_square += float(np.square(values[:, 3]).sum())
+        values[:, 1] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, 0], 0, 1))))
+        self.everywhere.add(values)
+        self.tail.add(values[heads:])
+        self.out_count += y.numel()
+        self.dtype = y.dtype
+        first, rest = values[:heads, 5], values[heads:, 5]
+        return (float(first.sum()), float(rest.sum())), (len(first), len(rest))
+
+    @property
+    def out_rms(self) -> float:
+        return math.sqrt(self.out_square / self.out_count) if self.out_square else math.nan
+
+    @property
+    def reconstruction_error(self) -> float:
+        """max |LN(x) - sum of the terms| over the RMS of LN(x); NaN where the terms are not known."""
+        return math.nan if self.site.kind == "unknown" else self.error / self.out_rms
+
+    @property
+    def reconstruction_bound(self) -> float:
+        """What rounding in the format of its output explains; NaN where there is nothing to compare."""
+        if self.site.kind == "unknown":
+            return math.nan
+        if self.dtype in RECONSTRUCTION_BOUND:
+            return RECONSTRUCTION_BOUND[self.dtype]
+        return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.out_rms
+
+    def row(self) -> dict[str, object]:
+        site = self.site
+        gain = None if site.gain is None else site.gain.double()
+        if gain is None and site.kind in ("layernorm", "rmsnorm"):
+            gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
+        bias_norm = math.nan if site.kind == "rmsnorm" else 0.0 if site.kind == "layernorm" else math.nan
+        if site.bias is not None:
+            bias_norm = float(site.bias.double().norm())
+        row: dict[str, object] = {
+            "site": site.name,
+            "layer": site.layer,
+            "kind": site.kind,
+            "reads": site.reads,
+            "state": site.state,
+            "tokens": self.everywhere.count,
+            "gain_mean": math.nan if gain is None else float(gain.mean()),
+            "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
+            "bias_norm": bias_norm,
+            "eps": site.eps if site.scales else math.nan,
+            "evidence": site.evidence,
+            "reconstruction_error": self.reconstruction_error,
+            "reconstruction_bound": self.reconstruction_bound,
+            "sigma_mean": self.everywhere.mean(5),
+            "sigma_mean_tail": self.tail.mean(5),
+        }
+        for sums, ending in ((self.everywhere, ""), (self.tail, "_tail")):
+            row |= {
+                f"mean_share{ending}": sums.mean(0),
+                f"angle_to_ones_deg{ending}": sums.mean(1),
+                f"norm_before_mean{ending}": sums.mean(2),
+                f"norm_before_cv{ending}": sums.cv(2),
+                f"norm_after_mean{ending}": sums.mean(3),
+                f"scale_mean{ending}": sums.mean(4),
+                f"scale_cv{ending}": sums.cv(4),
+            }
+        return row
+
+
+def layernorms_table(statistics: list[SiteStatistics], constants: Constants) -> pd.DataFrame:
+    """The `layernorms` layernorms_table: a row per site."""
+    ratios = constants.ratios()
+    blank = dict.fromkeys(ratios.columns, math.nan)
+    known = {
+        str(site): dict(zip(ratios.columns, row, strict=True))
+        for site, row in zip(ratios.index, ratios.to_numpy(), strict=True)
+    }
+    return LAYERNORMS.frame([s.row() | known.get(s.site.name, blank) for s in statistics])

@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ln_probe.analyses.probes.protocol import Probe
+    from ln_probe.analyses.probes.base import Probe
 
 GROUP = "ln_probe.probes"
 OWN = "ln_probe"
@@ -38,7 +38,7 @@ BUILT_IN = {
     "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),
     "writers": (f"{_HERE}.writers:WritersProbe", "which parts set sigma, and which write on the ones-vector"),
     "attribution": (
-        f"{_HERE}.direct:Attribution", "which parts write the next token's logit, through the final norm",
+        f"{_HERE}.writers:Attribution", "which parts write the next token's logit, through the final norm",
     ),
 }  # fmt: skip
 # Asked for by name: `writers` costs a pass and a half a prompt and has up to thousands of rows (norms × parts).
@@ -61,7 +61,7 @@ class Entry:
         Raises:
             ProbeError: its module cannot be imported, or holds something else.
         """
-        from ln_probe.analyses.probes.protocol import Probe, ProbeError
+        from ln_probe.analyses.probes.base import Probe, ProbeError
 
         try:
             if isinstance(self.target, EntryPoint):
@@ -123,7 +123,7 @@ def find(name: str) -> Probe:
     Raises:
         ProbeError: there is none, or it cannot be loaded.
     """
-    from ln_probe.analyses.probes.protocol import ProbeError
+    from ln_probe.analyses.probes.base import ProbeError
 
     known = entries()
     if name not in known:
@@ -137,7 +137,7 @@ def chosen(asked: Sequence[Any]) -> tuple[Probe, ...]:
     Raises:
         ProbeError: one does not exist, cannot be loaded, or has the name or the table of another.
     """
-    from ln_probe.analyses.probes.protocol import Probe, ProbeError
+    from ln_probe.analyses.probes.base import Probe, ProbeError
 
     found: dict[str, Probe] = {}
     for each in asked:
@@ -161,7 +161,7 @@ def chosen(asked: Sequence[Any]) -> tuple[Probe, ...]:
 
 def check(probe: Probe) -> None:
     """Raise ProbeError if the probe does not declare what it has to."""
-    from ln_probe.analyses.probes.protocol import Needs, ProbeError
+    from ln_probe.analyses.probes.base import Needs, ProbeError
     from ln_probe.analyses.schema import Part, Table
 
     who = f"the probe {getattr(probe, 'name', '?')!r} of module {type(probe).__module__}"
@@ -176,13 +176,13 @@ def check(probe: Probe) -> None:
 
 
 def _check_tables(probes: Iterable[Probe]) -> None:
-    from ln_probe.analyses import tables
-    from ln_probe.analyses.probes.protocol import ProbeError
+    from ln_probe.analyses.probes import columns
+    from ln_probe.analyses.probes.base import ProbeError
     from ln_probe.analyses.schema import Part
 
     taken: dict[str, tuple[object, str]] = {
         t.name: (t, f"ln_probe's table {t.name!r}")
-        for t in (*tables.BUILT_IN, *tables.ON_REQUEST, tables.TOKENS, tables.SUMMARY)
+        for t in (*columns.BUILT_IN, *columns.ON_REQUEST, columns.TOKENS, columns.SUMMARY)
     }
     seen: dict[str, object] = {}
     for probe in probes:

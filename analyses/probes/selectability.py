@@ -8,8 +8,9 @@ does not remove. What the head's own queries can do is measured over the reachab
 the same for every equivalent model, and `reachable`. Behind a norm that does not scale, or none, queries are unbounded,
 and margins and attention are those of the empirical set. The queries of all variants are the intact model's.
 
-Keys are judged among those that one query sees: all of them, or those of its window (`Attended.key_sets`). Attainable
-attention is the largest weight at any position that sees a key (`geometry.any_position`), and at the last position.
+Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
+Attainable attention is the largest weight at any position that sees a key (`geometry.any_position`), and at the last
+position.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
 """
@@ -22,20 +23,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float64, Int8, Int64, Shaped
 
-from ln_probe.analyses import key_tables
-from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.calibration import QUERY_RADIUS_QUANTILE
+from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
+from ln_probe.analyses.geometry.any_position import attainable_anywhere
 from ln_probe.analyses.geometry.hull import KeyGeometry, attainable_attention, key_geometry
 from ln_probe.analyses.geometry.query_sets import SPAN_TOLERANCE, QuerySet
+from ln_probe.analyses.geometry.some_keys import SomeKeys, some_attention, some_keys
 from ln_probe.analyses.geometry.verdicts import NAMES
 from ln_probe.analyses.geometry.witnesses import GivenSet
-from ln_probe.analyses.key_rows import GEOMETRY_PROMPTS, HEAD, NORMALIZED, Collected, blocks
-from ln_probe.analyses.key_sample import SAMPLE_ABOVE
 from ln_probe.analyses.machinery.parallel import in_threads
-from ln_probe.analyses.probes.protocol import (
+from ln_probe.analyses.probes.attention_layer import AttentionLayer, no_op
+from ln_probe.analyses.probes.base import (
     DESCRIBED,
     NO_EFFECT,
+    NOT_SIZE_MATCHED,
+    NOTEWORTHY,
     Context,
     Cost,
     Finding,
@@ -47,13 +50,24 @@ from ln_probe.analyses.probes.protocol import (
     Probe,
     Shape,
     View,
+    even_share,
+    medians,
+    of_variant,
 )
-from ln_probe.analyses.probes.sampled_keys import at_any_position, over_nothing, sampled_heads, stacked
-from ln_probe.analyses.probes.sentences import NOT_SIZE_MATCHED, NOTEWORTHY, even_share, medians, of_variant
+from ln_probe.analyses.probes.columns import HEADS, KEYS
+from ln_probe.analyses.probes.keys import (
+    GEOMETRY_PROMPTS,
+    HARDEST_PER_VARIANT,
+    HEAD,
+    NORMALIZED,
+    SAMPLED,
+    Collected,
+    blocks,
+    key_tables,
+)
+from ln_probe.analyses.probes.text import number, percent
+from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
-from ln_probe.analyses.tables import HEADS, KEYS
-from ln_probe.analyses.variant_outputs import no_op
-from ln_probe.analyses.wording import number, percent
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import VARIANTS
 
@@ -76,8 +90,8 @@ class Selectability(Probe):
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
         "query_span_tolerance": SPAN_TOLERANCE,
-        "keys_hardest_per_variant": key_tables.HARDEST_PER_VARIANT,
-        "keys_sampled": key_tables.SAMPLED,
+        "keys_hardest_per_variant": HARDEST_PER_VARIANT,
+        "keys_sampled": SAMPLED,
         "keys_sampled_above_seconds": SAMPLE_ABOVE,
     }
 
@@ -85,7 +99,7 @@ class Selectability(Probe):
         return _Watching()
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
-        heads, keys = key_tables.tables(
+        heads, keys = key_tables(
             pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
         )
         frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
@@ -116,7 +130,7 @@ class _Watching(Observer):
     def __init__(self) -> None:
         self.collected = Collected()
 
-    def attention(self, prompt: int, attended: Attended) -> None:
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
         self._normalized(prompt, attended)
         if attended.heads is not None:
             self._heads(prompt, attended, attended.heads.W_K.shape[-1])
@@ -124,7 +138,7 @@ class _Watching(Observer):
     def piece(self) -> Piece:
         return self.collected.piece()
 
-    def _normalized(self, prompt: int, attended: Attended) -> None:
+    def _normalized(self, prompt: int, attended: AttentionLayer) -> None:
         site, drawn = attended.site, attended.drawn(prompt, -1)
         known: dict[str, dict[str, np.ndarray]] = {}
         for variant, keys in attended.outputs.items():
@@ -150,7 +164,7 @@ class _Watching(Observer):
                 theorem=_theorem(site, NORMALIZED, variant),
             )
 
-    def _heads(self, prompt: int, attended: Attended, dim: int) -> None:
+    def _heads(self, prompt: int, attended: AttentionLayer, dim: int) -> None:
         known: dict[str, dict[str, np.ndarray]] = {}
         for variant in attended.outputs:
             nothing = attended.no_op(variant)
@@ -169,13 +183,13 @@ class _Watching(Observer):
             )
 
 
-def _in_head_space(attended: Attended, variant: str, prompt: int) -> dict[str, np.ndarray]:
+def _in_head_space(attended: AttentionLayer, variant: str, prompt: int) -> dict[str, np.ndarray]:
     """Measures of the chosen heads' keys."""
     if attended.calibration.sample is not None:
         return sampled_heads(attended, variant, prompt)
     keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     bias = attended.key_bias
-    _, most = attended.spread(variant)
+    _, most = spread(attended, variant)
     parts = []
     for seen in attended.key_sets:
         last, here = seen.stop - 1, np.ascontiguousarray(keys[:, seen])
@@ -200,7 +214,7 @@ def _in_head_space(attended: Attended, variant: str, prompt: int) -> dict[str, n
 
 
 def _over_reachable(
-    attended: Attended,
+    attended: AttentionLayer,
     keys: np.ndarray,
     bias: np.ndarray | None,
     last: int,
@@ -220,7 +234,7 @@ def _over_reachable(
     return found
 
 
-def _over_any(attended: Attended, keys: np.ndarray, bias: np.ndarray | None, last: int) -> dict[str, np.ndarray]:
+def _over_any(attended: AttentionLayer, keys: np.ndarray, bias: np.ndarray | None, last: int) -> dict[str, np.ndarray]:
     """Keys over queries without a bound: verdicts over every direction that the heads have, the rest over the queries
     that occurred (NaN if calibration saw none)."""
     center, axes = attended.directions(last)
@@ -396,3 +410,173 @@ def _compared(shares: Mapping[str, float], more: str, what: str) -> str:
     rest = ", ".join(f"{100 * share:.1f} % {_VARIANTS[v]}" for v, share in shares.items() if v != first)
     brackets = "; ".join(part for part in (rest, more) if part)
     return f"{100 * shares[first]:.1f} % of keys{name} {what}" + (f" ({brackets})" if brackets else "")
+
+
+# --------------------------------------------------------------------------------------------------------- sampled keys
+
+Measures = dict[str, Shaped[np.ndarray, " drawn"]]
+
+
+def over_nothing(
+    attended: AttentionLayer, rows: Float64[np.ndarray, "key d"], drawn: Int64[np.ndarray, " drawn"]
+) -> Measures:
+    """Keys at the norm's output: no set of queries, so relative margins and no attention."""
+    return _joined_sample(
+        _as_measures(some_keys(here, None, None, only, causal=attended.grows), start, only, last)
+        for here, start, only, last in _sets(attended, rows, drawn)
+    )
+
+
+def sampled_heads(attended: AttentionLayer, variant: str, prompt: int) -> dict[str, Shaped[np.ndarray, "head drawn"]]:
+    """Keys as attention sees them, of the chosen heads."""
+    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
+    _, most = spread(attended, variant)
+
+    def one(place: int) -> Measures:
+        head = attended.chosen[place]
+        drawn = attended.drawn(prompt, head)
+        assert drawn is not None
+        found = _joined_sample(
+            _of_set(attended, place, np.ascontiguousarray(here), start, only, last)
+            for here, start, only, last in _sets(attended, keys[place], drawn)
+        )
+        received = most[head, found["position"]]
+        least = np.fmax(received, found["attainable_last"])
+        weight, upper = at_any_position(attended, place, keys[place], least, found["position"].astype(np.int64))
+        return found | {"pattern_max": received, "attainable": weight, "attainable_upper": upper}
+
+    return stacked(in_threads(one, range(len(attended.chosen))))
+
+
+def at_any_position(
+    attended: AttentionLayer,
+    row: int,
+    keys: Float64[np.ndarray, "key d"],
+    least: Float64[np.ndarray, " some"],
+    only: Int64[np.ndarray, " some"],
+) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+    """Bounds of the largest weight that keys of a head can receive at any position that sees them and another key.
+
+    From queries of the observed set, and from those that occurred: one in twenty lies outside of it.
+
+    Args:
+        row: place of the head among the chosen ones.
+        keys: all keys of the prompt.
+        least: weights that each of the keys asked for really received, or that a query of the set is known to give.
+        only: which keys are asked for.
+    """
+    queries = attended.observed(row)
+    if queries is None:
+        nothing = np.full(len(only), np.nan)
+        return nothing, nothing
+    assert attended.heads is not None
+    bias = attended.key_bias
+    weight, upper = attainable_anywhere(
+        keys,
+        None if bias is None else bias[row],
+        queries,
+        rotary=attended.heads.rotary is not None,
+        causal=attended.heads.causal,
+        window=attended.heads.window,
+        only=only,
+    )
+    return np.fmax(weight, least), np.fmax(upper, least)
+
+
+def _of_set(
+    attended: AttentionLayer,
+    place: int,
+    keys: Float64[np.ndarray, "key d"],
+    start: int,
+    only: Int64[np.ndarray, " some"],
+    last: int,
+) -> Measures:
+    bias = attended.key_bias
+    lift = None if bias is None else bias[place, start : start + len(keys)]
+    reachable = attended.reachable(last)
+    if reachable is None:
+        return _of_unbounded(attended, place, keys, lift, start, only, last)
+    full = QuerySet(reachable[0][place], reachable[1][place]).compact()
+    geometry = some_keys(keys, lift, full, only, causal=attended.grows)
+    found = _as_measures(geometry, start, only, last)
+    radii = attended.calibration.radii
+    if attended.layer in radii:
+        rho = float(radii[attended.layer][attended.chosen[place]])
+        smaller = QuerySet(full.center, full.axes * rho, full.slack, None if full.given is None else full.given * rho)
+        weight, above = some_attention(keys, lift, smaller, only, geometry.attainable_at)
+        most = np.fmax(geometry.attainable, weight)
+        found |= {"attainable_last": weight, "attainable_last_upper": above, "attainable_reachable": most}
+    return found
+
+
+def _of_unbounded(
+    attended: AttentionLayer,
+    place: int,
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None,
+    start: int,
+    only: Int64[np.ndarray, " some"],
+    last: int,
+) -> Measures:
+    center, axes = attended.directions(last)
+    own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
+    verdicts = some_keys(own.points, own.lift, None, only, causal=attended.grows, margins=False)
+    found = _as_measures(verdicts, start, only, last)
+    occurred = attended.empirical(last)
+    if occurred is None:
+        return found
+    queries = QuerySet(occurred[0][place], np.ascontiguousarray(occurred[1][place])).compact()
+    geometry = some_keys(keys, bias, queries, only)
+    return found | {
+        "margin_lower": geometry.margin_lower,
+        "margin_upper": geometry.margin_upper,
+        "reachable": _reachable_code(geometry),
+        "attainable_last": geometry.attainable,
+        "attainable_last_upper": geometry.attainable_upper,
+    }
+
+
+def _sets(
+    attended: AttentionLayer, keys: Float64[np.ndarray, "key d"], drawn: Int64[np.ndarray, " drawn"]
+) -> Iterator[tuple[Float64[np.ndarray, "seen d"], int, Int64[np.ndarray, " some"], int]]:
+    """Of every set of keys that are judged together, if keys of it were drawn: them, its first key, the places of those
+    drawn in it, and the position of its query."""
+    for seen in attended.key_sets:
+        only = drawn[(drawn >= seen.start) & (drawn < seen.stop)] - seen.start
+        if len(only):
+            yield np.ascontiguousarray(keys[seen]), seen.start, only, seen.stop - 1
+
+
+def _as_measures(found: SomeKeys, start: int, only: Int64[np.ndarray, " some"], last: int) -> Measures:
+    nothing, at = np.full(len(only), np.nan), found.first_unselectable_at
+    return {
+        "verdict": found.verdict.astype(np.int8),
+        "margin_lower": found.margin_lower,
+        "margin_upper": found.margin_upper,
+        "reachable": _reachable_code(found),
+        "attainable": nothing,
+        "attainable_upper": nothing,
+        "attainable_last": nothing,
+        "attainable_last_upper": nothing,
+        "attainable_reachable": found.attainable,
+        "pattern_max": nothing,
+        "first_unselectable_at": at if np.isnan(at).any() else at.astype(np.int64),
+        "judged_at": np.full(len(only), last, np.int32),
+        "position": (only + start).astype(np.int32),
+    }
+
+
+def _reachable_code(found: SomeKeys) -> Int8[np.ndarray, " some"]:
+    """`reachable` as 1, 0, and -1 where there is no set of queries."""
+    return np.full(len(found.verdict), -1, np.int8) if found.reachable is None else found.reachable.astype(np.int8)
+
+
+def _joined_sample(parts: Iterator[Measures]) -> Measures:
+    """Of all sets of keys, key after key."""
+    listed = list(parts)
+    return {m: np.concatenate([p[m] for p in listed]) for m in listed[0]}
+
+
+def stacked(heads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Shaped[np.ndarray, "head drawn"]]:
+    """Of all heads, a row each."""
+    return {m: np.stack([h[m] for h in heads]) for m in heads[0]}

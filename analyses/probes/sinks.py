@@ -1,8 +1,8 @@
 """The probe `sinks`: where attention falls, which tokens and dimensions are outliers, where they come from.
 
 Sink rate: share of (head, query) that give a position over 0.3 of their attention (Gu et al. 2025, "When attention sink
-emerges in language models"). Outliers: `ln_probe.analyses.outliers`. What a token would get if its key alone were not
-scaled: with k' made of Px / c, c the mean sigma of tokens that are not at position 0,
+emerges in language models"). Outliers: `ln_probe.analyses.probes.outliers`. What a token would get if its key alone
+were not scaled: with k' made of Px / c, c the mean sigma of tokens that are not at position 0,
 
     w' = w e^Δ / (1 - w + w e^Δ),    Δ = q·(k' - k) / divisor
 """
@@ -20,10 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.head_tables import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
-from ln_probe.analyses.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
-from ln_probe.analyses.probes.protocol import (
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import (
     DESCRIBED,
     Context,
     Cost,
@@ -35,9 +33,12 @@ from ln_probe.analyses.probes.protocol import (
     Probe,
     Shape,
     View,
+    among_heads,
+    in_layers,
 )
-from ln_probe.analyses.probes.sentences import among_heads, in_layers
-from ln_probe.analyses.wording import counted, percent, visible
+from ln_probe.analyses.probes.head_columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
+from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
+from ln_probe.analyses.probes.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.norm import Site
@@ -125,7 +126,7 @@ class _Prompt:
                 }
             )
 
-    def attention(self, attended: Attended) -> None:
+    def attention(self, attended: AttentionLayer) -> None:
         pattern, layer = attended.seen.pattern, attended.layer
         chosen = (
             list(range(len(pattern))) if attended.wanted is None else [h for h in attended.wanted if h < len(pattern)]
@@ -155,7 +156,11 @@ class _Prompt:
         return self._rates(layer) > SINK_SHARE
 
     def _alone(
-        self, attended: Attended, chosen: Sequence[int], rows: Float[Tensor, "head query key"], wanted: Sequence[int]
+        self,
+        attended: AttentionLayer,
+        chosen: Sequence[int],
+        rows: Float[Tensor, "head query key"],
+        wanted: Sequence[int],
     ) -> None:
         heads, site, seen = attended.heads, attended.site, attended.seen
         assert heads is not None
@@ -362,7 +367,7 @@ class _Watching(Observer):
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         self._of(prompt).norm(site, x, y)
 
-    def attention(self, prompt: int, attended: Attended) -> None:
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
         self._of(prompt).attention(attended)
 
     def piece(self) -> Piece:

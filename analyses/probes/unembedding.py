@@ -23,9 +23,9 @@ from ln_probe.analyses.geometry.proofs import prove_attention
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.screening import pointed, pointed_at
 from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
-from ln_probe.analyses.probes.protocol import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
-from ln_probe.analyses.tables import UNEMBEDDING
-from ln_probe.analyses.wording import counted, percent, visible
+from ln_probe.analyses.probes.base import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.columns import UNEMBEDDING
+from ln_probe.analyses.probes.text import counted, percent, visible
 from ln_probe.hooks.model import read_unembedding, transformed_logits
 from ln_probe.hooks.norm import Site
 

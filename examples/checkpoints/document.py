@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ln_probe.analyses.prompt_intervals import SIGNIFICANCE, interval
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE, interval
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.wording import quoted, whole_number
+from ln_probe.analyses.probes.text import quoted, whole_number
 
 if TYPE_CHECKING:
     from ln_probe.batch.suite import Target

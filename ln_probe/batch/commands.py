@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ln_probe.analyses.machinery.files import Undo, temporary_folder
-from ln_probe.analyses.wording import encodable
+from ln_probe.analyses.probes.text import encodable
 from ln_probe.batch.endings import DONE, SOME_FAILED, refuse, writable
 from ln_probe.batch.options import Folder, Means, Out, Telling, Wish, Workers, takes
 from ln_probe.batch.running import check_engine, end, go, nothing_to_do, work

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.machinery.files import read_json
-from ln_probe.analyses.probes.protocol import Shape
+from ln_probe.analyses.probes.base import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.batch.described import described
 from ln_probe.batch.plan import Run

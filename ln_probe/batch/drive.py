@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from ln_probe.analyses.machinery.files import FileError, read_json, remove_listed, write_atomically, write_text
 from ln_probe.analyses.machinery.worker import check_stopped
-from ln_probe.analyses.wording import quoted, whole_number
+from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.batch.engines import Engine
 from ln_probe.batch.finished import awaited, is_done, remove_partial
 from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, WORK_FOLDER, Run, Unit, slice_of

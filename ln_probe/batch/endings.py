@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from ln_probe.analyses.machinery.worker import Stopped
-from ln_probe.analyses.wording import shortened
+from ln_probe.analyses.probes.text import shortened
 from ln_probe.batch.arguments import check_writable
 
 # DONE: all as asked. SOME_FAILED: a model or a probe failed, or something else than asked was measured. After a signal

@@ -24,7 +24,7 @@ from ln_probe.analyses.machinery.files import (
     with_checksum,
     write_atomically,
 )
-from ln_probe.analyses.probes.protocol import Failure
+from ln_probe.analyses.probes.base import Failure
 from ln_probe.analyses.probes.registry import entries
 from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target

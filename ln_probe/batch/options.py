@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ln_probe.analyses.probes.registry import listing
-from ln_probe.analyses.wording import quoted, whole_number
+from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.batch.option_file import read_options
 
 # The groups of `--help`.

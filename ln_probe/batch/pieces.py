@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.probes.protocol import Failure, Piece
+from ln_probe.analyses.probes.base import Failure, Piece
 from ln_probe.batch.store import Result, Stored
 
 

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.probes.protocol import Probe
+from ln_probe.analyses.probes.base import Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, package_of
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target

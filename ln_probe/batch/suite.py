@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.analyses.wording import quoted, whole_number
+from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.reporting.report import slug
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
 
 def _step_folders(path: Path) -> dict[int, Path]:
     """Subfolders checkpoint-N or stepN that hold a model, by step: what Hugging Face's Trainer writes."""
-    from ln_probe.analyses.checkpoint_names import step_named
+    from ln_probe.analyses.probes.text import step_named
 
     if not os.path.isdir(path) or (path / "config.json").is_file():
         return {}

@@ -42,7 +42,7 @@ def targets_of(wish: Wish, *, quiet: bool) -> list[Target]:
 def settings_of(wish: Wish) -> Settings:
     """What is measured, and how; exits where that makes no sense."""
     from ln_probe.analyses.machinery.files import sha256_of_file
-    from ln_probe.analyses.probes.protocol import ProbeError
+    from ln_probe.analyses.probes.base import ProbeError
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.hooks.objective import Objective
     from ln_probe.prompt_sources import check_source

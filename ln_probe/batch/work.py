@@ -17,13 +17,11 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from ln_probe.analyses import empirical_queries
-from ln_probe.analyses.calibration import Calibration
-from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.key_sample import KeySample
+from ln_probe.analyses import constants
+from ln_probe.analyses.constants import Calibration, Constants, KeySample
 from ln_probe.analyses.machinery.files import remove_listed
 from ln_probe.analyses.machinery.parallel import use_processors
-from ln_probe.analyses.probes.protocol import Context, Failure, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store
 from ln_probe.batch.endings import out_of_memory
@@ -238,7 +236,7 @@ class Worker:
             "d_model": int(passes.model.cfg.d_model),
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
-        arrays |= empirical_queries.arrays(found.empirical)
+        arrays |= constants.ellipsoid_arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         arrays |= {f"constants/{part}": getattr(found.constants, part) for part in _CONSTANTS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
@@ -299,7 +297,7 @@ def calibration(stored: Stored) -> Calibration:
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
         notes=tuple(stored.info["notes"]),
-        empirical=empirical_queries.of_arrays(stored.arrays("empirical/")),
+        empirical=constants.ellipsoids_of_arrays(stored.arrays("empirical/")),
         sample=None if stored.info["sample"] is None else KeySample(**stored.info["sample"]),
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.probes.protocol import Failure, Observer, Piece, Probe, View
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import Failure, Observer, Piece, Probe, View
 from ln_probe.analyses.probes.registry import OWN, package_of
 from ln_probe.hooks.norm import Site
 from ln_probe.seal import Seal, SealError
@@ -35,7 +35,7 @@ class Watching:
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         self._see(lambda o: o.norm(prompt, site, x, y), thorough=not self._alone)
 
-    def attention(self, prompt: int, attended: Attended) -> None:
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
         self._see(lambda o: o.attention(prompt, attended), thorough=not self._alone)
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:

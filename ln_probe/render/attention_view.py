@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ln_probe.analyses.machinery.files import write_text
-from ln_probe.analyses.wording import shortened, visible
+from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.render.explorer import HeadMap
 from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention

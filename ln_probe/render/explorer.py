@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.wording import disarmed
+from ln_probe.analyses.probes.text import disarmed
 from ln_probe.render.heads import MEASURES, measures_of
 from ln_probe.reporting.by_head import by_head
 from ln_probe.reporting.contents import Contents

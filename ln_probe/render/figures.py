@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from ln_probe.analyses.probes.sentences import even_share
-from ln_probe.analyses.wording import disarmed, percent
+from ln_probe.analyses.probes.base import even_share
+from ln_probe.analyses.probes.text import disarmed, percent
 from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.drawing import Figure
 from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK

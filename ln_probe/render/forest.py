@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
+from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss
 from ln_probe.render.effects import is_wide, threshold
 from ln_probe.render.figures import COLOURS, SIZE, axis_text
 from ln_probe.render.svg import GRID
@@ -37,7 +37,7 @@ def losses(names: Sequence[str], reports: Sequence[Contents]) -> pd.DataFrame:
 
 
 def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
-    """The same rows of a table of paired differences (`ln_probe.analyses.tables.PAIRED`)."""
+    """The same rows of a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
     rows = table[table["variant"].isin(_TERMS) & table["sites"].isin(_PLACES)]
     made = rows.rename(columns={"difference": "value"}).assign(place=[names.index(n) for n in rows["model"]])
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 
-from ln_probe.analyses.head_tables import BY_HEAD
+from ln_probe.analyses.probes.head_columns import BY_HEAD
 from ln_probe.render.drawing import Figure
 from ln_probe.render.figures import SIZE, VECTOR_CELLS
 from ln_probe.reporting.by_head import by_head

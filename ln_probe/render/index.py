@@ -13,9 +13,9 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.probes.sentences import in_layers
-from ln_probe.analyses.tables import PAIRED, SUMMARY
-from ln_probe.analyses.wording import disarmed, shortened
+from ln_probe.analyses.probes.base import in_layers
+from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
+from ln_probe.analyses.probes.text import disarmed, shortened
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.render.figures import axis_text, by_variant
 from ln_probe.render.forest import ROWS, differences, forest, losses, over_steps

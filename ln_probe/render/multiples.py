@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 import numpy as np
 
-from ln_probe.analyses.wording import disarmed
+from ln_probe.analyses.probes.text import disarmed
 from ln_probe.hooks.variants import VARIANTS
 from ln_probe.render.drawing import Figure
 from ln_probe.render.figures import COLOURS, LABELS, MARKERS, SIZE, by_variant

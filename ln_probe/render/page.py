@@ -13,10 +13,10 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
+from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.analyses.tables import CAUSAL, TOKENS
-from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render import attention_view
 from ln_probe.render.explorer import HeadMap, linked
 from ln_probe.render.payload import own_script, policy

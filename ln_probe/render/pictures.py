@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.probes.protocol import Failure, Picture
+from ln_probe.analyses.probes.base import Failure, Picture
 from ln_probe.analyses.probes.registry import package_of
-from ln_probe.analyses.wording import shortened, visible
+from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.render import figures, norm_geometry
 from ln_probe.render.effects import causal_effects
 from ln_probe.render.emptiness import nothing_to_see

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from markupsafe import escape
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.wording import disarmed
+from ln_probe.analyses.probes.text import disarmed
 
 # Okabe & Ito's colours (safe for the colour-blind); a variant has the same one in every picture. On a page they are
 # variables, with lighter shades of the same hues on dark paper. Heat maps keep their own colours in both schemes: a

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Column
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render.payload import packed
 
 STATIC_ROWS = 40  # rows that are there without scripts

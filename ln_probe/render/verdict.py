@@ -1,7 +1,7 @@
 """The first thing on a page: what freezing scaling and removing projection do to the loss, in bars and sentences.
 
 Everything comes from the primary contrasts of the report's `causal` table, in the words of the findings
-(`ln_probe.analyses.probes.causal_findings`), so that card and findings cannot disagree.
+(`ln_probe.analyses.probes.causal`), so that card and findings cannot disagree.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect
-from ln_probe.analyses.probes.sentences import in_layers
-from ln_probe.analyses.wording import counted, number, signed, signed_percent
+from ln_probe.analyses.probes.base import in_layers
+from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect
+from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
 from ln_probe.reporting.contents import Contents
 
 # The terms, each with what is done to it and how the sentence begins; the places, the widest first.

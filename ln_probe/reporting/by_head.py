@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.head_tables import BY_HEAD
+from ln_probe.analyses.probes.head_columns import BY_HEAD
 from ln_probe.reporting.contents import Contents
 
 _KEY = ["layer", "head"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ln_probe.analyses.probes.sentences import asked_layers
+from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.reporting.contents import Contents
 
 

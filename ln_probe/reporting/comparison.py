@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from ln_probe.analyses.machinery.files import write_text
+from ln_probe.analyses.probes.columns import SUMMARY
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.tables import SUMMARY
 from ln_probe.reporting.comparable import apart
 from ln_probe.reporting.overview import overview, told_apart
 from ln_probe.reporting.paired import paired
@@ -23,12 +23,12 @@ class Comparison:
 
     Attributes:
         names: one per report, told apart; reports: the reports themselves.
-        summary: a row per report (`ln_probe.analyses.tables.SUMMARY`): shares and medians over heads, intact and
-            without scaling.
+        summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): shares and medians over heads, intact
+            and without scaling.
         tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: how much more or less the loss changes in each report than in the first one, prompt by prompt
-            (`ln_probe.analyses.tables.PAIRED`); only reports on the same tokens and layers are paired.
+            (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
         notes: what else than the model differs between the first report and the others (prompts, layers, version).
     """
 

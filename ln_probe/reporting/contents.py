@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses import tables as declared_here
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.probes.protocol import Failure, Probe
+from ln_probe.analyses.probes import columns as declared_here
+from ln_probe.analyses.probes.base import Failure, Probe
 from ln_probe.analyses.schema import Table
 from ln_probe.reporting.exhibits import Exhibits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ln_probe.analyses.probes.protocol import Failure, Finding
+from ln_probe.analyses.probes.base import Failure, Finding
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
 from ln_probe.reporting.contents import Contents
 

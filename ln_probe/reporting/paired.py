@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses import prompt_intervals
-from ln_probe.analyses.tables import PAIRED
+from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes.columns import PAIRED
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.reporting.comparable import same_layers, same_tokens
 from ln_probe.reporting.contents import Contents
@@ -22,7 +22,8 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
         baseline: which of them the others are compared with.
 
     Returns:
-        The table `ln_probe.analyses.tables.PAIRED`, without reports on other tokens or layers than the baseline's.
+        The table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
+        baseline's.
     """
     first, key = reports[baseline], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
@@ -36,7 +37,7 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
         for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
             weight = mine["predicted"].to_numpy(float)
             change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
-            found = prompt_intervals.judged(change, weight)
+            found = statistics.infer_mean(change, weight)
             rows.append(
                 {
                     "model": name,
@@ -49,7 +50,7 @@ def paired(names: Sequence[str], reports: Sequence[Contents], baseline: int = 0)
                     "p_mean": found.p,
                     "prompts": len(mine),
                     "prompts_more": int((change > 0).sum()) if np.isfinite(change).all() else np.nan,
-                    "p_adjusted": prompt_intervals.sign_test(change),
+                    "p_adjusted": statistics.sign_test(change),
                 }
             )
     return _adjusted(PAIRED.frame(rows)) if rows else PAIRED.frame(rows)
@@ -60,5 +61,5 @@ def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
     groups, means = table["sites"].isin(GROUPS), table["p_mean"].copy()
     for mine in (groups, ~groups):
         known = table.loc[mine, "difference"].notna()
-        means[mine] = prompt_intervals.holm(means[mine].to_list(), known.to_list())
-    return table.assign(p_mean=means, p_adjusted=prompt_intervals.holm(table["p_adjusted"].to_list()))
+        means[mine] = statistics.holm(means[mine].to_list(), known.to_list())
+    return table.assign(p_mean=means, p_adjusted=statistics.holm(table["p_adjusted"].to_list()))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ln_probe.analyses import tables as declared_here
 from ln_probe.analyses.machinery.files import (
     FileError,
     checksums,
@@ -26,7 +25,8 @@ from ln_probe.analyses.machinery.files import (
     write_atomically,
     write_text,
 )
-from ln_probe.analyses.probes.protocol import Failure, Probe, ProbeError
+from ln_probe.analyses.probes import columns as declared_here
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeError
 from ln_probe.analyses.probes.registry import find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.reporting.contents import Contents
@@ -115,8 +115,8 @@ class Report(Contents):
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            A row per (layer, head); `ln_probe.analyses.head_tables.BY_HEAD` says what the columns mean. The picture of
-            it is `ln_probe.render.heads.heads_map`.
+            A row per (layer, head); `ln_probe.analyses.probes.head_columns.BY_HEAD` says what the columns mean. The
+            picture of it is `ln_probe.render.heads.heads_map`.
 
         Raises:
             ValueError: no such column.

@@ -10,9 +10,9 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.head_tables import SINKS
-from ln_probe.analyses.tables import TOKENS
-from ln_probe.analyses.wording import encodable
+from ln_probe.analyses.probes.columns import TOKENS
+from ln_probe.analyses.probes.head_columns import SINKS
+from ln_probe.analyses.probes.text import encodable
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_weights
 
 __all__ = [
@@ -23,7 +23,7 @@ PLACES = ("position 0", "sink", "elsewhere")
 
 
 def by_token(exhibits: Exhibits, sinks: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per token and place (`ln_probe.analyses.tables.TOKENS`), the tokens that scaling helps most first.
+    """A row per token and place (`ln_probe.analyses.probes.columns.TOKENS`), the tokens that scaling helps most first.
 
     Args:
         exhibits: `Report.exhibits`.

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.geometry.any_position import QuerySets, attainable_anywhere
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.hull import attainable_attention
-from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.attention import Rotary
 from ln_probe.hooks.capture import visible_keys
@@ -175,7 +175,7 @@ class _Comparing(Observer):
     def __init__(self, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
         self.found = found
 
-    def attention(self, prompt: int, attended: Attended) -> None:
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
         heads = attended.heads
         assert heads is not None
         y = attended.site.affine(attended.outputs["intact"])

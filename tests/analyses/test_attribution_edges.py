@@ -12,7 +12,7 @@ import torch
 import ln_probe
 from ln_probe import attribute_logits, attribute_scores
 from ln_probe.analyses.attribution import attribute_through_layers
-from ln_probe.analyses.attribution.asked import AttributionError
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import find_wiring
 from ln_probe.hooks.sites import find_sites
 

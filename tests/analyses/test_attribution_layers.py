@@ -11,7 +11,7 @@ from lab_models import lab
 from torch import Tensor
 
 from ln_probe.analyses.attribution import attribute_logits, attribute_through_layers
-from ln_probe.analyses.attribution.asked import AttributionError
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import linearized
 
 TOKENS = torch.arange(1, 11)

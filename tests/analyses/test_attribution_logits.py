@@ -13,8 +13,8 @@ from lab_models import lab
 from transformer_lens import ActivationCache
 
 import ln_probe
-from ln_probe.analyses.attribution.asked import AttributionError
-from ln_probe.analyses.attribution.logit_parts import TERMS, attribute_logits
+from ln_probe.analyses.attribution.logits import TERMS, attribute_logits
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.components import SplitError
 

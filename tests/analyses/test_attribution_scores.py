@@ -11,8 +11,8 @@ import torch
 from lab_models import lab
 
 import ln_probe
-from ln_probe.analyses.attribution.asked import AttributionError
-from ln_probe.analyses.attribution.score_parts import attribute_scores
+from ln_probe.analyses.attribution.scores import attribute_scores
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import find_sites, without
 
 TOKENS = torch.arange(1, 11)

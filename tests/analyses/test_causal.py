@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 import ln_probe
-from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
-from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.hooks import without
 from ln_probe.hooks.interventions import GROUPS, NoOpWarning
 from ln_probe.hooks.model import HookedModel
@@ -213,7 +213,7 @@ def test_the_table_comes_from_what_is_kept_of_each_prompt(make_bridge: Callable[
         assert row["delta_loss"] == pytest.approx(change.sum() / tokens.sum())
         assert row["prompts_worse"] == (change > 0).sum()
         assert row["prompts"] == len(rows) == (33 if where in GROUPS else SINGLE_NORM_PROMPTS)
-        ends = prompt_intervals.interval(change, tokens)
+        ends = statistics.interval(change, tokens)
         np.testing.assert_allclose([row["delta_loss_low"], row["delta_loss_high"]], ends, rtol=1e-6)
         assert math.isnan(ends[0]) == (where not in GROUPS)
 

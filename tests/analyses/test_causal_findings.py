@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.probes.causal import family
-from ln_probe.analyses.probes.causal_findings import sentences
-from ln_probe.analyses.probes.protocol import DESCRIBED, EFFECT, NO_EFFECT
-from ln_probe.analyses.tables import CAUSAL
+from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT
+from ln_probe.analyses.probes.causal import family, sentences
+from ln_probe.analyses.probes.columns import CAUSAL
 
 
 def row(sites: str, variant: str, change: float = 0.0, half: float = 0.01, **values: Any) -> dict[str, Any]:

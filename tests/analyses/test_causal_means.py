@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 import torch
 
-from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.edited_runs import EditedRuns
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
-from ln_probe.analyses.tables import CAUSAL
+from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes.columns import CAUSAL
+from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
@@ -52,17 +52,17 @@ def test_primary_contrasts_and_exploratory_groups_have_families_of_their_own() -
             for v in (row.variant, "intact")
         )
         change = mine["nll"].to_numpy(float) - base["nll"].to_numpy(float)
-        found = prompt_intervals.judged(change, mine["predicted"].to_numpy(float))
+        found = statistics.infer_mean(change, mine["predicted"].to_numpy(float))
         assert (found.low, found.high) == (row.delta_loss_low, row.delta_loss_high)
         assert np.median(change / mine["predicted"]) == pytest.approx(row.delta_loss_median)
         alone.append(found.p)
     primary = (groups["family"] == "primary").to_numpy()
     assert primary.sum() == 4
     for family in (primary, ~primary):
-        np.testing.assert_array_equal(groups["p_mean"][family], prompt_intervals.holm(np.array(alone)[family].tolist()))
+        np.testing.assert_array_equal(groups["p_mean"][family], statistics.holm(np.array(alone)[family].tolist()))
     assert table.loc[table["variant"] == "intact", "p_mean"].isna().all()
     single = tested[~tested["sites"].isin(GROUPS) & (tested["variant"] == "no_scaling")]
-    assert (single["p_mean"] >= single.index.size * 2.5 / (prompt_intervals.RESAMPLES + 1)).all()
+    assert (single["p_mean"] >= single.index.size * 2.5 / (statistics.RESAMPLES + 1)).all()
     pd.testing.assert_frame_equal(causal_table.table(frames[::-1], EACH), table)
 
 
@@ -81,14 +81,14 @@ def test_prompts_of_one_group_count_once() -> None:
     table = causal_table.table(many(80), separate(pairs)).set_index(["sites", "variant"])
     row, sums = table.loc[("all", "no_scaling")], pd.concat(many(80)).set_index(["sites", "variant", "prompt"])["nll"]
     change = (sums["all", "no_scaling"] - sums["all", "intact"]).to_numpy().reshape(40, 2).sum(1)
-    by_pair = prompt_intervals.judged(change, np.full(40, 22.0))
+    by_pair = statistics.infer_mean(change, np.full(40, 22.0))
     assert (row["delta_loss_low"], row["delta_loss_high"]) == pytest.approx((by_pair.low, by_pair.high), rel=1e-9)
 
 
 def test_the_equivalence_bound_is_the_farther_end_of_the_90_percent_interval() -> None:
     generator = np.random.default_rng(0)
     change, weight = generator.normal(0.01, 0.05, 64), np.ones(64)
-    interval = prompt_intervals.judged(change, weight)
+    interval = statistics.infer_mean(change, weight)
     error = change.std(ddof=1) / 8
     ends = change.mean() + error * np.array([-1.67, 1.67])  # t with 63 degrees of freedom, 5 % beyond each end
     assert interval.bound == pytest.approx(np.abs(ends).max(), rel=0.06)

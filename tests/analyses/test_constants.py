@@ -13,9 +13,9 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.constants import Constants, grouped
-from ln_probe.analyses.edited_runs import EditedRuns
 from ln_probe.analyses.probes.causal import shifts
-from ln_probe.analyses.prompt_intervals import interval
+from ln_probe.analyses.probes.edited_runs import EditedRuns
+from ln_probe.analyses.probes.statistics import interval
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.scales import Constant, calibration_sigmas, mean_sigmas
 

@@ -13,8 +13,8 @@ import torch
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.norm_statistics import SiteStatistics, table
-from ln_probe.analyses.tables import LAYERNORMS
+from ln_probe.analyses.probes.columns import LAYERNORMS
+from ln_probe.analyses.probes.decomposition import SiteStatistics, layernorms_table
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
@@ -30,7 +30,7 @@ def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteSt
 
 
 def rows_of(model: Any) -> pd.DataFrame:
-    """The `layernorms` table of one prompt, with its own constants."""
+    """The `layernorms` layernorms_table of one prompt, with its own constants."""
     found = {s.name: SiteStatistics(s) for s in find_sites(model)}
     sums: dict[str, Any] = {}
 
@@ -39,7 +39,9 @@ def rows_of(model: Any) -> pd.DataFrame:
 
     stream(model, TOKENS, [s.site for s in found.values()], on_norm=on_norm)
     of_sites = np.array([[sums[name] for name in found]], float)
-    return table(list(found.values()), Constants(tuple(found), np.array([0]), of_sites[:, :, 0], of_sites[:, :, 1]))
+    return layernorms_table(
+        list(found.values()), Constants(tuple(found), np.array([0]), of_sites[:, :, 0], of_sites[:, :, 1])
+    )
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -189,5 +191,5 @@ def test_constants_of_a_norm_stand_in_its_row(make_bridge: Callable[..., Any]) -
     assert (rows[["constant_ratio_first", "constant_ratio_rest"]] == 1).all(axis=None)
     statistics = list(statistics_of(model).values())
     nothing = np.zeros((1, 0, 2))
-    unknown = table(statistics, Constants((), np.array([0]), nothing, nothing))
+    unknown = layernorms_table(statistics, Constants((), np.array([0]), nothing, nothing))
     assert unknown[list(CONSTANT_COLUMNS)].isna().all(axis=None)

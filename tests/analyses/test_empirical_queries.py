@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ln_probe
-from ln_probe.analyses import empirical_queries
-from ln_probe.analyses.empirical_queries import Queries
+from ln_probe.analyses import constants
+from ln_probe.analyses.constants import EmpiricalQueries
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.sites import survey
@@ -21,8 +21,8 @@ NOT_CAUSAL = ("decomposition", "selectability", "uniformity")
 TOKENS = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(4))
 
 
-def taken(*prompts: np.ndarray) -> Queries:
-    found = Queries()
+def taken(*prompts: np.ndarray) -> EmpiricalQueries:
+    found = EmpiricalQueries()
     for prompt in prompts:
         found.add(prompt)
     return found
@@ -38,7 +38,7 @@ def test_the_set_is_the_ellipsoid_of_mean_and_covariance_that_holds_the_quantile
         ratio = (axes[head] @ axes[head].T) / covariance
         np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-5)
         inside = np.linalg.norm(np.linalg.solve(axes[head], (q[:, head] - center[head]).T), axis=0) <= 1
-        assert abs(inside.mean() - empirical_queries.QUANTILE) <= 1 / 900
+        assert abs(inside.mean() - constants.EMPIRICAL_QUANTILE) <= 1 / 900
 
 
 def test_it_turns_with_the_basis_of_a_head() -> None:
@@ -55,11 +55,11 @@ def test_of_many_queries_a_part_decides_the_quantile_and_all_the_rest() -> None:
     q = rng.standard_normal((40_000, 1, 2))
     found = taken(*np.array_split(q, 37))
     assert found.kept is not None
-    assert empirical_queries.KEPT / 2 <= sum(map(len, found.kept)) <= empirical_queries.KEPT
+    assert constants.KEPT_QUERIES / 2 <= sum(map(len, found.kept)) <= constants.KEPT_QUERIES
     center, axes = found.ellipsoid()
     np.testing.assert_allclose(center[0], q[:, 0].mean(0), atol=1e-12)
     inside = np.linalg.norm(np.linalg.solve(axes[0], (q[:, 0] - center[0]).T), axis=0) <= 1
-    assert abs(inside.mean() - empirical_queries.QUANTILE) < 0.025
+    assert abs(inside.mean() - constants.EMPIRICAL_QUANTILE) < 0.025
     one = taken(*np.array_split(q, 5)).ellipsoid()
     np.testing.assert_allclose(axes @ axes.transpose(0, 2, 1), one[1] @ one[1].transpose(0, 2, 1), rtol=1e-6)
 
@@ -74,7 +74,7 @@ def test_directions_in_which_no_query_differs_are_not_in_the_set() -> None:
     assert spread[1, 1] > 0
     assert np.count_nonzero(spread) == 1
     with pytest.raises(ValueError, match="no queries were taken in"):
-        Queries().ellipsoid()
+        EmpiricalQueries().ellipsoid()
 
 
 def best_of(keys: np.ndarray, center: np.ndarray, axes: np.ndarray, count: int = 40_000) -> tuple[Any, Any]:

@@ -364,7 +364,7 @@ def test_a11_attainable_is_within_a_hundredth_of_its_bound():
 
 
 def test_a11_the_keys_table_has_the_bound():
-    from ln_probe.analyses.tables import KEYS
+    from ln_probe.analyses.probes.columns import KEYS
 
     assert "attainable_upper" in KEYS.names
     assert list(KEYS.names).index("attainable_upper") == list(KEYS.names).index("attainable") + 1

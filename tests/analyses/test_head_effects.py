@@ -13,11 +13,10 @@ from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses import head_runs
-from ln_probe.analyses.head_runs import EDITED, HeadRuns
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.head_effects import HeadEffects, agreement, table
+from ln_probe.analyses.probes import head_effects
+from ln_probe.analyses.probes.head_effects import EDITED, HeadEffects, HeadRuns, agreement, table
 from ln_probe.hooks import without
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
@@ -99,9 +98,9 @@ def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
 
 
 def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_runs, "EXACT_WORK", 0.0)
-    monkeypatch.setattr(head_runs, "LEADING", 3)
-    monkeypatch.setattr(head_runs, "default_tokens", lambda _model, _part: list(PROMPTS))
+    monkeypatch.setattr(head_effects, "EXACT_WORK", 0.0)
+    monkeypatch.setattr(head_effects, "LEADING", 3)
+    monkeypatch.setattr(head_effects, "default_tokens", lambda _model, _part: list(PROMPTS))
     runs, _ = runs_of(lab())
     assert len(runs.exact) == 3
     every = runs.measure(0, PROMPTS[0])
@@ -117,7 +116,7 @@ def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.Monkey
 def test_rows_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, _ = runs_of(lab().double())
     at_once = runs.measure(0, PROMPTS[0])
-    monkeypatch.setattr(head_runs, "_LOGITS", 1)
+    monkeypatch.setattr(head_effects, "_LOGITS", 1)
     pd.testing.assert_frame_equal(runs.measure(0, PROMPTS[0]), at_once, rtol=1e-9)
 
 
@@ -135,7 +134,7 @@ def test_the_table_and_what_is_said_of_it() -> None:
     for prompt in range(12):
         for head, change in ((0, 0.5), (1, (-1) ** prompt * 0.1)):
             rows.append((prompt, 0, head, "no_scaling", 2.0 + change, 0.9 * change, 2.0, 1, ""))
-    made = table([pd.DataFrame(rows, columns=list(head_runs.COLUMNS))])
+    made = table([pd.DataFrame(rows, columns=list(head_effects.COLUMNS))])
     assert made["delta_loss"].tolist() == pytest.approx([0.5, 0.0])
     assert made["prompts_worse"].tolist() == [12, 6]
     assert made["p_adjusted"].tolist() == pytest.approx([2 * 2 * 0.5**12, 1.0])
@@ -159,7 +158,7 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
             for variant in ("no_scaling", "no_projection", "neither"):
                 change = 0.5 if (head, variant) == (11, "no_scaling") else 0.001 * rng.normal()
                 rows.append((prompt, head // 16, head % 16, variant, 2.0 + change, change, 2.0, 1, ""))
-    made = table([pd.DataFrame(rows, columns=list(head_runs.COLUMNS))])
+    made = table([pd.DataFrame(rows, columns=list(head_effects.COLUMNS))])
     top = made[(made["layer"] == 0) & (made["head"] == 11) & (made["variant"] == "no_scaling")].iloc[0]
     assert top["p_adjusted"] == pytest.approx(64 * 2 * 0.5**prompts)
     (finding,) = HeadEffects().findings({"head_effects": made}, {})

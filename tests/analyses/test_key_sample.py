@@ -13,12 +13,13 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
+from ln_probe.analyses.constants import KeySample
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.query_sets import QuerySet
 from ln_probe.analyses.geometry.some_keys import some_keys
 from ln_probe.analyses.geometry.verdicts import NAMES
-from ln_probe.analyses.key_sample import KeySample, fraction_interval, quantile_interval
-from ln_probe.analyses.tables import INTERVALS
+from ln_probe.analyses.probes.columns import INTERVALS
+from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
 
 TOKENS = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(6))
 HOW: dict[str, Any] = {"progress": False, "probes": ("selectability",), "keys": "all"}

@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ln_probe.analyses.lab.depth import depth
-from ln_probe.analyses.lab.depth.block_languages import (
-    BOS,
-    IGNORED,
-    exact_match,
-    predicted_depth,
-    sample_block_words,
-)
+from ln_probe.analyses.lab.depth.block_languages import BOS, IGNORED, exact_match, predicted_depth, sample_block_words
 from ln_probe.analyses.lab.depth.crasp import parse
 from ln_probe.analyses.lab.depth.crasp_programs import block_symbol, last_block
 from ln_probe.analyses.lab.depth.depth_findings import (

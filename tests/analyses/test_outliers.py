@@ -12,7 +12,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.outliers import LEAST_TOKENS, PromptOutliers, outlier_tokens
+from ln_probe.analyses.probes.outliers import LEAST_TOKENS, PromptOutliers, outlier_tokens
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites

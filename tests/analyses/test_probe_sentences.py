@@ -10,25 +10,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses import prompt_intervals
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.head_runs import LEADING
-from ln_probe.analyses.head_tables import HEAD_EFFECTS
 from ln_probe.analyses.probes import (
     causal,
-    causal_findings,
     decomposition,
     head_effects,
     selectability,
     sinks,
+    statistics,
     unembedding,
     uniformity,
 )
+from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape, largest, medians
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.head_effects import HeadEffects
-from ln_probe.analyses.probes.protocol import DESCRIBED, EFFECT, NO_EFFECT, Shape
+from ln_probe.analyses.probes.head_columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.head_effects import LEADING, HeadEffects
 from ln_probe.analyses.probes.selectability import Selectability
-from ln_probe.analyses.probes.sentences import largest, medians
 from ln_probe.analyses.probes.sinks import Sinks
 from ln_probe.analyses.probes.unembedding import Unembedding
 from ln_probe.analyses.probes.uniformity import UniformityProbe
@@ -196,7 +193,7 @@ def test_attention_widens_or_narrows_on_these_prompts() -> None:
     """The mean over layers, not the layer in which it happens to change most."""
     values = {(0, "intact"): 0.5, (0, "no_scaling"): 0.52, (1, "intact"): 0.6, (1, "no_scaling"): 0.4}
     rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
-    (finding,) = uniformity._spread(table := heads(*rows))
+    (finding,) = uniformity._entropy_finding(table := heads(*rows))
     assert finding.text == (
         "With constants instead of scaling, queries as they are would spread their attention less on these prompts: "
         "the "
@@ -205,14 +202,14 @@ def test_attention_widens_or_narrows_on_these_prompts() -> None:
         "layer: -20, +2 percentage points)."
     )
     assert finding.size == pytest.approx(0.09)
-    (finding,) = uniformity._spread(table[table["layer"] == 0])
+    (finding,) = uniformity._entropy_finding(table[table["layer"] == 0])
     assert finding.text.endswith("attention wider on these prompts: the median head's entropy goes from 50 % to 52 % "
                                  "of "
                                  "that of an even spread.")  # fmt: skip
     opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
-    assert "their attention as widely on these prompts" in uniformity._spread(opposite)[0].text
-    assert not uniformity._spread(table.assign(entropy_ratio=0.5))
-    assert not uniformity._spread(table.iloc[:0])
+    assert "their attention as widely on these prompts" in uniformity._entropy_finding(opposite)[0].text
+    assert not uniformity._entropy_finding(table.assign(entropy_ratio=0.5))
+    assert not uniformity._entropy_finding(table.iloc[:0])
 
 
 def test_the_most_uniform_head_is_named() -> None:
@@ -221,14 +218,14 @@ def test_the_most_uniform_head_is_named() -> None:
         {"layer": 3, "head": 4, "variant": "intact", "entropy_ratio": 0.5, "uniform_angle_deg": 70.0},
         {"layer": 3, "head": 4, "variant": "neither", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
     )
-    assert uniformity._uniform(table, 84.6) == [
+    assert uniformity._most_uniform(table, 84.6) == [
         "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy; the queries nearest "
         "the uniform direction are those of L3H4, at 70° (a random direction: 85°)."
     ]
-    assert uniformity._uniform(table.assign(uniform_angle_deg=math.nan), 84.6) == [
+    assert uniformity._most_uniform(table.assign(uniform_angle_deg=math.nan), 84.6) == [
         "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy."
     ]
-    assert not uniformity._uniform(table.assign(entropy_ratio=math.nan), 84.6)
+    assert not uniformity._most_uniform(table.assign(entropy_ratio=math.nan), 84.6)
 
 
 def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -284,14 +281,14 @@ def test_a_change_that_counts_as_an_effect_is_seldom_called_equivalent_to_zero(
     def share(truth: float) -> float:
         generator, called = np.random.default_rng(0), []
         for _ in range(draws):
-            values, mean = prompt_intervals.effects(kind, 40, generator)
+            values, mean = statistics.effects(kind, 40, generator)
             change = truth + 0.01 * (values - mean) / scale
             row = causal.over_groups(weight * change, weight, np.arange(40), 0)
-            text = causal_findings.change(row | {"delta_loss": change.mean()})
+            text = causal.change(row | {"delta_loss": change.mean()})
             called.append(text.startswith("does not change the loss by more than 0.01 nats/token"))
         return float(np.mean(called))
 
-    assert share(causal_findings.LEAST_CHANGE) <= most + 2 * math.sqrt(most * (1 - most) / draws)
+    assert share(causal.LEAST_CHANGE) <= most + 2 * math.sqrt(most * (1 - most) / draws)
     assert share(0.0) > 0.9
 
 
@@ -299,13 +296,11 @@ def test_a_finding_about_a_lower_loss() -> None:
     """Its size is the change as a share of the intact loss."""
     row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0, "p_mean": 0.001}
     row |= {"delta_loss_median": -0.4, "equivalence_bound": 0.72, "delta_loss_uniform": math.nan}
-    assert causal_findings.base_loss(row) == 3.5
-    assert causal_findings.change(row) == (
-        "lowers the loss by 0.5 nats/token (95 % CI -0.75 to -0.25; Holm-adjusted p = 0.001)"
-    )
+    assert causal.base_loss(row) == 3.5
+    assert causal.change(row) == ("lowers the loss by 0.5 nats/token (95 % CI -0.75 to -0.25; Holm-adjusted p = 0.001)")
     groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
     groups = groups.assign(prompts=32, groups=32, prompts_worse=1, family="primary")
-    (finding,) = causal_findings.sentences(groups)
+    (finding,) = causal.sentences(groups)
     assert finding.size == pytest.approx(0.5 / 3.5)
     assert finding.rank == EFFECT
 
@@ -317,12 +312,12 @@ def test_nothing_is_said_of_a_contrast_without_a_number() -> None:
     blank = dict.fromkeys(row, math.nan)
     other = {"no_op": "", "prompts": 32, "groups": 32, "prompts_worse": 30, "p_adjusted": 0.001, "family": "primary"}
     every, attention = ({"sites": s, "variant": "no_scaling"} | other for s in ("all", "attention"))
-    (finding,) = causal_findings.sentences(pd.DataFrame([attention | row, every | blank]))
+    (finding,) = causal.sentences(pd.DataFrame([attention | row, every | blank]))
     assert finding.text.startswith("Freezing scaling at the norms that attention reads raises the loss by 0.5 nats")
-    (finding,) = causal_findings.sentences(pd.DataFrame([attention | blank, every | row]))
+    (finding,) = causal.sentences(pd.DataFrame([attention | blank, every | row]))
     assert finding.text.startswith("Freezing scaling at every norm raises the loss by 0.5 nats/token")
     assert "attention" not in finding.text
-    assert causal_findings.sentences(pd.DataFrame([attention | blank, every | blank])) == []
+    assert causal.sentences(pd.DataFrame([attention | blank, every | blank])) == []
 
 
 def test_layers_are_listed_or_counted() -> None:

@@ -12,15 +12,15 @@ import pandas as pd
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.prompt_intervals import (
+from ln_probe.analyses.probes.statistics import (
     PROMPTS_NEEDED,
     RESAMPLES,
     SIGNIFICANCE,
     coverage,
     effects,
     holm,
+    infer_mean,
     interval,
-    judged,
     median,
     resamples,
     sign_test,
@@ -76,7 +76,7 @@ def test_p_is_below_005_exactly_where_the_interval_excludes_0(kind: str) -> None
     generator, both = np.random.default_rng(1), set()
     for shift in np.linspace(-1.5, 1.5, 120):
         x, truth = effects(kind, PROMPTS_NEEDED, generator)
-        found = judged(x - truth + shift, np.ones(PROMPTS_NEEDED))
+        found = infer_mean(x - truth + shift, np.ones(PROMPTS_NEEDED))
         if not math.isnan(found.low):
             assert (found.p < SIGNIFICANCE) == (found.low > 0 or found.high < 0)
             both.add(found.p < SIGNIFICANCE)
@@ -86,20 +86,20 @@ def test_p_is_below_005_exactly_where_the_interval_excludes_0(kind: str) -> None
 def test_p_at_the_very_ends() -> None:
     """Moved to where an end is 0, and a little to either side."""
     x = np.random.default_rng(0).standard_normal(40)
-    found = judged(x, np.ones(40))
+    found = infer_mean(x, np.ones(40))
     for end, inwards in ((found.low, 1), (found.high, -1)):
-        assert judged(x - end + inwards * 1e-9, np.ones(40)).p < SIGNIFICANCE
-        assert judged(x - end - inwards * 1e-9, np.ones(40)).p >= SIGNIFICANCE
+        assert infer_mean(x - end + inwards * 1e-9, np.ones(40)).p < SIGNIFICANCE
+        assert infer_mean(x - end - inwards * 1e-9, np.ones(40)).p >= SIGNIFICANCE
 
 
 def test_p_is_fine_enough_for_holm() -> None:
     ones = np.ones(64)
-    least = judged(np.random.default_rng(0).normal(5, 1, 64), ones).p
+    least = infer_mean(np.random.default_rng(0).normal(5, 1, 64), ones).p
     assert least == pytest.approx(2.5 / (RESAMPLES + 1))
     assert 12 * least < SIGNIFICANCE / 30
-    assert judged(ones, ones).p == least
-    assert judged(0 * ones, ones).p == 1.0
-    assert math.isnan(judged(ones[:20], ones[:20]).p)
+    assert infer_mean(ones, ones).p == least
+    assert infer_mean(0 * ones, ones).p == 1.0
+    assert math.isnan(infer_mean(ones[:20], ones[:20]).p)
     assert len(resamples(64, 0)) == RESAMPLES
     assert len(resamples(2000, 0)) == 2500
     assert len(resamples(100_000, 0, least=10**6)) == 0
@@ -110,12 +110,12 @@ def test_no_interval_where_a_few_prompts_carry_everything() -> None:
     ones = np.ones(32)
     x = np.random.default_rng(0).normal(0.01, 0.01, 32)
     x[5] = 18.6
-    wide = judged(x, ones, reach=math.inf)
+    wide = infer_mean(x, ones, reach=math.inf)
     assert wide.high > 100
-    assert all(map(math.isnan, (judged(x, ones).low, judged(x, ones).high, judged(x, ones).p)))
+    assert all(map(math.isnan, (infer_mean(x, ones).low, infer_mean(x, ones).high, infer_mean(x, ones).p)))
     assert median(x, ones) < 0.02
     x[5] = 0.5  # an outlier of 50 standard deviations still has one
-    assert not math.isnan(judged(x, ones).low)
+    assert not math.isnan(infer_mean(x, ones).low)
     assert math.isnan(median(np.array([1.0, math.nan]), np.ones(2)))
     assert math.isnan(median(np.ones(2), np.zeros(2)))
     assert median(np.array([2.0, 9.0, 3.0]), np.array([1.0, 3.0, 0.0])) == 2.5
@@ -140,7 +140,7 @@ def test_where_there_is_nothing_to_say() -> None:
     assert interval(0.5 * ones, ones) == (0.5, 0.5)
     assert all(map(math.isnan, interval(np.where(np.arange(40) == 3, math.nan, 1.0), ones)))
     one = (np.arange(40) == 3) * 1.0  # one prompt alone changes: no upper end can be told
-    assert judged(one, ones, reach=math.inf).high == math.inf
+    assert infer_mean(one, ones, reach=math.inf).high == math.inf
     assert all(map(math.isnan, interval(one, ones)))
 
 

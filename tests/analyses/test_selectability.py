@@ -13,12 +13,12 @@ import torch
 from scipy.optimize import linprog
 
 import ln_probe
-from ln_probe.analyses import key_tables
-from ln_probe.analyses.attention_spread import received
-from ln_probe.analyses.calibration import observed_radius, plain_queries
+from ln_probe.analyses.constants import observed_radius, plain_queries
 from ln_probe.analyses.probes import selectability
-from ln_probe.analyses.tables import HEADS, KEYS
-from ln_probe.analyses.variant_outputs import VARIANTS, no_op, variant_outputs
+from ln_probe.analyses.probes.attention_layer import VARIANTS, no_op, variant_outputs
+from ln_probe.analyses.probes.columns import HEADS, KEYS
+from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED
+from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.norm import Site
@@ -189,7 +189,7 @@ def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., An
     assert set(positions) == set(VARIANTS)
     assert len({tuple(p) for p in positions.values()}) == 1
     count = len(positions["intact"])
-    assert key_tables.SAMPLED <= count <= key_tables.SAMPLED + 4 * key_tables.HARDEST_PER_VARIANT
+    assert SAMPLED <= count <= SAMPLED + 4 * HARDEST_PER_VARIANT
     again = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
     assert report.keys.equals(again.keys)
 

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from ln_probe.analyses import next_tokens, shared_passes
-from ln_probe.analyses.edited_runs import EditedRuns
+from ln_probe.analyses.probes import shared_passes
+from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
@@ -44,8 +44,8 @@ def test_logits_made_here_are_the_models(
 ) -> None:
     """A few columns of the vocabulary at a time, against whole logits; Gemma 2 caps its own, so those are taken."""
     model = make_bridge(arch, torch.float64)
-    monkeypatch.setattr(next_tokens, "_NARROWEST", 7)
-    monkeypatch.setattr(next_tokens, "_LOGITS", 1)
+    monkeypatch.setattr(shared_passes, "_NARROWEST", 7)
+    monkeypatch.setattr(shared_passes, "_LOGITS", 1)
     found: list[bool] = []
     making = shared_passes.find_unembedding
     monkeypatch.setattr(

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses import tables
-from ln_probe.analyses.head_tables import BY_HEAD
+from ln_probe.analyses.probes import columns
+from ln_probe.analyses.probes.head_columns import BY_HEAD
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
 
-EVERY = (*tables.BUILT_IN, *tables.ON_REQUEST, tables.TOKENS, tables.SUMMARY, BY_HEAD)
+EVERY = (*columns.BUILT_IN, *columns.ON_REQUEST, columns.TOKENS, columns.SUMMARY, BY_HEAD)
 PAIRS = Table(
     "pairs",
     "Pairs",
@@ -47,7 +47,7 @@ def test_every_column_is_described(table: Table) -> None:
 
 def test_the_column_reference_is_made_of_the_declarations() -> None:
     file = Path(__file__).parents[2] / "docs" / "columns.md"
-    assert file.read_text() == tables.document(), "run: python -m ln_probe.analyses.tables > docs/columns.md"
+    assert file.read_text() == columns.document(), "run: python -m ln_probe.analyses.probes.columns > docs/columns.md"
     assert reference([PAIRS]).splitlines()[4] == "Rows are told apart by `a`, `b`."
 
 
@@ -58,7 +58,7 @@ def test_every_table_of_a_real_report_is_as_declared(make_bridge: Callable[..., 
         model.original_model.transformer.wte.weight[:, 5] *= 1000
     report = ln_probe.analyze(model, torch.arange(1, 17)[None], progress=False)
     assert not report.failures
-    for table in tables.BUILT_IN:
+    for table in columns.BUILT_IN:
         assert len(report.tables[table.name])
         assert table.check(report.tables[table.name]) is report.tables[table.name]
         assert report.describe(table.name).equals(table.describe())
@@ -75,7 +75,7 @@ def test_every_column_is_filled_by_a_probe() -> None:
                 filled.setdefault(declared.table.name, set()).update(declared.columns)
             else:
                 filled.setdefault(declared.name, set()).update(declared.names)
-    assert filled == {t.name: set(t.names) for t in tables.BUILT_IN if t is not tables.SCALE_SUMS}
+    assert filled == {t.name: set(t.names) for t in columns.BUILT_IN if t is not columns.SCALE_SUMS}
 
 
 def test_the_registry_says_what_the_probes_say() -> None:

@@ -15,9 +15,8 @@ from scipy.optimize import minimize
 import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import unembedding
-from ln_probe.analyses.tables import UNEMBEDDING
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.analyses.probes.columns import UNEMBEDDING
+from ln_probe.hooks.sites import Site, find_sites
 
 
 def a_final_norm(d: int = 6) -> Site:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ln_probe.analyses import attention_spread as uniformity
-from ln_probe.analyses.variant_outputs import variant_outputs
+from ln_probe.analyses.probes import uniformity as uniformity
+from ln_probe.analyses.probes.attention_layer import variant_outputs
 from ln_probe.hooks.attention import Heads, Rotary, attention_pattern
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 
 import ln_probe
-from ln_probe.analyses.attended import Attended
 from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 
 TOKENS = torch.randint(2, 50, (1, 28), generator=torch.Generator().manual_seed(5))
@@ -69,7 +69,7 @@ class _Recording(Observer):
     def __init__(self, sets: list[KeySet]) -> None:
         self.sets = sets
 
-    def attention(self, prompt: int, attended: Attended) -> None:
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
         for variant in attended.outputs if attended.heads is not None else ():
             keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
             for seen in attended.key_sets:

@@ -19,7 +19,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.causal import family
-from ln_probe.analyses.tables import CAUSAL
+from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.reporting.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
 from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.tables import CAUSAL, LAYERNORMS
+from ln_probe.analyses.probes.columns import CAUSAL, LAYERNORMS
 
 TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
 # Must be the same in both, letter by letter and number by number.

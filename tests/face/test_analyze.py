@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.probes.columns import BUILT_IN
 
 
 def test_a_report_says_where_it_came_from(capp: Path) -> None:

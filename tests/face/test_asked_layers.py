@@ -10,7 +10,7 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.probes import sinks
-from ln_probe.analyses.probes.sentences import among_heads, in_layers
+from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.render.forest import forest, losses
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.render.page import report_page

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import ln_probe
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.batch.drive import BusyError, Slice, locked
 from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
 from ln_probe.batch.schedule import ATTEMPTS, Schedule

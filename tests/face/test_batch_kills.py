@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.batch.plan import WORK_FOLDER
 
 TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]

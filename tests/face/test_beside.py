@@ -16,8 +16,8 @@ import torch
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.attended import Attended
-from ln_probe.analyses.probes.protocol import Needs, Observer, Probe, View
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.capture import ActivationError
 from ln_probe.measure import ProbeFailedWarning
@@ -181,7 +181,7 @@ def test_a_probe_that_fails_there_leaves_the_others(
     make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(Observer):
-        def attention(self, prompt: int, attended: Attended) -> None:
+        def attention(self, prompt: int, attended: AttentionLayer) -> None:
             raise ZeroDivisionError(f"of prompt {prompt}")
 
     class Broken(Probe):

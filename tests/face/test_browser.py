@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 import ln_probe
 from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.analyses.wording import disarmed, shortened, visible
+from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.render import attention_view as frames
 from ln_probe.render import page as pages
 from ln_probe.render.explorer import HeadMap

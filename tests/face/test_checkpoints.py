@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses import prompt_intervals
+from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.causal import by_group, holm_by_family
-from ln_probe.analyses.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
 
 HERE = Path(__file__).parents[2] / "examples" / "checkpoints"
 FOLDERS = sorted(p.parent for p in (HERE / "tables").glob("*/causal.csv"))
@@ -50,7 +50,7 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
         if row["sites"] in set(groups["sites"]) and np.ptp(change) > 0:
             labels = mine["group"].to_numpy()
             sums = by_group(change + mine["shift"].to_numpy(), labels)
-            low, high = prompt_intervals.interval(sums, by_group(weight, labels))
+            low, high = statistics.interval(sums, by_group(weight, labels))
             assert abs(low - row["delta_loss_low"]) < 1e-3 * size
             assert abs(high - row["delta_loss_high"]) < 1e-3 * size
     idle = (table["variant"] == "intact") | table["no_op"].notna()
@@ -67,7 +67,7 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
 
 def _sign_test(rows: pd.DataFrame) -> float:
     change = (rows["delta_loss"] * rows["predicted"]).to_numpy(float)
-    return prompt_intervals.sign_test(by_group(change, rows["group"].to_numpy()))
+    return statistics.sign_test(by_group(change, rows["group"].to_numpy()))
 
 
 def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.analyses.tables import CAUSAL_PROMPTS
+from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
 from ln_probe.render.index import IndexEntry, index_page
 from ln_probe.reporting.overview import step_of, told_apart
 from ln_probe.reporting.report import Report

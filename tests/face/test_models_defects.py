@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import ln_probe
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.model import device_obstacle
 from ln_probe.loading import verify

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import ln_probe
-from ln_probe.analyses.tables import BUILT_IN
+from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.loading.verify import same_weights
 
 TOKENS = torch.arange(3, 21)[None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.prompt_intervals import PROMPTS_NEEDED
+from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
 
 COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "pattern_max_median", "entropy_ratio",
            "score_spread", "unselectable"]  # fmt: skip

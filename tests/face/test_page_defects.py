@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.probes.sentences import even_share
-from ln_probe.analyses.tables import CAUSAL_PROMPTS
+from ln_probe.analyses.probes.base import even_share
+from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
 from ln_probe.render import figures, forest
 from ln_probe.render.explorer import HeadMap, address, linked
 from ln_probe.render.heads import MEASURES

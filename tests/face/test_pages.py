@@ -14,8 +14,8 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
+from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.wording import disarmed, shortened, visible
 from ln_probe.render import norm_geometry as geometry
 from ln_probe.render.effects import causal_effects
 from ln_probe.render.index import IndexEntry, index_page

@@ -20,7 +20,7 @@ import torch
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
-from ln_probe.analyses.tables import CAUSAL, HEADS, INTERVALS, KEYS, LAYERNORMS
+from ln_probe.analyses.probes.columns import CAUSAL, HEADS, INTERVALS, KEYS, LAYERNORMS
 from ln_probe.loading.convert import World, has_hooked_transformer
 
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 import ln_probe
 from ln_probe.analyses.probes import registry
-from ln_probe.analyses.probes.protocol import Found, Needs, Observer, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.columns import BUILT_IN, LAYERNORMS
 from ln_probe.analyses.schema import Column, Table
-from ln_probe.analyses.tables import BUILT_IN, LAYERNORMS
 from ln_probe.cli import app
 from ln_probe.measure import ProbeFailedWarning
 
@@ -392,7 +392,7 @@ def test_pieces_join_in_the_order_of_prompts(make_bridge: Callable[..., Any]) ->
         calibration = passes.calibrate(rows)
         parts = [passes.measure(rows[:1], calibration), passes.measure(rows[1:], calibration)]
         whole = passes.measure(rows, calibration)
-    from ln_probe.analyses.probes.protocol import Context
+    from ln_probe.analyses.probes.base import Context
 
     context = Context(calibration, None, lambda p, i: "")
     divided = probe.finish([p["uniformity"] for p in parts], context).tables["heads"]  # type: ignore[misc]

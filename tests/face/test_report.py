@@ -14,8 +14,8 @@ import pytest
 import ln_probe
 from ln_probe.analyses.machinery.files import CHECKSUM, checksums, sha256_of_file, with_checksum
 from ln_probe.analyses.probes.causal import family
-from ln_probe.analyses.prompt_intervals import judged
-from ln_probe.analyses.tables import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
+from ln_probe.analyses.probes.columns import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
+from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.reporting.report import Report, slug
 
 
@@ -219,7 +219,7 @@ def test_earlier_reports_get_the_statistics_of_this_version(without: list[str], 
     assert rows.loc[("all", "no_scaling"), "delta_loss_low"] > 0.45
     assert rows.loc[("all", "intact"), "delta_loss_median"] == 0
     mine = by_prompt[by_prompt["sites"] == "all"]
-    again = judged((mine["delta_loss"] * mine["predicted"]).to_numpy(), mine["predicted"].to_numpy(float), seed=3)
+    again = infer_mean((mine["delta_loss"] * mine["predicted"]).to_numpy(), mine["predicted"].to_numpy(float), seed=3)
     assert rows.loc[("all", "no_scaling"), "delta_loss_low"] == again.low
     assert rows.loc[("all", "no_scaling"), "equivalence_bound"] == again.bound
     assert "Freezing scaling at every norm raises the loss by" in read.findings()[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.tables import TOKENS
+from ln_probe.analyses.probes.columns import TOKENS
 from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_bytes
 from ln_probe.reporting.report import Report
 from ln_probe.reporting.token_places import by_token

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.probes import causal_findings, unembedding
+from ln_probe.analyses.probes import causal, unembedding
 from ln_probe.hooks.model import transformed_logits
 from ln_probe.prompts import summary
 
@@ -143,12 +143,12 @@ def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction(
     rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
                          for i in range(3)])  # fmt: skip
     rows = rows.assign(family="exploratory: single norms, no_scaling")
-    (finding,) = causal_findings.sentences(rows)
+    (finding,) = causal.sentences(rows)
     assert "blocks.2.ln1 changes the loss by -0.06 nats/token on average on 12 prompts: it falls on 12 of 12, " in (
         finding.text
     )
     mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
-    (finding,) = causal_findings.sentences(mixed)
+    (finding,) = causal.sentences(mixed)
     assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
     assert "blocks.0.ln1" not in finding.text
     assert "blocks.3.ln1 changes the loss by +0.03 nats/token on average on 12 prompts: it rises on 12 of 12" in (

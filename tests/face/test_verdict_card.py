@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, is_effect
+from ln_probe.analyses.probes.causal import LEAST_CHANGE, is_effect
 from ln_probe.render.page import report_page
 from ln_probe.render.verdict import Verdict, verdict
 from ln_probe.reporting.report import Report

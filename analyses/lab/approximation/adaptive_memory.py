@@ -50,7 +50,7 @@ from ln_probe.analyses.lab.run_folder import MODEL_FILE
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.sealed_tensors import load_tensors
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

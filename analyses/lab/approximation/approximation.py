@@ -23,12 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.affine import TARGETS, affine, error, plain
-from ln_probe.analyses.lab.approximation.approximation_targets import (
-    LENGTH,
-    evaluate,
-    table_optimum,
-    variance,
-)
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, evaluate, table_optimum, variance
 from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors, product_sentences
 from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
@@ -38,7 +33,7 @@ from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, effects, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     pass

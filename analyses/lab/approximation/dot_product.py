@@ -12,7 +12,7 @@ import pandas as pd
 
 from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.results import contrasted
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 SWITCH = "dot_product"
 

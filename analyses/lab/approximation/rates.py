@@ -30,7 +30,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, la
 from ln_probe.analyses.lab.approximation.relative_transformer import T5_LARGEST
 from ln_probe.analyses.lab.intervals import LEVEL, SIGNIFICANT
 from ln_probe.analyses.lab.results import contrasted
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 # Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times

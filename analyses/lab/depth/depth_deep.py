@@ -23,7 +23,7 @@ from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_run
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.interventions import NoOpWarning, without
 
 if TYPE_CHECKING:

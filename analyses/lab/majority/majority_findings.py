@@ -15,7 +15,7 @@ from ln_probe.analyses.lab.intervals import SIGNIFICANT, doubt, holm
 from ln_probe.analyses.lab.majority.majority_task import PARTS, STEPS_SHOWN, query_angles
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.results import Results, contrasted, summarize
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ln_probe.analyses.attention_spread import entropy_ratio
 from ln_probe.analyses.geometry.hull import key_geometry
 from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.transformer import LabTransformer
+from ln_probe.analyses.probes.uniformity import entropy_ratio
 
 LOSS = "valid_loss"
 SINK = 0.3  # more attention than this on one position makes a (head, query) a sink's (Gu et al. 2025)

@@ -37,7 +37,7 @@ from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights, save_model
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.machinery.files import write_atomically
-from ln_probe.analyses.wording import counted
+from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The tables of the probes `head_effects` and `sinks` (`ln_probe.analyses.tables` lists them with the others)."""
+"""The tables of the probes `head_effects` and `sinks`; `columns` lists them with the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Text and numbers as they may be shown: nothing in text from models and users acts, everything in it can be seen."""
+"""Text and numbers as they may be shown: control characters are escaped, everything is visible."""
 
 from __future__ import annotations
+
+import re
 
 LONGEST = 80  # characters of a token shown: longer ones would push everything else off the page
 
@@ -62,3 +64,12 @@ def whole_number(text: str, digits: int = 9) -> int | None:
     """The number that a text of at most so many ASCII digits says; None if it says something else."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
+
+
+_STEP_NAME = re.compile(r"(?:step|checkpoint)?[-_ ]?([0-9]{1,18})")
+
+
+def step_named(name: str) -> int | None:
+    """The training step that a branch, folder or revision names (step1000, checkpoint-1000, 1000); None if none."""
+    match = _STEP_NAME.fullmatch(name)
+    return None if match is None else int(match[1])

@@ -37,7 +37,7 @@ SIGNIFICANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Judged:
+class MeanInference:
     """What can be said of a mean over prompts.
 
     Attributes:
@@ -54,7 +54,7 @@ class Judged:
     bound: float = math.nan
 
 
-_NOTHING = Judged(math.nan, math.nan, math.nan)
+_NOTHING = MeanInference(math.nan, math.nan, math.nan)
 
 
 @lru_cache(maxsize=2)
@@ -68,7 +68,7 @@ def resamples(prompts: int, seed: int, *, least: int = PROMPTS_NEEDED) -> Float[
     return drawn
 
 
-def judged(
+def infer_mean(
     change: Float[np.ndarray, " prompt"],
     weight: Float[np.ndarray, " prompt"],
     drawn: Float[np.ndarray, "resample prompt"] | None = None,
@@ -76,7 +76,7 @@ def judged(
     seed: int = 0,
     least: int = PROMPTS_NEEDED,
     reach: float = REACH,
-) -> Judged:
+) -> MeanInference:
     """Interval and p of sum(change) / sum(weight) over prompts.
 
     Each resample says how far, in standard errors, an estimate may lie from the truth, and so names a value that the
@@ -105,7 +105,7 @@ def judged(
     scale = prompts / (prompts - 1)
     error = math.sqrt(scale * float(residual @ residual)) / w.sum()
     if error <= 1e-15 * max(abs(estimate), 1e-300):  # all prompts agree but for rounding
-        return Judged(estimate, estimate, _p(np.full(len(drawn), estimate)), abs(estimate))
+        return MeanInference(estimate, estimate, _p(np.full(len(drawn), estimate)), abs(estimate))
     columns = np.stack([w, residual, residual**2, residual * w, w**2], axis=1)
     total, moved, square, mixed, weights = np.moveaxis(drawn @ columns, 1, 0)
     shift = moved / total
@@ -118,7 +118,7 @@ def judged(
     values = residual * prompts / w.sum()
     if max(estimate - low, high - estimate) > reach * np.ptp(values):
         return _NOTHING
-    return Judged(low, high, _p(truths), max(map(abs, _ends(truths, 2 * BEYOND))))
+    return MeanInference(low, high, _p(truths), max(map(abs, _ends(truths, 2 * BEYOND))))
 
 
 def _ends(truths: Float[np.ndarray, " resample"], beyond: float) -> tuple[float, float]:
@@ -141,8 +141,8 @@ def interval(
     seed: int = 0,
     least: int = PROMPTS_NEEDED,
 ) -> tuple[float, float]:
-    """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `judged`."""
-    found = judged(change, weight, drawn, seed=seed, least=least)
+    """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `infer_mean`."""
+    found = infer_mean(change, weight, drawn, seed=seed, least=least)
     return found.low, found.high
 
 
@@ -180,6 +180,35 @@ def holm(p: Sequence[float], looked_at: Sequence[bool] | None = None) -> Float[n
     return adjusted
 
 
+def fraction_interval(found: int, count: int) -> tuple[float, float]:
+    """95 % interval of a share: `found` of `count` sampled keys have some property (Clopper & Pearson 1934)."""
+    tail = (1 - CONFIDENCE) / 2
+    low = 0.0 if found == 0 else float(stats.beta.ppf(tail, found, count - found + 1))
+    high = 1.0 if found == count else float(stats.beta.ppf(1 - tail, found + 1, count - found))
+    return low, high
+
+
+def quantile_interval(values: Float[np.ndarray, " key"], q: float) -> tuple[float, float]:
+    """95 % interval of the q-quantile of all keys, between two order statistics of a sample of them.
+
+    The interval needs no assumption about the distribution (Thompson 1936; David & Nagaraja 2003, section 7.1). An end
+    is NaN where the sample is too small. Keys are drawn without replacement, which makes the interval conservative.
+    """
+    ordered = np.sort(values[~np.isnan(values)])
+    count = len(ordered)
+    if not count:
+        return math.nan, math.nan
+    tail = (1 - CONFIDENCE) / 2
+    # X(r) lies above the quantile if fewer than r values lie below it: with probability P(B < r), B binomial(count, q).
+    below = stats.binom.cdf(np.arange(count), count, q)  # P(B ≤ r - 1), r = 1 … count
+    low = np.flatnonzero(below <= tail)
+    high = np.flatnonzero(1 - below <= tail)
+    return (
+        float(ordered[low[-1]]) if len(low) else math.nan,
+        float(ordered[high[0]]) if len(high) else math.nan,
+    )
+
+
 # Effects over prompts that coverage is simulated for: the share of prompts that are 10 standard deviations higher.
 OUTLIERS = {"outliers 3 %": 0.03, "outliers 5 %": 0.05, "outliers": 0.1}
 
@@ -211,14 +240,14 @@ def coverage(
         kind: of `effects`.
         prompts: in each set, of equal weight.
         sets: how many are drawn.
-        least, reach: as `judged`.
+        least, reach: as `infer_mean`.
     """
     generator = np.random.default_rng([seed, prompts, len(kind)])
     drawn = resamples(prompts, seed, least=least)
     held, given = 0, 0
     for _ in range(sets if prompts >= least else 0):
         x, truth = effects(kind, prompts, generator)
-        found = judged(x, np.ones(prompts), drawn, least=least, reach=reach)
+        found = infer_mean(x, np.ones(prompts), drawn, least=least, reach=reach)
         given += not math.isnan(found.low)
         held += found.low <= truth <= found.high
     return held / given if given else math.nan, given / sets

@@ -1,11 +1,11 @@
 """The tables of the built-in probes: every column's name, type, unit and meaning, written here and nowhere else.
 
-`python -m ln_probe.analyses.tables` prints them as Markdown (`docs/columns.md`).
+`python -m ln_probe.analyses.probes.columns` prints them as Markdown (`docs/columns.md`).
 """
 
 from __future__ import annotations
 
-from ln_probe.analyses import head_tables
+from ln_probe.analyses.probes import head_columns
 from ln_probe.analyses.schema import Column, Kind, Table, reference
 
 
@@ -649,15 +649,17 @@ PAIRED = Table(
 )
 
 # In the order in which a report shows them; all of them stand in every report, empty where their probe did not run.
-BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_tables.TABLES, SCALE_SUMS)
+BUILT_IN = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, UNEMBEDDING, *head_columns.TABLES, SCALE_SUMS)
 # Of probes that run when they are asked for: in reports where they did.
 ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
-    made = "Made by `python -m ln_probe.analyses.tables > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, head_tables.BY_HEAD))}"
+    made = "Made by `python -m ln_probe.analyses.probes.columns > docs/columns.md`."
+    return (
+        f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, head_columns.BY_HEAD))}"
+    )
 
 
 if __name__ == "__main__":

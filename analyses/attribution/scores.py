@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.asked import MEAN, AttributionError, place, prompt
-from ln_probe.analyses.attribution.bars import Bar, draw, largest
+from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, place, prompt
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
 from ln_probe.hooks.components import Part, Split, Writers, find_wiring, record

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ln_probe.analyses import attention_spread
-from ln_probe.analyses.attention_spread import Uniformity
-from ln_probe.analyses.calibration import Calibration
+from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.any_position import QuerySets
-from ln_probe.analyses.variant_outputs import no_op, variant_outputs
 from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
-from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.variants import MEAN_IGNORED
+from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import MEAN_IGNORED, VARIANTS, no_op, normalized
 
 
-class Attended:
+def scores(
+    q: Float[Tensor, "query head d_head"],
+    k: Float[Tensor, "key head d_head"],
+    divisor: float,
+    bias: Float[Tensor, "head key"] | None = None,
+) -> Float[Tensor, "head query key"]:
+    """q·k / divisor, and a bias per key, in nats."""
+    found = torch.einsum("qhd,khd->hqk", q, k) / divisor
+    return found if bias is None else found + bias[:, None]
+
+
+class AttentionLayer:
     """Keys, queries and attention of one layer on one prompt, under the four variants of the norm before it.
 
     The queries of all variants are the intact model's. Everything is computed when it is first asked for, and kept only
@@ -48,7 +57,7 @@ class Attended:
         self.seen, self._read, self.calibration, self.wanted = seen, read, calibration, wanted
         self.prompt = prompt
         self._keys: dict[str, Tensor] = {}
-        self._spread: dict[str, tuple[Uniformity, np.ndarray]] = {}
+        self.shared: dict[tuple[str, str], Any] = {}  # what several probes use, by measure and variant
         self._ellipsoids: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._sets: dict[tuple[str, int], tuple[np.ndarray, np.ndarray] | None] = {}  # by kind and position
 
@@ -114,7 +123,7 @@ class Attended:
     def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
         if ("reachable", position) not in self._sets:
-            found = self._ellipsoid(position)
+            found = self.ellipsoid(position)
             self._sets["reachable", position] = None if found is None else self._of_chosen(*found)
         return self._sets["reachable", position]
 
@@ -187,23 +196,13 @@ class Attended:
             self._keys[variant] = self.heads.keys(self.site.affine(self.outputs[variant]))
         return self._keys[variant]
 
-    def spread(self, variant: str) -> tuple[Uniformity, Float[np.ndarray, "head key"]]:
-        """How uniformly all heads attend to the keys of a variant, and the largest weight each key gets."""
-        if variant not in self._spread:
-            assert self.heads is not None
-            q = self._queries[0]
-            found = self._ellipsoid(self.length - 1)
-            uniform, most = attention_spread.measure(self.heads, q, self.keys(variant), found, self._angle)
-            self._spread[variant] = uniform, most.numpy()
-        return self._spread[variant]
-
     def pattern(self, variant: str) -> Float[Tensor, "head query key"] | None:
         """What all heads would pay to the keys of a variant; None if it changes nothing by construction."""
         assert self.heads is not None
         if self.no_op(variant):
             return None
-        q, bias = self._queries[0], self.heads.bias(self.length)
-        found = attention_spread.scores(q, self.keys(variant), self.heads.divisor, bias)
+        bias = self.heads.bias(self.length)
+        found = scores(self.queries[0], self.keys(variant), self.heads.divisor, bias)
         return visible_softmax(found, causal=self.heads.causal, window=self.heads.window)
 
     @cached_property
@@ -211,17 +210,14 @@ class Attended:
         return self.site.affine(self.outputs["intact"])
 
     @cached_property
-    def _queries(self) -> tuple[Tensor, Tensor]:
+    def queries(self) -> tuple[Float[Tensor, "pos head d_head"], Float[Tensor, "pos head d_head"]]:
+        """The intact model's queries of all heads, as attention sees them and before rotary positions."""
         assert self.heads is not None
         plain = self.heads.queries(self._intact, rotate=False)
         return plain if self.heads.rotary is None else self.heads.queries(self._intact), plain
 
-    @cached_property
-    def _angle(self) -> Float[Tensor, " head"]:
-        assert self.heads is not None
-        return attention_spread.mean_angle(self.heads, self.site, self._queries[1])
-
-    def _ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
+    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
+        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
         assert self.heads is not None
         if position not in self._ellipsoids:
             self._ellipsoids[position] = self.heads.query_ellipsoid(self.site, position)
@@ -232,3 +228,24 @@ class Attended:
         assert self.heads is not None
         ignores = self.heads.keys_ignore_mean(self.site, self.seen.y.dtype)
         return f"{self.site.kind}: {MEAN_IGNORED}" if ignores else ""
+
+
+def variant_outputs(
+    site: Site, x: Float[Tensor, "pos d"], constant: Constant | float
+) -> dict[str, Float[Tensor, "pos d"]]:
+    """The norm's output before gain and bias under each variant, float64.
+
+    Args:
+        site: the norm.
+        x: its inputs on one prompt.
+        constant: c, the divisor that replaces sigma at position 0 and elsewhere.
+
+    Raises:
+        ValueError: the constant is not a positive number.
+    """
+    c = Constant.of(constant)
+    if not (c.first > 0 and c.rest > 0):
+        wrong = c.first if not c.first > 0 else c.rest
+        raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
+    rows = c.rows(len(x)).to(x.device)
+    return {variant: normalized(site, variant, x.double(), rows) for variant in VARIANTS}
