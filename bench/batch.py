@@ -25,7 +25,7 @@ MODELS = ("lm-layernorm", "lm-projection_only")
 TOKENS = 256
 _LOOP = """
 import pathlib, sys, torch, ln_probe
-from ln_probe.analyses.machinery.parallel import use_processors
+from ln_probe.analyses.geometry.compiled import use_processors
 torch.set_num_threads(1)
 use_processors(1)
 out, prompts, *models = sys.argv[1:]

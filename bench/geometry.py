@@ -24,13 +24,13 @@ import families
 import numpy as np
 
 import ln_probe
-from ln_probe.analyses.geometry import rational
-from ln_probe.analyses.geometry.certificates import Checker
-from ln_probe.analyses.geometry.judged import judged
-from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
+from ln_probe.analyses.geometry import exact as exact_arithmetic
+from ln_probe.analyses.geometry.checker import Checker
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates
+from ln_probe.analyses.geometry.decide import UNDECIDED, decide
+from ln_probe.analyses.geometry.inputs import judged
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP
-from ln_probe.analyses.geometry.proofs import prove_margins, prove_verdicts
-from ln_probe.analyses.geometry.verdicts import UNDECIDED, decide
+from ln_probe.analyses.geometry.prove import prove_margins, prove_verdicts
 
 REPEATS = 5
 SAMPLE = 12  # keys of a set that the slow competitors are timed on, per repeat
@@ -325,14 +325,14 @@ def exact() -> None:
     print("\nexact: processor seconds of strict=True for all keys, half of them planted in the others' hull; one run")
     row("n", "d", "with libraries", "without")
     row(*["---"] * 4)
-    libraries = {"flint": rational.flint, "gmpy2": rational.gmpy2}
+    libraries = {"flint": exact_arithmetic.flint, "gmpy2": exact_arithmetic.gmpy2}
     for n, d in EXACT:
         keys, taken = families.planted(np.random.default_rng(0), n, d), []
         _decide(keys, None, False)  # compiles
         for found in (libraries, dict.fromkeys(libraries)):
-            vars(rational).update(found)
+            vars(exact_arithmetic).update(found)
             taken.append(processor_seconds(ln_probe.key_geometry, keys, strict=True, margins=False, threads=1))
-        vars(rational).update(libraries)
+        vars(exact_arithmetic).update(libraries)
         row(n, d, *(f"{t:.2f}" for t in taken))
 
 

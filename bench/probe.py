@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import ln_probe
-from ln_probe.analyses.geometry.hull import key_geometry
+from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.probes.registry import DEFAULT as PROBES
 from ln_probe.hooks import attention
 from ln_probe.hooks.capture import AttentionInput, stream

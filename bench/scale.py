@@ -26,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ln_probe.analyses.geometry.hull import attainable_attention, key_geometry
-from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.some_keys import some_attention, some_keys
-from ln_probe.analyses.machinery.parallel import in_threads
+from ln_probe.analyses.geometry.api import attainable_attention, key_geometry, some_attention, some_keys
+from ln_probe.analyses.geometry.compiled import in_threads
+from ln_probe.analyses.geometry.inputs import QuerySet
 from ln_probe.hooks.variants import VARIANTS
 
 THREADS, SAMPLE = 2, 64

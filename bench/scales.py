@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "analyses"))
 from geometry_families import FAMILIES, Case
 
 import ln_probe
-from ln_probe.analyses.geometry.certificates import CertificateError
+from ln_probe.analyses.geometry.checker import CertificateError
 from ln_probe.analyses.geometry.exact import ExactSet
 
 TABLE = Path(__file__).parent / "results" / "scales.csv"

@@ -27,7 +27,7 @@ KEYS_PER_FAMILY = 800
 SHAPES = [(40, 2), (40, 3), (50, 4), (50, 6), (60, 20)]
 
 
-def timed(case: Case) -> tuple[ln_probe.analyses.geometry.hull.KeyGeometry, float]:
+def timed(case: Case) -> tuple[ln_probe.analyses.geometry.api.KeyGeometry, float]:
     taken = []
     for _ in range(2):
         start = time.perf_counter()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
-    from ln_probe.analyses.geometry.hull import key_geometry
+    from ln_probe.analyses.geometry.api import key_geometry
     from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.measure import analyze, constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
@@ -35,7 +35,7 @@ _HOME = {
     "constants": "ln_probe.measure",
     "compare": "ln_probe.reporting.comparison",
     "freezing_cost": "ln_probe.measure",
-    "key_geometry": "ln_probe.analyses.geometry.hull",
+    "key_geometry": "ln_probe.analyses.geometry.api",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.reporting.report",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",

@@ -339,7 +339,7 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
     """The constants that tables depend on: everybody's, the built-in probes' and those of `probes`."""
     import torch
 
-    from ln_probe.analyses.geometry.key_coordinates import RANK_TOLERANCE, TAU
+    from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
     from ln_probe.hooks.attention import PATTERN_TOLERANCE
     from ln_probe.hooks.norm import SAME_OUTPUT
     from ln_probe.hooks.sites import CENTRED

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel

@@ -1,1 +1,1 @@
-"""Inside `hull`: how verdicts, margins and attainable attention are found and certified."""
+"""How verdicts, margins and attainable attention of keys are computed and certified; `api` is the entry."""

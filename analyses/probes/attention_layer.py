@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
-from ln_probe.analyses.geometry.any_position import QuerySets
+from ln_probe.analyses.geometry.positions import QuerySets
 from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.scales import Constant

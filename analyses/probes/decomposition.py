@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.machinery.compiled import compiled, room
+from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.probes.text import percent

@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Int64, Shaped
 
 from ln_probe.analyses.constants import Calibration
-from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
 from ln_probe.analyses.probes.base import Piece
 from ln_probe.analyses.probes.columns import INTERVALS, KEYS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval

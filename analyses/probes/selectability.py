@@ -26,13 +26,19 @@ import pandas as pd
 from jaxtyping import Float64, Int8, Int64, Shaped
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
-from ln_probe.analyses.geometry.any_position import attainable_anywhere
-from ln_probe.analyses.geometry.hull import KeyGeometry, attainable_attention, key_geometry
-from ln_probe.analyses.geometry.query_sets import SPAN_TOLERANCE, QuerySet
-from ln_probe.analyses.geometry.some_keys import SomeKeys, some_attention, some_keys
-from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.geometry.api import (
+    KeyGeometry,
+    SomeKeys,
+    attainable_attention,
+    key_geometry,
+    some_attention,
+    some_keys,
+)
+from ln_probe.analyses.geometry.compiled import in_threads
+from ln_probe.analyses.geometry.decide import NAMES
+from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, QuerySet
+from ln_probe.analyses.geometry.positions import attainable_anywhere
 from ln_probe.analyses.geometry.witnesses import GivenSet
-from ln_probe.analyses.machinery.parallel import in_threads
 from ln_probe.analyses.probes.attention_layer import AttentionLayer, no_op
 from ln_probe.analyses.probes.base import (
     DESCRIBED,

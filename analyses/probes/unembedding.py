@@ -17,12 +17,17 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Float64
 
-from ln_probe.analyses.geometry.large_brackets import attainable_large, margins_large
-from ln_probe.analyses.geometry.large_sets import LargeChecker, decide_large
-from ln_probe.analyses.geometry.proofs import prove_attention
-from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.screening import pointed, pointed_at
-from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.inputs import QuerySet
+from ln_probe.analyses.geometry.large import (
+    LargeChecker,
+    attainable_large,
+    decide_large,
+    margins_large,
+    pointed,
+    pointed_at,
+)
+from ln_probe.analyses.geometry.prove import prove_attention
 from ln_probe.analyses.probes.base import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.columns import UNEMBEDDING
 from ln_probe.analyses.probes.text import counted, percent, visible

@@ -142,7 +142,7 @@ def _loaded_bytes(run: Run, target: Target) -> float:
 
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
     """As many workers as there are processors, units and room in memory for."""
-    from ln_probe.analyses.machinery.parallel import available
+    from ln_probe.analyses.geometry.compiled import available
 
     units = sum(len(list(run.units())) for t in targets if not t.error)
     largest = max((_loaded_bytes(run, t) for t in targets), default=0.0)

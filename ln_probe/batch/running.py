@@ -110,7 +110,7 @@ def check_engine(means: Means) -> None:
 
 
 def _engine(run: Run, schedule: Schedule, means: Means, workers: int | None) -> Engine:
-    from ln_probe.analyses.machinery.parallel import available
+    from ln_probe.analyses.geometry.compiled import available
     from ln_probe.batch.cost import default_workers
     from ln_probe.batch.engines import InProcess, LocalEngine
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from ln_probe.analyses import constants
 from ln_probe.analyses.constants import Calibration, Constants, KeySample
+from ln_probe.analyses.geometry.compiled import use_processors
 from ln_probe.analyses.machinery.files import remove_listed
-from ln_probe.analyses.machinery.parallel import use_processors
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import store

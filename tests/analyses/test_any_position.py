@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.geometry.any_position import QuerySets, attainable_anywhere
-from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
-from ln_probe.analyses.geometry.hull import attainable_attention
+from ln_probe.analyses.geometry.api import attainable_attention
+from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.positions import QuerySets, attainable_anywhere
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
@@ -135,11 +135,11 @@ def test_some_keys_are_bounded_as_all_are(rotary: bool, window: int | None) -> N
 
 
 def test_positions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ln_probe.analyses.geometry import any_position
+    from ln_probe.analyses.geometry import positions
 
     keys, bias, queries = case(8, True, True)
     whole = attainable_anywhere(keys, bias, queries, rotary=True, causal=True)
-    monkeypatch.setattr(any_position, "_BLOCK", 3 * T * D)
+    monkeypatch.setattr(positions, "_BLOCK", 3 * T * D)
     np.testing.assert_allclose(attainable_anywhere(keys, bias, queries, rotary=True, causal=True), whole, rtol=1e-9)
 
 

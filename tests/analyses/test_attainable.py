@@ -5,9 +5,9 @@ import pytest
 from scipy.optimize import minimize
 
 import ln_probe
-from ln_probe.analyses.geometry.attainable import WEIGHT_GAP
-from ln_probe.analyses.geometry.certificates import CertificateError
-from ln_probe.analyses.geometry.hull import attainable_attention
+from ln_probe.analyses.geometry.api import attainable_attention
+from ln_probe.analyses.geometry.checker import CertificateError
+from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 
 
 def log_weights(keys, queries, bias=0.0):

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ln_probe.analyses.geometry.ball_newton import largest_weights
-from ln_probe.analyses.geometry.linear_program import separate
-from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.search import BRACKETED, EXHAUSTED, INSIDE, SEPARATED
+from ln_probe.analyses.geometry.active_set import BRACKETED, EXHAUSTED, INSIDE, SEPARATED
+from ln_probe.analyses.geometry.decide import separate
+from ln_probe.analyses.geometry.newton import largest_weights
+from ln_probe.analyses.geometry.wolfe import nearest_points
 
 N, D = 300, 40
 

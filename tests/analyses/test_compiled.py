@@ -7,7 +7,7 @@ import sys
 import numba
 import pytest
 
-from ln_probe.analyses.machinery.compiled import compiled
+from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.machinery.files import mark
 
 
@@ -96,7 +96,7 @@ def test_the_package_does_not_import_the_compiler():
 def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
     (tmp_path / "outer.py").write_text(
         "from inner import inner\n"
-        "from ln_probe.analyses.machinery.compiled import compiled\n"
+        "from ln_probe.analyses.geometry.compiled import compiled\n"
         "@compiled\n"
         "def outer(x):\n"
         "    return 10 * inner(x)\n"
@@ -104,7 +104,7 @@ def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
 
     def run(inner):
         (tmp_path / "inner.py").write_text(
-            f"from ln_probe.analyses.machinery.compiled import compiled\n@compiled\ndef inner(x):\n    return {inner}\n"
+            f"from ln_probe.analyses.geometry.compiled import compiled\n@compiled\ndef inner(x):\n    return {inner}\n"
         )
         code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from outer import outer; print(outer(3.0))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -119,7 +119,7 @@ def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
 def test_code_from_the_cache_gives_the_bytes_of_code_just_compiled(tmp_path):
     code = (
         "import hashlib, numpy as np\n"
-        "from ln_probe.analyses.geometry.hull import key_geometry\n"
+        "from ln_probe.analyses.geometry.api import key_geometry\n"
         "rng = np.random.default_rng(0)\n"
         "keys = rng.normal(size=(4, 48, 8)) * np.exp(rng.normal(size=(4, 48, 1)))\n"
         "found = key_geometry(keys, query_set=(rng.normal(size=(4, 8)), rng.normal(size=(4, 8, 16))), causal=True)\n"

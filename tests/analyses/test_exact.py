@@ -5,9 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from ln_probe.analyses.geometry import rational
-from ln_probe.analyses.geometry.exact import ExactSet, decide_exactly, proves
-from ln_probe.analyses.geometry.rational import eliminate, independent, solve
+from ln_probe.analyses.geometry import exact as exact_arithmetic
+from ln_probe.analyses.geometry.exact import ExactSet, decide_exactly, eliminate, independent, proves, solve
 
 ULP = 2.0**-52
 
@@ -152,9 +151,9 @@ def test_hints_and_libraries_change_no_verdict(library, monkeypatch):
     if library != "none":
         pytest.importorskip(library, reason=f"{library} is not installed: pip install ln-probe[exact]")
     if library != "flint":
-        monkeypatch.setattr(rational, "flint", None)
+        monkeypatch.setattr(exact_arithmetic, "flint", None)
     if library == "none":
-        monkeypatch.setattr(rational, "gmpy2", None)
+        monkeypatch.setattr(exact_arithmetic, "gmpy2", None)
     rng = np.random.default_rng(1)
     asked = 0
     for keys, bias, measured in sets(rng):

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import certificates, judged, scores
-from ln_probe.analyses.geometry.certificates import Checker, Rows
+from ln_probe.analyses.geometry import checker as checker_module
+from ln_probe.analyses.geometry import coordinates as coordinates_module
+from ln_probe.analyses.geometry import inputs
+from ln_probe.analyses.geometry.checker import Checker, Rows
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates
 from ln_probe.analyses.geometry.exact import ExactSet
-from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates
-from ln_probe.analyses.geometry.query_sets import QuerySet
+from ln_probe.analyses.geometry.inputs import QuerySet
 from ln_probe.analyses.geometry.witnesses import GivenSet, over_given
 
 KEYS, DIM = 9, 3
@@ -249,7 +251,7 @@ def test_the_part_that_no_axis_reaches_is_known_to_its_doubt(rng: np.random.Gene
         axes = rng.standard_normal((4, 2))
         across = np.linalg.svd(axes)[0][:, 2:]
         queries = QuerySet(axes @ rng.standard_normal(2) + near * across @ rng.standard_normal(2), axes)
-        found = certificates.outside(queries, key_power)
+        found = checker_module.outside(queries, key_power)
         assert found is not None
         direction, lost, power = found
         missing, center = (np.vectorize(Fraction, [object])(part) for part in (queries.missing, queries.center))
@@ -258,15 +260,15 @@ def test_the_part_that_no_axis_reaches_is_known_to_its_doubt(rng: np.random.Gene
             assert abs(value - Fraction(float(known))) <= doubt
         assert 0.5 <= np.abs(direction).max() <= 1.0
         assert lost.max() * near < 1e-12
-    assert certificates.outside(QuerySet(axes @ np.ones(2), axes), 0) is None
+    assert checker_module.outside(QuerySet(axes @ np.ones(2), axes), 0) is None
 
 
 def test_points_are_brought_into_the_ball() -> None:
     points = np.array([[0.3, 0.4], [3.0, 4.0], [0.6, -0.8], [np.inf, 0.5]])
-    plain = certificates._into_ball(points, False)
+    plain = checker_module._into_ball(points, False)
     np.testing.assert_allclose(plain, [[0.3, 0.4], [0.6, 0.8], [0.6, -0.8], [0.0, 0.5]], atol=1e-14)
     assert (np.linalg.norm(plain, axis=1) <= 1.0).all()
-    upwards = certificates._into_ball(points, True)
+    upwards = checker_module._into_ball(points, True)
     np.testing.assert_allclose(upwards, [[0.3, 0.4], [0.6, 0.8], [0.6, 0.0], [0.0, 0.5]], atol=1e-14)
     assert points[2, 1] == -0.8
 
@@ -284,7 +286,7 @@ def test_rows_are_gathered_and_picked() -> None:
     some = rows.some(ints(3, 0, 1))
     assert some.start.tolist() == [0, 2, 3, 3]
     assert some.index.tolist() == [8, 9, 7]
-    assert certificates._sums(np.array([1.0, 2.0, 4.0]), ints(0, 2, 2, 3)).tolist() == [3.0, 0.0, 4.0]
+    assert checker_module._sums(np.array([1.0, 2.0, 4.0]), ints(0, 2, 2, 3)).tolist() == [3.0, 0.0, 4.0]
 
 
 # Coordinates
@@ -293,8 +295,8 @@ def test_rows_are_gathered_and_picked() -> None:
 def test_lengths_are_lengths(rng: np.random.Generator) -> None:
     for values in (rng.standard_normal((4, 3)), 0.01 * rng.standard_normal(7), 1e200 * rng.standard_normal(5)):
         scale = np.abs(values).max()
-        assert judged._length(values) == pytest.approx(scale * np.linalg.norm(values / scale))
-    assert judged._length(np.zeros(3)) == 0.0
+        assert inputs._length(values) == pytest.approx(scale * np.linalg.norm(values / scale))
+    assert inputs._length(np.zeros(3)) == 0.0
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -317,10 +319,14 @@ def test_queries_over_white_and_flat_keys_give_the_same_order(biased: bool, rng:
         plain = np.append(q[: len(sets.stretch)], q[-1]) if biased else q
         lift = plain[-1] / sets.slope[-1] if biased else 0.0
         along = (plain[: len(sets.stretch)] - lift * sets.slope[:-1]) / sets.stretch
-        assert scores.query_norm(plain, sets.stretch, sets.slope) == pytest.approx(np.sqrt(along @ along + lift**2))
+        assert coordinates_module.query_norm(plain, sets.stretch, sets.slope) == pytest.approx(
+            np.sqrt(along @ along + lift**2)
+        )
         step = q[: len(sets.stretch)] * sets.stretch
         up = q @ sets.slope[: len(q)] if biased else 0.0
-        assert scores.residual_norm(q, sets.stretch, sets.slope) == pytest.approx(np.sqrt(step @ step + up**2))
+        assert coordinates_module.residual_norm(q, sets.stretch, sets.slope) == pytest.approx(
+            np.sqrt(step @ step + up**2)
+        )
 
 
 @pytest.mark.parametrize("seen", [False, True])
@@ -350,12 +356,12 @@ def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:
     for dim in (1, 3, 4, 6, 9):
         rows, query = rng.standard_normal((7, dim)), rng.standard_normal((3, dim))
         columns, out = np.ascontiguousarray(rows.T), np.zeros(7)
-        scores.scores_of(columns, query[0], 7, out)
+        coordinates_module.scores_of(columns, query[0], 7, out)
         np.testing.assert_allclose(out, rows @ query[0])
         group, targets = np.array([0, 1, 0, 3, 4, 5, 6]), np.array([0, 3, 6])
         for gaps, rivals in (
-            scores.score_gaps(columns, targets, query, group),
-            scores._gaps_by_product(columns, targets, query, group),
+            coordinates_module.score_gaps(columns, targets, query, group),
+            coordinates_module._gaps_by_product(columns, targets, query, group),
         ):
             for k, i in enumerate(targets):
                 there = np.where(group == group[i], -np.inf, rows @ query[k])
@@ -363,7 +369,7 @@ def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:
                 assert gaps[k] == pytest.approx(rows[i] @ query[k] - there.max())
         sizes, weights, indices = np.array([2, 1]), np.array([0.25, 0.75, 1.0]), np.array([1, 2, 5])
         for biased in (False, True):
-            found = scores.residuals(rows, np.array([0, 4]), sizes, weights, indices, biased)
+            found = coordinates_module.residuals(rows, np.array([0, 4]), sizes, weights, indices, biased)
             rest = np.array([0.25 * rows[1] + 0.75 * rows[2] - rows[0], rows[5] - rows[4]])
             if biased:
                 rest[:, -1] = np.minimum(rest[:, -1], 0.0)
@@ -372,7 +378,7 @@ def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:
 
 def test_one_group_competes_with_nothing() -> None:
     columns, group = np.ones((2, 3)), np.zeros(3, np.int64)
-    for function in (scores._score_gaps, scores._gaps_by_product):
+    for function in (coordinates_module._score_gaps, coordinates_module._gaps_by_product):
         gaps, rivals = function(columns, np.array([1]), np.ones((1, 2)), group)
         assert rivals.tolist() == [-1]
         assert gaps.tolist() == [np.inf]
@@ -394,11 +400,11 @@ def test_the_spread_of_a_set_and_its_keys_near_the_tolerance() -> None:
 
 def test_the_offset_of_a_set_is_in_units_of_its_spread(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((6, DIM)) + np.array([3.0, 0.0, 4.0])
-    found = judged.judged(keys, None, None)
+    found = inputs.judged(keys, None, None)
     mean = keys.mean(axis=0)
     spread = np.sqrt(((keys - mean) ** 2).sum(axis=1).mean())
     assert found.offset_over_spread == pytest.approx(np.linalg.norm(mean) / spread)
-    through = judged.judged(keys, np.arange(6.0), QuerySet(np.ones(DIM), 2.0 * np.eye(DIM)))
+    through = inputs.judged(keys, np.arange(6.0), QuerySet(np.ones(DIM), 2.0 * np.eye(DIM)))
     np.testing.assert_allclose(through.rows, 2.0 * (keys - mean))
     np.testing.assert_allclose(through.offset - through.offset.mean(), (keys - mean).sum(axis=1) + np.arange(6.0) - 2.5)
     assert through.largest_score == pytest.approx(3.0 * np.abs(keys - mean).sum(axis=1).max() + 5.0)

@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import min_norm, screening
-from ln_probe.analyses.geometry.active_set import active_set
-from ln_probe.analyses.geometry.best_gap import Keys, _nearest
-from ln_probe.analyses.geometry.certificates import CertificateError, Checker, Rows
-from ln_probe.analyses.geometry.certify import certify
-from ln_probe.analyses.geometry.conditioning import conditioning
-from ln_probe.analyses.geometry.first_unselectable import first_unselectable
-from ln_probe.analyses.geometry.judged import judged
-from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, span
-from ln_probe.analyses.geometry.pool import Pool
-from ln_probe.analyses.geometry.proofs import Proved, prove_positions, prove_verdicts
-from ln_probe.analyses.geometry.query_sets import _LARGEST, QuerySet
-from ln_probe.analyses.geometry.search import INSIDE, SEPARATED, Search
-from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
+from ln_probe.analyses.geometry import large, wolfe
+from ln_probe.analyses.geometry.active_set import INSIDE, SEPARATED, Search, active_set
+from ln_probe.analyses.geometry.checker import CertificateError, Checker, Rows
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates, span
+from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Pool, decide
+from ln_probe.analyses.geometry.inputs import _LARGEST, QuerySet, judged
+from ln_probe.analyses.geometry.margins import Keys, _nearest
+from ln_probe.analyses.geometry.positions import first_unselectable
+from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_positions, prove_verdicts
+from ln_probe.analyses.geometry.witnesses import certify
 
 SQUARE = np.array([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, -1.0, 0.0], [0.2, 0.1, 0.0]])
 
@@ -132,7 +128,7 @@ def test_screening_doubts_what_single_precision_loses(rng: np.random.Generator) 
     scores = unit @ rows.T
     own = np.diag(scores)
     true = -np.logaddexp.reduce(scores - own[:, None], axis=1)
-    found = screening.pointed(rows, None)
+    found = large.pointed(rows, None)
     wrong = np.abs(found.log_weight - true)
     assert (wrong <= found.doubt).all()
     assert (found.doubt >= 8 * 2.0**-24 * np.abs(scores).max()).all()  # the bound on a product of 8 terms, at the least
@@ -151,7 +147,7 @@ def test_a_search_ends_with_what_proves_it(dim: int, rng: np.random.Generator) -
     for target, expected in ((0, INSIDE), (11, SEPARATED)):
         search = Search(rows, columns, target, 12, False, flat, 0.0 * flat, TAU, -1.0, np.ones(12))
         active, x, best = active_set(dim + 2, dim), np.zeros(dim), np.zeros(dim)
-        ended, m, _, upper, _ = min_norm.nearest_point(search, 3, 1, active, x, best, np.zeros(12), 1e9)
+        ended, m, _, upper, _ = wolfe.nearest_point(search, 3, 1, active, x, best, np.zeros(12), 1e9)
         assert ended == expected
         weight = active.weight[:m] / active.weight[:m].sum()
         np.testing.assert_allclose(weight @ rows[active.members[:m]] - rows[target], x, atol=1e-12)

@@ -11,19 +11,14 @@ import numpy as np
 import pytest
 
 import ln_probe.analyses.geometry
-from ln_probe.analyses.geometry import attainable, large_sets, margins, products, proofs, rational, screening
-from ln_probe.analyses.geometry.certificates import Between, Checker, Rows
-from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, proves
-from ln_probe.analyses.geometry.first_unselectable import first_unselectable
-from ln_probe.analyses.geometry.judged import Judged, judged
-from ln_probe.analyses.geometry.key_coordinates import TAU, coordinates, merge
-from ln_probe.analyses.geometry.key_sets import key_sets
-from ln_probe.analyses.geometry.linear_program import separate
+from ln_probe.analyses.geometry import exact, inputs, large, margins, newton, prove
+from ln_probe.analyses.geometry.checker import Between, Checker, Rows
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates, merge
+from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide, separate
+from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, WholeSet, mantissa, power_of_two, proves
+from ln_probe.analyses.geometry.inputs import LEFT_OUT, Judged, QuerySet, accurate_product, judged, key_sets, seen_from
 from ln_probe.analyses.geometry.margins import Measured, again, too_wide
-from ln_probe.analyses.geometry.products import LEFT_OUT, accurate_product, seen_from
-from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.verdicts import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
-from ln_probe.analyses.geometry.whole_numbers import WholeSet, mantissa, power_of_two
+from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.probes import unembedding
 
 
@@ -94,21 +89,21 @@ def test_numbers_of_any_size_have_a_mantissa() -> None:
 def test_equations_are_solved_without_a_library(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     for library in (True, False):
         if not library:
-            monkeypatch.setattr(rational, "flint", None)
-            monkeypatch.setattr(rational, "gmpy2", None)
+            monkeypatch.setattr(exact, "flint", None)
+            monkeypatch.setattr(exact, "gmpy2", None)
         for size in (1, 2, 5, 6, 9):
             rows = [[int(v) for v in row] for row in rng.integers(-9, 10, (size, size))]
             rows[0][0] = 0 if size > 2 else rows[0][0] or 1
             right = [int(v) for v in rng.integers(-9, 10, size)]
-            found, below = rational.solve(rows, right)
+            found, below = exact.solve(rows, right)
             assert below > 0
             assert [sum(a * x for a, x in zip(row, found, strict=True)) for row in rows] == [below * v for v in right]
         with pytest.raises(ZeroDivisionError):
-            rational.solve([[1, 2], [2, 4]], [1, 1])
-    assert rational.solve([], []) == ([], 1)
-    kept, rows = rational.independent([[0, 0, 0], [1, 2, 0], [2, 4, 0], [0, 1, 0], [1, 1, 0], [0, 0, 5]])
+            exact.solve([[1, 2], [2, 4]], [1, 1])
+    assert exact.solve([], []) == ([], 1)
+    kept, rows = exact.independent([[0, 0, 0], [1, 2, 0], [2, 4, 0], [0, 1, 0], [1, 1, 0], [0, 0, 5]])
     assert (kept, sorted(rows)) == ([1, 3, 5], [0, 1, 2])
-    assert rational.independent([]) == ([], [])
+    assert exact.independent([]) == ([], [])
 
 
 def test_a_proof_is_of_other_keys_and_sums_to_one() -> None:
@@ -165,7 +160,7 @@ def test_products_that_cancel_keep_their_digits(rng: np.random.Generator) -> Non
 def test_slices_add_up(rng: np.random.Generator) -> None:
     values = rng.standard_normal((3, 5)) * 100
     for axis in (0, 1):
-        parts = products._slices(values, 20, axis)
+        parts = inputs._slices(values, 20, axis)
         largest = np.abs(values).max(axis=axis, keepdims=True)
         assert (np.abs(values - sum(parts)) <= largest * 2.0**-58).all()
         for k, part in enumerate(parts):
@@ -189,20 +184,20 @@ def test_screening_is_the_softmax_in_single_precision(
     expected = np.diag(scores) - np.log(np.exp(scores).sum(axis=1))
     there = np.arange(11) != 6
     for side in (1024, 4):
-        monkeypatch.setattr(screening, "_SIDE", side)
-        found = screening.pointed(rows, offset)
+        monkeypatch.setattr(large, "_SIDE", side)
+        found = large.pointed(rows, offset)
         gap = np.diag(plain) - np.where(np.eye(11, dtype=bool), -np.inf, plain).max(axis=1)
         assert (found.gap[there] <= gap[there]).all()
         np.testing.assert_allclose(found.gap[there], gap[there], atol=1e-4)
         assert (np.abs(found.log_weight - expected)[there] <= found.doubt[there]).all()
         np.testing.assert_allclose(found.log_weight[there], expected[there], atol=1e-4)
         assert (found.doubt[there] < 2e-3).all()
-        assert (found.doubt[there] > screening._SUM).all()
+        assert (found.doubt[there] > large._SUM).all()
         assert (found.gap[6], found.doubt[6]) == (-np.inf, np.inf)
-    monkeypatch.setattr(screening, "_BLOCK", 22)
+    monkeypatch.setattr(large, "_BLOCK", 22)
     which = np.array([3, 0, 9, 10, 2])
-    np.testing.assert_allclose(screening.pointed_at(rows, offset, which), expected[which], atol=1e-12)
-    assert screening.pointed(rows[:1], None).gap.tolist() == [np.inf]
+    np.testing.assert_allclose(large.pointed_at(rows, offset, which), expected[which], atol=1e-12)
+    assert large.pointed(rows[:1], None).gap.tolist() == [np.inf]
 
 
 # Margins
@@ -293,7 +288,7 @@ def test_every_position_of_an_ordinary_set_is_proved(biased: bool, rng: np.rando
         sets, checker = coordinates(keys, bias), Checker(keys, bias, None, TAU)
         verdicts = decide(sets)
         first = first_unselectable(sets, verdicts)
-        proved, left = proofs.prove_positions(checker, verdicts, first)
+        proved, left = prove.prove_positions(checker, verdicts, first)
         assert left == 0
         assert ((proved.at >= 0) == (verdicts.code == UNSELECTABLE)).all()
         for i in np.flatnonzero(verdicts.code == UNSELECTABLE):
@@ -310,10 +305,10 @@ def test_every_position_of_an_ordinary_set_is_proved(biased: bool, rng: np.rando
         late = np.flatnonzero(proved.at > np.arange(30))
         broken = first.query.copy()
         broken[late[0]] = np.nan
-        assert proofs.prove_positions(checker, verdicts, dataclasses.replace(first, query=broken))[1] == 1
+        assert prove.prove_positions(checker, verdicts, dataclasses.replace(first, query=broken))[1] == 1
         at = first.at.copy()
         at[late[0]] = late[0]  # earlier than its weights allow: the verdict's own weights say from where on
-        again_ = proofs.prove_positions(checker, verdicts, dataclasses.replace(first, at=at))[0]
+        again_ = prove.prove_positions(checker, verdicts, dataclasses.replace(first, at=at))[0]
         assert again_.at[late[0]] == max(late[0], verdicts.row(int(late[0]))[0].max())
     assert unselectable > 20
 
@@ -325,14 +320,14 @@ def test_both_proposals_for_one_key_prove_its_verdict(biased: bool, rng: np.rand
     sets, checker = coordinates(keys, bias), Checker(keys, bias, None, TAU)
     code = decide(sets).code
     for i in range(25):
-        for query, index, value in list(proofs._proposals(sets, i, 1e9)):
+        for query, index, value in list(prove._proposals(sets, i, 1e9)):
             one = np.array([i])
             if code[i] == UNSELECTABLE:
                 miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value))
                 assert miss.upper[0] <= TAU
             else:
                 assert checker.selects(one, query[None])[0].lower[0] > TAU
-    assert len(list(proofs._proposals(sets, 0, 1e9))) == 2
+    assert len(list(prove._proposals(sets, 0, 1e9))) == 2
     assert {SELECTABLE, UNSELECTABLE} <= set(code.tolist())
 
 
@@ -392,7 +387,7 @@ def test_positions_whose_query_leads_by_less_than_the_tolerance_are_open(
             return Between(np.full(len(targets), lead), np.full(len(targets), lead)), np.zeros(len(targets), bool)
 
         monkeypatch.setattr(checker, "selects", selects)
-        return proofs.prove_positions(checker, verdicts, first)[1]
+        return prove.prove_positions(checker, verdicts, first)[1]
 
     assert leading(TAU / 2) == len(late) > 3
     assert leading(TAU) == 0
@@ -409,8 +404,8 @@ def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.M
         upper = np.array([0.5, 0.9, 0.9]) if first else np.array([0.4, 0.95])
         return weight, upper, np.full((n, 3), float(first)), np.full((n, 3), 10.0 + first), np.zeros(n, np.int64)
 
-    monkeypatch.setattr(attainable, "largest_weights", solver)
-    found = attainable.attainable(Judged(rows, None, 0.0, 1.0))
+    monkeypatch.setattr(newton, "largest_weights", solver)
+    found = newton.attainable(Judged(rows, None, 0.0, 1.0))
     assert calls == [3, 2]
     assert found.weight.tolist() == [0.5, 0.3, 0.3]
     assert found.upper.tolist() == [0.5, 0.4, 0.9]
@@ -420,18 +415,18 @@ def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.M
 
 def test_beside_a_copy_a_key_has_to_lead_the_others_by_the_tolerance() -> None:
     keys = np.array([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0 - 1e-7], [0.0, -9.0]])
-    checker = large_sets.LargeChecker(keys, None, None)
+    checker = large.LargeChecker(keys, None, None)
     for query, code in (([0.0, 1.0], UNDECIDED), ([-0.6, 0.8], DUPLICATE)):
-        assert large_sets._selected(checker, np.array([0]), np.array([query])).tolist() == [code]
-    assert large_sets._selected(checker, np.array([2]), np.array([[1.0, 0.0]])).tolist() == [SELECTABLE]
+        assert large._selected(checker, np.array([0]), np.array([query])).tolist() == [code]
+    assert large._selected(checker, np.array([2]), np.array([[1.0, 0.0]])).tolist() == [SELECTABLE]
 
 
 def test_a_large_set_may_be_small(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((12, 2))
-    checker = large_sets.LargeChecker(keys, None, None)
-    code = large_sets.decide_large(checker, np.full(12, -np.inf), np.arange(12), 12)
+    checker = large.LargeChecker(keys, None, None)
+    code = large.decide_large(checker, np.full(12, -np.inf), np.arange(12), 12)
     np.testing.assert_array_equal(code, decide(coordinates(keys)).code)
-    some = large_sets._first_rivals(checker, np.array([3]), np.array([[1.0, 0.0]]))
+    some = large._first_rivals(checker, np.array([3]), np.array([[1.0, 0.0]]))
     np.testing.assert_array_equal(some, np.arange(12))
 
 

@@ -10,10 +10,10 @@ from geometry_families import Case
 from geometry_reference import Truth, fractions
 
 import ln_probe
-from ln_probe.analyses.geometry.certificates import CertificateError, Checker
+from ln_probe.analyses.geometry.checker import CertificateError, Checker
+from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.exact import ExactSet
-from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.geometry.scaling import Units, outwards
+from ln_probe.analyses.geometry.inputs import Units, outwards
 
 TINY = 5e-324  # the smallest number that float64 has
 
@@ -35,7 +35,7 @@ def selected(keys: np.ndarray, bias: np.ndarray | None, query: object, i: int, a
     return all(scores[i] > score for score in scores[rivals])
 
 
-def same(here: ln_probe.analyses.geometry.hull.KeyGeometry, there: ln_probe.analyses.geometry.hull.KeyGeometry) -> None:
+def same(here: ln_probe.analyses.geometry.api.KeyGeometry, there: ln_probe.analyses.geometry.api.KeyGeometry) -> None:
     """Bit for bit."""
     for name in ("verdict", "representative", "margin_lower", "margin_upper", "attainable", "attainable_upper"):
         np.testing.assert_array_equal(getattr(here, name), getattr(there, name), err_msg=name)
@@ -230,7 +230,7 @@ def test_the_rounding_of_a_bias_is_relative_to_its_spread() -> None:
 def test_units_are_powers_of_two() -> None:
     rng = np.random.default_rng(6)
     keys, bias = rng.standard_normal((9, 3)) * [1e-200, 1.0, 1e150], 1e12 + rng.standard_normal(9)
-    queries = ln_probe.analyses.geometry.query_sets.QuerySet(rng.standard_normal(3), rng.standard_normal((3, 2)) * 1e-9)
+    queries = ln_probe.analyses.geometry.inputs.QuerySet(rng.standard_normal(3), rng.standard_normal((3, 2)) * 1e-9)
     own = Units(keys, bias, queries).measured
     np.testing.assert_array_equal(np.ldexp(own.keys, own.key_power), keys)
     np.testing.assert_array_equal(np.ldexp(own.bias, own.powers.bias), bias)

@@ -15,7 +15,7 @@ from geometry_families import FAMILIES, TAU, Case, layernormed32, log_uniform, l
 from geometry_reference import Truth
 
 import ln_probe
-from ln_probe.analyses.geometry.hull import KeyGeometry
+from ln_probe.analyses.geometry.api import KeyGeometry
 
 
 def proved(case: Case, only=None, **options):

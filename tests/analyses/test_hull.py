@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.geometry.certificates import CertificateError
-from ln_probe.analyses.geometry.key_coordinates import TAU
+from ln_probe.analyses.geometry.checker import CertificateError
+from ln_probe.analyses.geometry.coordinates import TAU
 
 
 def normalized(x):

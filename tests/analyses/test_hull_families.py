@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import verdicts
+from ln_probe.analyses.geometry import decide
 
 
 def cross(d):
@@ -114,8 +114,8 @@ def test_a_pool_gives_the_same_verdicts(n, d, large, pool, monkeypatch):
             bias = np.random.default_rng(d).standard_normal(n) if biased else None
             direct = ln_probe.key_geometry(keys, bias=bias, margins=False)
             with monkeypatch.context() as patch:
-                patch.setattr(verdicts, "POOL", pool)
-                patch.setattr(verdicts, "LARGE", large)
+                patch.setattr(decide, "POOL", pool)
+                patch.setattr(decide, "LARGE", large)
                 pooled = ln_probe.key_geometry(keys, bias=bias, margins=False)
                 one = ln_probe.key_geometry(keys, bias=bias, margins=False, threads=1)
             assert (direct.verdict == pooled.verdict).all()

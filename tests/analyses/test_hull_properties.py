@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, nnls
 
 import ln_probe
-from ln_probe.analyses.geometry.key_coordinates import TAU
+from ln_probe.analyses.geometry.coordinates import TAU
 
 # Small sets of keys on a coarse grid (ties, lines and planes are common) and generic ones.
 GRID = st.integers(0, 10**6).map(

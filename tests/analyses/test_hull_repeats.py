@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ln_probe.analyses.geometry.hull import KeyGeometry, key_geometry
+from ln_probe.analyses.geometry.api import KeyGeometry, key_geometry
 
 
 def fingerprint(geometry: KeyGeometry) -> bytes:

@@ -14,10 +14,9 @@ from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
 from ln_probe.analyses.constants import KeySample
-from ln_probe.analyses.geometry.hull import key_geometry
-from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.some_keys import some_keys
-from ln_probe.analyses.geometry.verdicts import NAMES
+from ln_probe.analyses.geometry.api import key_geometry, some_keys
+from ln_probe.analyses.geometry.decide import NAMES
+from ln_probe.analyses.geometry.inputs import QuerySet
 from ln_probe.analyses.probes.columns import INTERVALS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
 

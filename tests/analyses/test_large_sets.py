@@ -6,23 +6,28 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import large_sets, screening
-from ln_probe.analyses.geometry.attainable import into_ball
-from ln_probe.analyses.geometry.certificates import Checker
-from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.geometry.large_brackets import attainable_large, margins_large
-from ln_probe.analyses.geometry.large_sets import LargeChecker, decide_large
-from ln_probe.analyses.geometry.proofs import prove_attention
-from ln_probe.analyses.geometry.query_sets import query_sets
-from ln_probe.analyses.geometry.screening import pointed, pointed_at
-from ln_probe.analyses.geometry.verdicts import NAMES, UNDECIDED
+from ln_probe.analyses.geometry import large
+from ln_probe.analyses.geometry.checker import Checker
+from ln_probe.analyses.geometry.coordinates import TAU
+from ln_probe.analyses.geometry.decide import NAMES, UNDECIDED
+from ln_probe.analyses.geometry.inputs import query_sets
+from ln_probe.analyses.geometry.large import (
+    LargeChecker,
+    attainable_large,
+    decide_large,
+    margins_large,
+    pointed,
+    pointed_at,
+)
+from ln_probe.analyses.geometry.newton import into_ball
+from ln_probe.analyses.geometry.prove import prove_attention
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of which a small set has several, the last one narrow."""
-    monkeypatch.setattr(screening, "_SIDE", 64)
-    monkeypatch.setattr(large_sets, "_READ", 100)
+    monkeypatch.setattr(large, "_SIDE", 64)
+    monkeypatch.setattr(large, "_READ", 100)
 
 
 def planted(seed: int, count: int = 330, d: int = 5) -> np.ndarray:
@@ -91,7 +96,7 @@ def test_verdicts_and_brackets_are_those_of_all_keys_at_once(
 ) -> None:
     """Cutting planes that begin with four rivals a key come to the same as solving over all."""
     for name, value in (("_RIVALS", 4), ("_LONG", 8), ("_MORE", 6)):
-        monkeypatch.setattr(large_sets, name, value)
+        monkeypatch.setattr(large, name, value)
     rng = np.random.default_rng(seed + 10)
     keys = planted(seed)
     bias = rng.normal(size=len(keys)) if biased else None

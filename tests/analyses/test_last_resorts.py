@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import linear_program, proofs, verdicts
-from ln_probe.analyses.geometry.linear_program import separate
-from ln_probe.analyses.geometry.min_norm import nearest_points
-from ln_probe.analyses.geometry.search import BRACKETED, STALLED
+from ln_probe.analyses.geometry import decide, prove
+from ln_probe.analyses.geometry.active_set import BRACKETED, STALLED
+from ln_probe.analyses.geometry.decide import separate
+from ln_probe.analyses.geometry.wolfe import nearest_points
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
 
@@ -47,7 +47,7 @@ def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
             np.empty(0, np.int64),
         )
 
-    monkeypatch.setattr(verdicts, "nearest_points", stalled)
+    monkeypatch.setattr(decide, "nearest_points", stalled)
     geometry = ln_probe.key_geometry(keys, bias=bias, margins=False)
     assert (geometry.verdict == expected).all()
     assert (expected == "unselectable").sum() > 5
@@ -69,9 +69,9 @@ def test_what_nothing_decides_is_undecided(monkeypatch):
             np.empty(0, np.int64),
         )
 
-    for module in (verdicts, proofs):
+    for module in (decide, prove):
         monkeypatch.setattr(module, "nearest_points", stalled)
-    monkeypatch.setattr(linear_program, "separate", lambda others, key, *rest: (0 * key, 0 * others[:, 0]))
+        monkeypatch.setattr(module, "separate", lambda others, key, *rest: (0 * key, 0 * others[:, 0]))
     geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
     assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
     assert geometry.undecided == 1

@@ -6,7 +6,7 @@ What `key_geometry` makes of such sets is in test_geometry_truth; here the solve
 import numpy as np
 import pytest
 
-from ln_probe.analyses.geometry.min_norm import nearest_points
+from ln_probe.analyses.geometry.wolfe import nearest_points
 
 
 def distances(keys, bias, gap):

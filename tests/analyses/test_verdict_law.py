@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 
 import ln_probe
-from ln_probe.analyses.geometry.key_coordinates import TAU
+from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table

@@ -79,7 +79,7 @@ def test_a14_a_model_on_the_hub(dtype: str | None, gigabytes: int, monkeypatch: 
     assert found.memory_bytes == cost._WORKER_BYTES + cost._COPIES * gigabytes * 10**9
     pages = {"SC_AVPHYS_PAGES": 200 * 10**9 // 4096, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(cost.os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr("ln_probe.analyses.machinery.parallel.available", lambda: 64)
+    monkeypatch.setattr("ln_probe.analyses.geometry.compiled.available", lambda: 64)
     room = 200 * 10**9 / found.memory_bytes
     assert cost.default_workers(run, [target]) == max(1, int(room)) == {32: 2, 16: 4, 64: 1}[gigabytes]
 

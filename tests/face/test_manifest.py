@@ -273,7 +273,7 @@ def test_undo_removes_what_is_new(tmp_path: Path) -> None:
 
 def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`numba-*` folders older than a week were removed, whoever had made them."""
-    from ln_probe.analyses.machinery.compiled import compiled
+    from ln_probe.analyses.geometry.compiled import compiled
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     theirs, ours, both = tmp_path / "numba-thesis", tmp_path / "numba-old", tmp_path / "numba-both"

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 import torch
 
-from ln_probe.analyses.machinery.compiled import room
+from ln_probe.analyses.geometry.compiled import room
 from ln_probe.hooks.attention import attention_pattern
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import changed_output

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ln_probe.analyses.geometry.compiled import compiled_in_order
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.machinery.compiled import compiled_in_order
 
 LSTM, GRU, TANH, RELU = range(4)
 CELL_NUMBERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, cast
 import pandas as pd
 import torch
 
-from ln_probe.analyses.geometry.hull import key_geometry
-from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.api import key_geometry
+from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm

@@ -20,8 +20,8 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
-from ln_probe.analyses.geometry.hull import key_geometry
-from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.api import key_geometry
+from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, read_metrics, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned

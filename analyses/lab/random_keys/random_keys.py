@@ -17,9 +17,9 @@ import pandas as pd
 from jaxtyping import Float64
 from tqdm.auto import tqdm
 
-from ln_probe.analyses.geometry.hull import key_geometry
-from ln_probe.analyses.geometry.key_coordinates import TAU
-from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.api import key_geometry
+from ln_probe.analyses.geometry.coordinates import TAU
+from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.intervals import binomial_interval, share_interval_of
 from ln_probe.analyses.lab.results import Results, summarize
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ln_probe.analyses.geometry.hull import key_geometry
-from ln_probe.analyses.geometry.verdicts import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.api import key_geometry
+from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio

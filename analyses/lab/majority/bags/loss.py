@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64, UInt8
 from torch import Tensor
 
+from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.lab.majority.bags.rows import sweep_rows
-from ln_probe.analyses.machinery.parallel import in_threads
 
 # A batch is cut into as many, for threads; a fixed number, so that sums do not depend on the threads. Every piece ends
 # in partly filled sweeps: 4 pieces cost 7 % more than 2 (one core).

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ln_probe.analyses.machinery.compiled import compiled
+from ln_probe.analyses.geometry.compiled import compiled
 
 # Rows worked on together; measured per batch of 6000 (one core): 64: 9.0 ms, 128: 7.4 (in an earlier form 16: 36, 32:
 # 27, 256: no faster than 128). All they need is in one array whose rows are further apart than a step of an unrolled
-# loop, so that compiled loops take the same path, and round alike, wherever the memory lies (machinery/compiled.py).
+# loop, so that compiled loops take the same path, and round alike, wherever the memory lies (geometry/compiled.py).
 LANES = 128
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LOWEST = np.float32(-87.0)  # below it, exp is 0 in float32

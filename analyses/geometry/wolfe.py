@@ -22,20 +22,27 @@ from __future__ import annotations
 import numpy as np
 
 from ln_probe.analyses.geometry.active_set import (
+    BRACKETED,
+    CLEAR,
+    CONVERGED,
+    EXHAUSTED,
+    INSIDE,
+    SEPARATED,
+    STALLED,
     ActiveSet,
+    Search,
     active_set,
     append,
     contains,
     gram_column,
+    polish,
     rebuild,
     refine,
     remove,
     weighted_mean,
 )
-from ln_probe.analyses.geometry.polish import polish
-from ln_probe.analyses.geometry.scores import Floats, Ints, query_norm, residual_norm, scores_of
-from ln_probe.analyses.geometry.search import BRACKETED, CLEAR, CONVERGED, EXHAUSTED, INSIDE, SEPARATED, STALLED, Search
-from ln_probe.analyses.machinery.compiled import compiled, room, table
+from ln_probe.analyses.geometry.compiled import compiled, room, table
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
 
 # Wolfe's optimality test to float64 accuracy: products x·p carry errors of about 1e-16·|x|·|p|; 1e-12 leaves
 # room for sums over thousands of terms.

@@ -1,11 +1,12 @@
-"""How the inner loops are compiled: numba, without the interpreter lock, cached on disk where possible."""
+"""How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from ln_probe.analyses.machinery.files import MARKER, is_marked, mark
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 
 # Sums may be reordered (that is what lets them run on vector registers) and products fused, but NaN and
 # infinity keep their meaning: an overflow must stay visible.
@@ -124,3 +126,38 @@ def room(count: int) -> NDArray[np.float64]:
 def table(rows: int, columns: int) -> NDArray[np.float64]:
     """The same with two axes."""
     return room(rows * columns).reshape((rows, columns))
+
+
+_share: int | None = None  # of the machine, where several processes divide it among them
+
+
+def available() -> int:
+    """How many processors there are for this process and its like."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return available() if _share is None else _share
+
+
+def use_processors(count: int | None) -> None:
+    """Use so many from now on (None: all there are). Results do not depend on it."""
+    global _share
+    _share = count
+
+
+def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None = None) -> list[_Result]:
+    """`[work(item) for item in items]`, `threads` (default: all processors) at a time.
+
+    Raises:
+        ValueError: `threads` below 1.
+    """
+    threads = processors() if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    todo = list(items)
+    if threads == 1 or len(todo) < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
+        return list(pool.map(work, todo))

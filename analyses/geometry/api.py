@@ -21,6 +21,11 @@ without them, in their own coordinates, so the tolerance means the same with a s
 the set itself can do is measured in nats, the same in every basis of a head: margins, whether a query of the set puts a
 key on top (`reachable`), and attention. Nothing is given out that the checker (`certificates`) did not prove of the
 given float64 numbers.
+
+Some keys of a large set, each among all others, without measuring the rest.
+
+What `hull.set_geometry` does for every key, for a few: the same solvers propose, the same checker proves. Keys of which
+nothing is asked are still competitors.
 """
 
 from __future__ import annotations
@@ -33,33 +38,41 @@ from fractions import Fraction
 from typing import Any, Literal, overload
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int64, Shaped
+from jaxtyping import Bool, Float, Float64, Int8, Int64, Shaped
 
-from ln_probe.analyses.geometry.attainable import WEIGHT_GAP, Attainable, attainable
-from ln_probe.analyses.geometry.certificates import SLACK, Checker
-from ln_probe.analyses.geometry.certify import certify, certify_exactly, certify_weights, certify_witnesses
-from ln_probe.analyses.geometry.conditioning import Conditioning, conditioning
+from ln_probe.analyses.geometry.checker import SLACK, Checker
+from ln_probe.analyses.geometry.compiled import in_threads
+from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates, first_within
+from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
 from ln_probe.analyses.geometry.exact import ExactVerdict
-from ln_probe.analyses.geometry.first_unselectable import FirstUnselectable, first_unselectable
-from ln_probe.analyses.geometry.key_coordinates import TAU, KeyCoordinates, coordinates, first_within
-from ln_probe.analyses.geometry.key_sets import Array, key_sets
+from ln_probe.analyses.geometry.inputs import Array, QuerySet, key_sets, query_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
-from ln_probe.analyses.geometry.min_norm import BUDGET as PER_SECOND
-from ln_probe.analyses.geometry.proofs import (
+from ln_probe.analyses.geometry.newton import WEIGHT_GAP, Attainable, attainable
+from ln_probe.analyses.geometry.positions import FirstUnselectable, first_unselectable
+from ln_probe.analyses.geometry.prove import (
+    Conditioning,
     Margins,
     Proved,
     close_positions,
+    conditioning,
     prove_attention,
     prove_margins,
     prove_positions,
     prove_verdicts,
     reached,
 )
-from ln_probe.analyses.geometry.query_sets import QuerySet, query_sets
-from ln_probe.analyses.geometry.strict import decide_positions_strictly, decide_strictly
-from ln_probe.analyses.geometry.verdicts import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
-from ln_probe.analyses.geometry.witnesses import GivenSet, over_given, rounded
-from ln_probe.analyses.machinery.parallel import in_threads
+from ln_probe.analyses.geometry.witnesses import (
+    GivenSet,
+    certify,
+    certify_exactly,
+    certify_weights,
+    certify_witnesses,
+    decide_positions_strictly,
+    decide_strictly,
+    over_given,
+    rounded,
+)
+from ln_probe.analyses.geometry.wolfe import BUDGET as PER_SECOND
 
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
 # counted in these and not by a clock, so that no result depends on how busy the machine is.
@@ -511,3 +524,89 @@ def attainable_attention(
     found = in_threads(one, range(len(values)), threads)
     weight, upper = np.stack([f.weight for f in found]), np.stack([f.upper for f in found])
     return (weight, upper) if batched else (weight[0], upper[0])
+
+
+@dataclass(frozen=True)
+class SomeKeys:
+    """What was found out about the keys asked for, in their order.
+
+    Attributes:
+        verdict: index into `verdicts.NAMES`.
+        margin_lower, margin_upper, attainable, attainable_upper, first_unselectable_at: as in `KeyGeometry`; NaN where
+            not asked for.
+        attainable_at: u of the query that gives `attainable`; None without a set of queries.
+        reachable: as in `KeyGeometry`; None without a set of queries, and where margins were not asked for.
+    """
+
+    verdict: Int8[np.ndarray, " some"]
+    margin_lower: Float64[np.ndarray, " some"]
+    margin_upper: Float64[np.ndarray, " some"]
+    attainable: Float64[np.ndarray, " some"]
+    attainable_upper: Float64[np.ndarray, " some"]
+    first_unselectable_at: Float64[np.ndarray, " some"]
+    attainable_at: Float64[np.ndarray, "some r"] | None
+    reachable: Bool[np.ndarray, " some"] | None
+
+
+def some_keys(
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None,
+    queries: QuerySet | None,
+    only: Int64[np.ndarray, " some"],
+    *,
+    causal: bool = False,
+    margins: bool = True,
+) -> SomeKeys:
+    """The geometry of the keys `only` among all of one set.
+
+    Args:
+        keys, bias: of the set, finite.
+        queries: the set of queries; None: margins relative to the RMS norm, no attention.
+        only: which keys.
+        causal: also from which position on each is unselectable.
+        margins: whether margins are wanted.
+    """
+    given = GivenSet(keys, bias, queries)
+    where, sets = given.measured, coordinates(given.own.points, given.own.lift)
+    checker = Checker(keys, bias, queries, TAU, units=given.units)
+    proved = prove_verdicts(checker, sets, decide(sets, only=only, others=False), seek=False)
+    nothing = np.full(len(only), np.nan)
+    lower, upper, starts, reachable = nothing, nothing, None, None
+    if margins and queries is not None:
+        reachable = np.ones(len(only), bool)  # of a single key
+    if margins and len(keys) > 1:
+        bracket = prove_margins(checker, sets, where, proved.verdicts, queries is not None, RELATIVE_GAP, only=only)
+        (lower, upper), starts = bracket.bounds(where.powers.score if queries is not None else 0), bracket.point
+        reachable = None if queries is None else reached(checker, bracket.lower)
+    reach: Attainable | None = None
+    if queries is not None:
+        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, only), only)
+    at = nothing
+    if causal:
+        first, _ = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))
+        first, _ = close_positions(checker, sets, proved.verdicts, first)
+        at = first.at[only].astype(float)
+    return SomeKeys(
+        proved.verdicts.code[only],
+        lower,
+        upper,
+        nothing if reach is None else reach.weight,
+        nothing if reach is None else reach.upper,
+        at,
+        None if reach is None else reach.point,
+        reachable,
+    )
+
+
+def some_attention(
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None,
+    queries: QuerySet,
+    only: Int64[np.ndarray, " some"],
+    starts: Float64[np.ndarray, "some r"] | None = None,
+) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+    """The largest softmax weight that each of the keys `only` can get among all, and what no query exceeds."""
+    given = GivenSet(keys, bias, queries)
+    found = attainable(given.measured, starts, WEIGHT_GAP, only)
+    found = prove_attention(Checker(keys, bias, queries, TAU, units=given.units), found, only)
+    return found.weight, found.upper

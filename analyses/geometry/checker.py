@@ -33,10 +33,18 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from ln_probe.analyses.geometry.products import LEFT_OUT, seen_from
-from ln_probe.analyses.geometry.query_sets import QuerySet
-from ln_probe.analyses.geometry.scaling import UNDERFLOW, Powers, ScaledSet, Units, at_unit, of_unit_size
-from ln_probe.analyses.machinery.compiled import compiled
+from ln_probe.analyses.geometry.compiled import compiled
+from ln_probe.analyses.geometry.inputs import (
+    LEFT_OUT,
+    UNDERFLOW,
+    Powers,
+    QuerySet,
+    ScaledSet,
+    Units,
+    at_unit,
+    of_unit_size,
+    seen_from,
+)
 
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6

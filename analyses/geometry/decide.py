@@ -1,0 +1,654 @@
+"""Which keys of one set can be selected? Three stages, each leaves less to the next.
+
+1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap
+   is a witness.
+2. *Nearest point* of the hull of the others, by an active-set method, first in white coordinates (few steps),
+   then, if rounding or the tolerance stood in the way, in flat ones (exact distances).
+3. *Linear program*.
+
+What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before they
+count, and what counts here is proved once more, key by key, before it is given out (`proofs`).
+
+The last resort for one key: a linear program (HiGHS) that gives a query and convex weights at once.
+
+Which keys of a large pool can be selected? 10⁴ to 10⁵ keys, in bounded memory.
+
+Only vertices are needed to reproduce an interior key, and a few hundred of them at a time (Dulá & Helgason,
+"A new procedure for identifying the frame of the convex hull of a finite collection of points", EJOR 92
+(1996) 352-367). So:
+
+1. The white query of every key is tried on the longest keys first; what it beats there is tried on all.
+2. Every key left is looked for in the hull of the longest vertices, which holds most interior keys.
+3. The rest are solved against all the generators known so far, column by column. One that is separated from
+   them hands its query to all undecided keys: the winner is a new generator, often the key itself.
+
+Step 3 is repeated until nothing is left. Scores are computed in blocks, never as a square matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int8, Int64
+from scipy.optimize import linprog  # type: ignore[import-untyped]
+
+from ln_probe.analyses.geometry.active_set import Search, active_set
+from ln_probe.analyses.geometry.checker import Rows
+from ln_probe.analyses.geometry.compiled import compiled, in_threads, room, table
+from ln_probe.analyses.geometry.coordinates import (
+    TAU,
+    Floats,
+    Ints,
+    KeyCoordinates,
+    residuals,
+    score_gaps,
+    scores_of,
+    unit_rows,
+)
+from ln_probe.analyses.geometry.wolfe import BUDGET, lowest, nearest_point, nearest_points, scale_of, unscale
+
+# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
+# first on any machine that is not stuck, so that what is decided does not depend on how busy it is.
+TIME_LIMIT = 20.0
+# What one iteration costs, in passes over all numbers of the program: pricing, two triangular solves, and a share of a
+# factorization.
+_PASSES = 4
+
+
+def separate(
+    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float = BUDGET
+) -> tuple[Float64[np.ndarray, " dim"], Float64[np.ndarray, " other"]]:
+    """The query in the unit box with the largest score gap, and convex weights from its dual.
+
+    Either may be all zero if the solver fails: the caller checks both.
+
+    Args:
+        others, key: in well-scaled coordinates.
+        ray: whether the query's last coordinate must not be negative (keys with a bias).
+        budget: multiply-adds, which limit the iterations.
+
+    Raises:
+        ValueError: a budget that is not positive.
+    """
+    if not budget > 0.0:
+        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
+    number, dim = others.shape
+    difference = others - key
+    size = max(float(np.abs(difference).max()), 1e-300)
+    box = [(-1.0, 1.0)] * dim
+    if ray:
+        box[-1] = (0.0, 1.0)
+    solved = linprog(
+        np.append(np.zeros(dim), -1.0),
+        A_ub=np.column_stack([difference / size, np.ones(number)]),
+        b_ub=np.zeros(number),
+        bounds=[*box, (0.0, None)],
+        method="highs",
+        options={
+            "primal_feasibility_tolerance": 1e-10,
+            "dual_feasibility_tolerance": 1e-10,
+            "time_limit": TIME_LIMIT,
+            "maxiter": int(min(max(budget / (_PASSES * number * dim), 1.0), 1e9)),
+        },
+    )
+    if solved.x is None:
+        return np.zeros(dim), np.zeros(number)
+    weights = np.maximum(-np.asarray(solved.ineqlin.marginals), 0.0)
+    total = float(weights.sum())
+    return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
+
+
+# Entries of one block of scores (16 MB), but at least so many queries: fewer make a slow matrix product.
+_BLOCK, _QUERIES = 2_000_000, 64
+# The longest keys, which decide most of the others. 512 of them contain the most keys per second at d = 64.
+_LONGEST = 512
+# New columns per key and round of step 3, and how well a key is solved over its columns before more are
+# fetched.
+_COLUMNS, _COLUMN_GAP = 32, 0.3
+_KEYS_PER_TASK = 256
+_ROUNDS = 200
+
+
+@compiled
+def _by_columns(
+    rows: Floats,
+    columns: Floats,
+    keys: Floats,
+    own: Ints,
+    ray: bool,
+    stretch: Floats,
+    slope: Floats,
+    near: float,
+    tau: float,
+    most: int,
+    budget: float,
+) -> tuple[Ints, Floats, Ints, Floats, Ints]:
+    """`nearest_point` of each key among many generators, by fetching columns as they are needed.
+
+    Args:
+        rows, columns: the generators, "generator dim" and "dim generator".
+        keys: the targets, "key dim"; `own` is the place of each among the generators, or -1.
+        near: distance at which a key counts as inside; `tau`: relative score gap at which it is separated.
+        most: columns to fetch, beyond what an active set can hold.
+        budget: multiply-adds per key.
+
+    Returns:
+        1 if inside (weights given) or 0 if separated from all generators (query given) or -1 if neither,
+        queries, sizes of the active sets, their weights and indices.
+    """
+    number, dim = keys.shape
+    generators = rows.shape[0]
+    capacity = dim + 2
+    places = min(capacity + most, generators)
+    state = np.full(number, -1)
+    queries = np.zeros((number, dim))
+    sizes = np.zeros(number, np.int64)
+    weights, indices = room(number * capacity), np.empty(number * capacity, np.int64)
+    active = active_set(capacity, dim)
+    x, best = room(dim), room(dim)
+    scores, few = room(generators), room(places + 1)
+    fetched, chosen = np.empty(_COLUMNS, np.int64), np.empty(places + 1, np.int64)
+    here, there = table(places + 1, dim), table(dim, places + 1)
+    squares, scale, chosen_scale = room(generators), room(generators), room(places + 1)
+    for j in range(generators):
+        squares[j] = np.sum(rows[j] * rows[j])
+    used = 0
+    for k in range(number):
+        many, spent = 0, 0.0
+        for t in range(dim):
+            x[t] = -keys[k, t]
+        for attempt in range(_ROUNDS):
+            scores_of(columns, x, generators, scores)
+            spent += generators * dim
+            if attempt == 0:
+                square = np.sum(x * x)
+                for j in range(generators):
+                    scale[j] = scale_of(squares[j] + 2.0 * scores[j] + square, squares[j] + square)
+            if own[k] >= 0:
+                scores[own[k]] = np.inf
+            level = np.sum(x * keys[k])
+            if attempt > 0 and scores.min() - level > tau * (1.0 + 1e-3) * _length(x, stretch, slope):
+                state[k] = 0
+                for t in range(dim):
+                    queries[k, t] = -x[t]
+                break
+            if spent > budget:
+                break
+            for j in range(generators):
+                scores[j] = (scores[j] - level) * scale[j]
+            for a in range(many):
+                scores[chosen[a]] = np.inf
+            before = many
+            for new in fetched[: lowest(scores, generators, fetched)]:
+                if many >= places or scores[new] == np.inf:
+                    break
+                chosen[many], chosen_scale[many] = new, scale[new]
+                for t in range(dim):
+                    here[many, t] = rows[new, t]
+                    there[t, many] = rows[new, t]
+                many += 1
+            if many == before:
+                break
+            for t in range(dim):
+                here[many, t] = keys[k, t]
+            best[:] = 0.0
+            search = Search(here, there, many, many, ray, stretch, slope, near, _COLUMN_GAP, chosen_scale)
+            start = int(np.argmax(chosen_scale[:many]))  # the closest
+            _, m, lower, upper, used_up = nearest_point(search, start, -1, active, x, best, few, budget - spent)
+            spent += used_up
+            if upper <= near:
+                state[k] = 1
+                sizes[k] = m
+                unscale(active, chosen_scale, m)
+                for a in range(m):
+                    weights[used + a] = active.weight[a]
+                    indices[used + a] = chosen[active.members[a]] if active.members[a] >= 0 else -1
+                used += m
+                break
+            if not lower > 0.0:
+                break
+            for t in range(dim):
+                x[t] = best[t]
+    return state, queries, sizes, weights[:used].copy(), indices[:used].copy()
+
+
+@compiled
+def _length(x: Floats, stretch: Floats, slope: Floats) -> float:
+    """An upper bound of the length of a query over normalized keys."""
+    dim, flat = x.shape[0], stretch.shape[0]
+    total = 0.0
+    lift = x[flat] / slope[flat] if dim > flat else 0.0
+    for t in range(flat):
+        total += float(((x[t] - lift * slope[t]) / stretch[t]) ** 2)
+    return float(np.sqrt(total + float(lift * lift)))
+
+
+class Pool:
+    """Candidates for verdicts on a large set; `decide` in verdicts.py checks them."""
+
+    def __init__(self, sets: KeyCoordinates, threads: int | None = None, budget: float = BUDGET) -> None:
+        self.sets, self.budget = sets, budget
+        self.threads = threads
+        self.white = sets.white
+        number = len(self.white)
+        self.inside = np.zeros(number, bool)
+        self.query = np.full(self.white.shape, np.nan)  # over white keys, of those that may be selectable
+        self.rows: dict[int, tuple[Ints, Floats]] = {}  # weights over the representatives
+        self.generator = np.zeros(number, bool)
+        # Within this of a key in white coordinates is within TAU of it in normalized ones.
+        largest = float(max(sets.stretch.max(), 1e-300))
+        if sets.lifted:
+            largest = float(np.sqrt(largest**2 + np.sum(sets.slope**2)))
+        self.near = 0.5 * TAU / largest
+
+    def solve(self) -> None:
+        """Find a query or weights for every key."""
+        length = np.einsum("ij,ij->i", self.white, self.white)
+        self._try_white_queries(length)
+        self.go_on(length)
+
+    def go_on(self, length: Floats) -> None:
+        """Find a query or weights for the keys that are still open, given some vertices."""
+        vertices = np.flatnonzero(self.generator)
+        vertices = vertices[np.argsort(-length[vertices], kind="stable")[: 2 * _LONGEST]]
+        if len(vertices) > self.white.shape[1]:
+            self._in_hull_of(vertices)
+        for _ in range(_ROUNDS):
+            if not self._round():
+                break
+
+    def know(self, vertices: Ints) -> None:
+        """Take keys for vertices that have been shown to be, and none of the others by their white query."""
+        self.generator[vertices] = True
+        self.query[vertices] = self.white[vertices]
+        self.go_on(np.einsum("ij,ij->i", self.white, self.white))
+
+    def _try_white_queries(self, length: Floats) -> None:
+        longest = np.argsort(-length, kind="stable")[:_LONGEST]
+        own = self.white @ self.white[longest].T
+        own[longest, np.arange(len(longest))] = -np.inf
+        # (Below zero in the bias, a key's own query has another length: all of those are tried.)
+        low = self.white[:, -1] < 0.0 if self.sets.lifted else np.zeros(len(length), bool)
+        hopeful = np.flatnonzero((length > own.max(axis=1)) | low)
+        queries = self.white[hopeful]
+        if self.sets.lifted:  # a query must not count the bias negatively
+            queries[:, -1] = np.maximum(queries[:, -1], 0.0)
+        best, winner = self._best(queries, np.arange(len(self.white)), hopeful)
+        won = np.einsum("ij,ij->i", queries, self.white[hopeful]) > best
+        self.generator[hopeful[won]] = True
+        self.query[hopeful[won]] = queries[won]
+        self.generator[winner[~won]] = True
+
+    def _open(self) -> Ints:
+        return np.flatnonzero(~self.inside & np.isnan(self.query[:, 0]))
+
+    def _best(self, queries: Floats, among: Ints, own: Ints) -> tuple[Floats, Ints]:
+        """Best score and its key among some keys, for each query, leaving out the query's own key."""
+        best, winner = np.full(len(queries), -np.inf), np.full(len(queries), -1)
+        place = np.full(len(self.white), -1)
+        place[among] = np.arange(len(among))
+        keys = self.white[among].T
+        step = max(_QUERIES, _BLOCK // max(len(among), 1))
+        for first in range(0, len(queries), step):
+            block = slice(first, first + step)
+            scores = queries[block] @ keys
+            mine = place[own[block]]
+            scores[np.flatnonzero(mine >= 0), mine[mine >= 0]] = -np.inf
+            at = scores.argmax(axis=1)
+            best[block], winner[block] = scores[np.arange(len(at)), at], among[at]
+        return best, winner
+
+    def _keep(self, keys: Ints, sizes: Ints, weights: Floats, indices: Ints, generators: Ints) -> None:
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        for k, i in enumerate(keys):
+            index, weight = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
+            self.rows[int(i)] = generators[index[index >= 0]], weight[index >= 0]
+            self.inside[i] = True
+
+    def _in_hull_of(self, generators: Ints) -> None:
+        """Step 2: which open keys are in the hull of a few generators?"""
+        todo = np.setdiff1d(self._open(), generators)
+        points = self.white[generators]
+        columns = np.ascontiguousarray(points.T)
+
+        def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+            rows = np.concatenate([points, self.white[some]])
+            targets = len(points) + np.arange(len(some))
+            _, _, upper, _, sizes, weights, indices = nearest_points(
+                rows,
+                columns,
+                targets,
+                np.full(len(some), len(points)),
+                np.full(len(some), -1),
+                self.sets.lifted,
+                self.sets.stretch,
+                self.sets.slope,
+                self.near,
+                1.0,
+                False,
+                True,
+            )
+            hit = upper <= self.near
+            entries = np.repeat(hit, sizes)
+            return some[hit], sizes[hit], weights[entries], indices[entries]
+
+        for found in in_threads(work, _pieces(todo), self.threads):
+            self._keep(*found, generators)
+
+    def _round(self) -> bool:
+        """Step 3 for every open key; whether anything is left that may still be decided."""
+        todo = self._open()
+        generators = np.flatnonzero(self.generator)
+        if len(todo) == 0 or len(generators) == 0:
+            return False
+        place = np.full(len(self.white), -1)
+        place[generators] = np.arange(len(generators))
+        points = self.white[generators]
+        columns = np.ascontiguousarray(points.T)
+
+        def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints, Floats, Ints]:
+            state, queries, sizes, weights, indices = _by_columns(
+                points,
+                columns,
+                self.white[some],
+                place[some],
+                self.sets.lifted,
+                self.sets.stretch,
+                self.sets.slope,
+                self.near,
+                TAU,
+                1024,
+                self.budget,
+            )
+            return some, state, queries, sizes, weights, indices
+
+        asking: list[Ints] = []
+        asked: list[Floats] = []
+        for some, state, queries, sizes, weights, indices in in_threads(work, _pieces(todo), self.threads):
+            self._keep(some[state == 1], sizes[state == 1], weights, indices, generators)
+            asking.append(some[state == 0])
+            asked.append(queries[state == 0])
+        keys, queries = np.concatenate(asking), np.concatenate(asked)
+        if len(keys) == 0:
+            return False
+        left = self._open()
+        best, winner = self._best(queries, left, keys)
+        mine = np.einsum("ij,ij->i", queries, self.white[keys]) > best
+        self.query[keys[mine]] = queries[mine]
+        before = int(self.generator.sum())
+        self.generator[keys[mine]] = True
+        self.generator[winner[~mine]] = True
+        return bool(mine.any()) or int(self.generator.sum()) > before
+
+
+def _pieces(todo: Ints) -> list[Ints]:
+    return [todo[k : k + _KEYS_PER_TASK] for k in range(0, len(todo), _KEYS_PER_TASK)]
+
+
+# From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
+# and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
+POOL = 768
+# From so many on, what is left costs too much to be sought by linear programs and one by one.
+LARGE = 4096
+# Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large
+# set: about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
+WHITE = 1e10
+
+# White coordinates make much of a direction in which keys spread less than this than in another: mostly rounding.
+THIN = 1e5
+
+# Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
+# because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
+_STEPS = 6
+UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
+
+# Of targets and a unit query for each: the proven score gaps, and the key that comes nearest.
+Prover = Callable[[Ints, Floats], tuple[Floats, Ints]]
+NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
+
+
+@dataclass(frozen=True)
+class SparseWeights:
+    """Convex weights over keys, a row per certified key: `index[start[i]:start[i+1]]`, `value[…]`."""
+
+    start: Int64[np.ndarray, " _"]
+    index: Int64[np.ndarray, " entry"]
+    value: Float64[np.ndarray, " entry"]
+
+    def row(self, i: int) -> tuple[Int64[np.ndarray, " entry"], Float64[np.ndarray, " entry"]]:
+        here = slice(int(self.start[i]), int(self.start[i + 1]))
+        return self.index[here], self.value[here]
+
+    def rows(self, keys: Ints) -> Rows:
+        """Rows of some keys, one after the other."""
+        return Rows(self.start, self.index, self.value).some(keys)
+
+    @classmethod
+    def of(cls, rows: Rows) -> SparseWeights:
+        """The same, a row for every key."""
+        return cls(rows.start, rows.index, rows.value)
+
+    @classmethod
+    def of_rows(cls, rows: dict[int, tuple[Ints, Floats]], number: int) -> SparseWeights:
+        """From rows by key; the other keys have none."""
+        sizes = np.zeros(number + 1, np.int64)
+        for i, (index, _) in rows.items():
+            sizes[i + 1] = len(index)
+        order = sorted(rows)
+        return cls(
+            start=np.cumsum(sizes),
+            index=np.concatenate([rows[i][0] for i in order]) if rows else np.empty(0, np.int64),
+            value=np.concatenate([rows[i][1] for i in order]) if rows else np.empty(0),
+        )
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Verdicts on one set of keys, with what is to prove them, in the order of the keys."""
+
+    code: Int8[np.ndarray, " key"]  # index into NAMES
+    query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
+    weights: SparseWeights  # over other keys
+    source: Int64[np.ndarray, " key"]  # whose row of weights a key has: its own, or its representative's
+    gap: Float64[np.ndarray, " key"]  # proven of its query, where it was proved already; else NaN
+
+    def row(self, i: int) -> tuple[Ints, Floats]:
+        """Weights of the others that reproduce key i."""
+        return self.weights.row(int(self.source[i]))
+
+
+def decide(
+    sets: KeyCoordinates,
+    threads: int | None = 1,
+    only: Ints | None = None,
+    budget: float = BUDGET,
+    prove: Prover | None = None,
+    *,
+    others: bool = True,
+) -> Verdicts:
+    """Verdict and certificate for every key of a set; `threads` are used for large ones only.
+
+    Keys within tau of each other are solved for once, as one: what is found counts for all of them if the checker finds
+    that it proves it of each (`proofs`).
+
+    Args:
+        only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
+        that
+            white queries leave stay undecided.
+        budget: multiply-adds per key, after which it stays undecided.
+        prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
+        others: with `only`, whether white queries are tried for the other keys too (else they stay undecided).
+    """
+    work = _Deciding(sets, threads, budget, prove)
+    if len(sets.leaders) == 1:  # nothing to compete with
+        work.code[:] = SELECTABLE
+        work.query[:] = 0.0
+        return work.verdicts()
+    if only is None:
+        if len(sets.leaders) <= LARGE or len(sets.leaders) ** 2 * sets.normalized.shape[1] <= WHITE:
+            work.white_queries()
+            thin = len(sets.stretch) > 0 and sets.stretch.max() > THIN * sets.stretch.min()
+            if thin or len(sets.leaders) > POOL:
+                work.own_queries()
+        if len(sets.leaders) > POOL and len(work.left()):
+            work.pool()
+    else:
+        allowed = np.isin(sets.leaders, sets.representative[only])
+        if others:
+            work.white_queries()
+            work.allowed = allowed
+        else:
+            work.allowed = allowed
+            work.white_queries()
+        work.starts[:] = -1
+    for careful in (False, True):
+        work.nearest_points(careful)
+    if (
+        len(sets.leaders) <= LARGE
+    ):  # a program over a whole pool would take minutes: what is left of one stays undecided
+        work.programs()
+    return work.verdicts()
+
+
+class _Deciding:
+    """What is known so far about the representatives of one set; each method is a stage that decides some of them."""
+
+    def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float, prove: Prover | None = None) -> None:
+        self.sets, self.threads, self.budget, self.prove = sets, threads, budget, prove
+        self.gap = np.full(len(sets.normalized), np.nan)
+        number, dim = sets.normalized.shape
+        self.columns = np.ascontiguousarray(sets.normalized.T)
+        self.code = np.zeros(number, np.int8)
+        self.query = np.full((number, dim), np.nan)
+        self.pieces: list[tuple[Ints, Ints, Ints, Floats]] = []  # of rows of weights, see Rows.gathered
+        self.allowed = np.ones(len(sets.leaders), bool)
+        self.starts = np.full(len(sets.leaders), -1, np.int64)  # a good first point of each active set
+        place = np.zeros(number, np.int64)
+        place[sets.leaders] = np.arange(len(sets.leaders))
+        self.place = place[sets.representative]  # of every key's representative among the leaders
+
+    def left(self) -> Ints:
+        """Places (among the leaders) of what is undecided."""
+        return np.flatnonzero((self.code[self.sets.leaders] == UNDECIDED) & self.allowed)
+
+    def verdicts(self) -> Verdicts:
+        """What has been found, for all keys."""
+        group = self.sets.representative
+        code, query = self.code[group], self.query[group]
+        many = np.bincount(group, minlength=len(group))[group] > 1
+        code[many & (code == SELECTABLE)] = DUPLICATE
+        return Verdicts(code, query, SparseWeights.of(Rows.gathered(len(group), self.pieces)), group, self.gap)
+
+    def white_queries(self) -> None:
+        """Every key under the query that points at it where keys are white."""
+        todo = self.left()
+        self._try_queries(todo, self.sets.query(self.sets.white[todo]))
+
+    def own_queries(self) -> None:
+        """Every key left under itself: on a sphere it wins, where white queries look along rounding noise."""
+        todo = self.left()
+        if len(todo) and not self.sets.biased:
+            self._try_queries(todo, unit_rows(self.sets.normalized[self.sets.leaders[todo]]))
+
+    def pool(self) -> None:
+        """Columns that are fetched as they are needed."""
+        pool = Pool(self.sets, self.threads, self.budget)
+        known = np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE)
+        if len(known):
+            pool.know(known)
+        else:
+            pool.solve()
+        keys = np.flatnonzero(pool.inside)
+        sizes = np.array([len(pool.rows[int(k)][0]) for k in keys], np.int64)
+        if len(keys):
+            index, weight = (np.concatenate([pool.rows[int(k)][part] for k in keys]) for part in (0, 1))
+            self._try_weights(keys, sizes, weight, index)
+        todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
+        self._try_queries(todo, self.sets.query(pool.query[todo]))
+
+    def nearest_points(self, careful: bool) -> None:
+        """The active-set method, in white coordinates or carefully in flat ones."""
+        sets, todo = self.sets, self.left()
+        if len(todo) == 0:
+            return
+        points, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
+        size, dim = sets.white.shape
+        _, _, _, queries, sizes, weights, indices = nearest_points(
+            points,
+            np.ascontiguousarray(points.T),
+            todo,
+            np.full(len(todo), len(sets.leaders)),
+            self.starts[todo],
+            sets.lifted,
+            stretch,
+            slope,
+            TAU,
+            -1.0,
+            careful,
+            None,
+            self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim))),
+        )
+        self._try_weights(todo, sizes, weights, indices)
+        self._try_queries(todo, to_query(queries))
+
+    def programs(self) -> None:
+        """A linear program for each key."""
+        sets = self.sets
+        for k in self.left():
+            others = np.delete(np.arange(len(sets.leaders)), k)
+            found, dual = separate(sets.white[others], sets.white[k], sets.lifted, self.budget)
+            used = np.flatnonzero(dual)
+            self._try_weights(np.array([k]), np.array([len(used)]), dual[used], others[used])
+            self._try_queries(np.array([k]), sets.query(found[None]))
+
+    def _try_queries(self, todo: Ints, found: Floats) -> None:
+        sets = self.sets
+        targets = sets.leaders[todo]
+        if self.prove is not None and len(sets.leaders) == len(sets.normalized) and not sets.biased:
+            gaps, rivals = self.prove(targets, found)
+            self.gap[targets] = gaps
+            self._take(todo, found, gaps, rivals)
+            return
+        gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
+        if sets.biased and (found[:, -1] <= 0.0).any():
+            found = count_bias(found, gaps, sets.normalized[:, -1])
+            gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
+        self._take(todo, found, gaps, rivals)
+
+    def _take(self, todo: Ints, found: Floats, gaps: Floats, rivals: Ints) -> None:
+        """Queries with a gap above TAU select their keys; the rival that came nearest is where to start from else."""
+        targets = self.sets.leaders[todo]
+        good = gaps > TAU
+        self.code[targets[good]] = SELECTABLE
+        self.query[targets[good]] = found[good]
+        self.starts[todo] = np.where(rivals >= 0, self.place[rivals], -1)
+
+    def _try_weights(self, todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
+        leaders = self.sets.leaders
+        keep = indices >= 0  # the ray is not a key
+        if not keep.all():
+            sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))
+            weights, indices = weights[keep], indices[keep]
+        indices = leaders[indices]
+        rest = residuals(self.sets.normalized, leaders[todo], sizes, weights, indices, self.sets.biased)
+        good = (rest <= TAU) & (self.code[leaders[todo]] == UNDECIDED) & (sizes > 0)
+        if good.any():
+            keys, entries = leaders[todo[good]], np.repeat(good, sizes)
+            self.code[keys] = UNSELECTABLE
+            self.pieces.append((keys, sizes[good], indices[entries], weights[entries]))
+
+
+def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
+    """Queries that give the bias a positive weight, as a query that is added to biased scores must.
+
+    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap
+    for it: the solvers stay further from tau than that.
+    """
+    without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
+    found = queries.copy()
+    found[without, -1] = np.maximum(gaps[without], TAU) / (1e4 * max(float(np.ptp(bias)), 1.0))
+    found[without] = unit_rows(found[without])
+    return found
