@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import ln_probe
-from ln_probe.reporting.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
+from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
 
 LAYERS, HEADS, TOKENS = 12, 12, 512
 VISITS = 7

@@ -8,7 +8,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 
-from ln_probe.reporting.software import __version__ as release
+from ln_probe import __version__ as release
 
 project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe authors"
 version = release

@@ -102,8 +102,7 @@ curves = pd.DataFrame({f"{norm}, seed {seed}": losses for (norm, seed), (_, loss
 curves.rolling(20).mean().iloc[[19, 49, 99, 199, 299]].round(3)
 
 # %%
-from ln_probe.render.drawing import Figure
-from ln_probe.render.svg import BLUE, ORANGE
+from ln_probe.page.figures import BLUE, ORANGE, Figure
 
 figure = Figure(figsize=(5.2, 3.0), layout="constrained")
 axes = figure.subplots()

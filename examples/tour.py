@@ -18,9 +18,9 @@
 
 # %%
 import ln_probe
-from ln_probe.render import figures
-from ln_probe.render.norm_geometry import geometry
-from ln_probe.reporting.token_places import by_token
+from ln_probe.exhibits import by_token
+from ln_probe.page import figures
+from ln_probe.page.figures import geometry
 
 model = ln_probe.load_model("lm-layernorm")  # or "gpt2", a Hugging Face folder, a .gguf, a lab run
 report = ln_probe.analyze(model, progress=False)

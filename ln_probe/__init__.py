@@ -11,33 +11,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ln_probe.reporting.software import __version__
-
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.api import key_geometry
     from ln_probe.analyses.probes.outliers import outlier_tokens
+    from ln_probe.comparison import Comparison, compare
     from ln_probe.measure import analyze, constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
     from ln_probe.prompt_sources import sampled
-    from ln_probe.reporting.comparison import Comparison, compare
-    from ln_probe.reporting.report import Report, load_report
+    from ln_probe.report import Report, load_report
+
+__version__ = "0.2.0"
 
 _HOME = {
-    "Comparison": "ln_probe.reporting.comparison",
-    "Report": "ln_probe.reporting.report",
+    "Comparison": "ln_probe.comparison",
+    "Report": "ln_probe.report",
     "attribute_logits": "ln_probe.analyses.attribution.logits",
     "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
     "constants": "ln_probe.measure",
-    "compare": "ln_probe.reporting.comparison",
+    "compare": "ln_probe.comparison",
     "freezing_cost": "ln_probe.measure",
     "key_geometry": "ln_probe.analyses.geometry.api",
     "load_model": "ln_probe.models",
-    "load_report": "ln_probe.reporting.report",
+    "load_report": "ln_probe.report",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",
     "sampled": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",

@@ -102,7 +102,7 @@ app.command()(commands.merge)
 @app.command()
 def env() -> None:
     """Versions, TransformerLens's worlds, devices: what a report of a fault should say."""
-    from ln_probe.reporting.software import environment
+    from ln_probe.report import environment
 
     typer.echo("\n".join(f"{name}: {found}" for name, found in environment().items()))
 
@@ -167,7 +167,7 @@ def lab_run(
         typer.echo(sentence)
     for failure in results.diverged:
         typer.echo(f"diverged: {failure}", err=True)
-    from ln_probe.render.lab_page import write_lab_page
+    from ln_probe.page.lab import write_lab_page
 
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)

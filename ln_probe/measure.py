@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 from torch import nn
 
+from ln_probe import __version__
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.probes import columns as declared
@@ -24,6 +25,7 @@ from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.schema import Part, Table, TableError, joined
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import n_layers
 from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.loading.provenance import ModelSource, source_of
@@ -31,9 +33,7 @@ from ln_probe.measuring.live import Live
 from ln_probe.passes import Passes
 from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, name_tokens
 from ln_probe.recording import marked
-from ln_probe.reporting.exhibits import Exhibits
-from ln_probe.reporting.report import Report
-from ln_probe.reporting.software import __version__, versions
+from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
 from ln_probe.settings import Settings, from_the_end, whole_numbers
 

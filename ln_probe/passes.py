@@ -41,6 +41,7 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.registry import chosen
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
@@ -64,7 +65,6 @@ from ln_probe.measuring.beside import Beside
 from ln_probe.measuring.watching import Watching, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
 from ln_probe.recording import record
-from ln_probe.reporting.exhibits import Exhibits
 from ln_probe.seal import Seal
 from ln_probe.settings import Settings
 

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
-from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.norm import Site
-from ln_probe.reporting.exhibits import (
+from ln_probe.exhibits import (
     CELLS,
     VERDICTS,
     Exhibits,
@@ -32,6 +29,9 @@ from ln_probe.reporting.exhibits import (
     pooled,
     to_bytes,
 )
+from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.norm import Site
 
 # Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.

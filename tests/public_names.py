@@ -20,12 +20,9 @@ MODULES = (
     "ln_probe.analyses.probes.protocol",
     "ln_probe.analyses.schema",
     "ln_probe.prompts",
-    "ln_probe.render.drawing",
-    "ln_probe.render.effects",
-    "ln_probe.render.figures",
-    "ln_probe.render.heads",
-    "ln_probe.render.norm_geometry",
-    "ln_probe.reporting.token_places",
+    "ln_probe.page.figures",
+    "ln_probe.page.heads",
+    "ln_probe.exhibits",
 )
 
 

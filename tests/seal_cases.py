@@ -24,7 +24,7 @@ from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.sealing import edits_under_way, foreign_hooks
 from ln_probe.loading.convert import has_hooked_transformer
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 from ln_probe.seal import SealError
 
 IDENTICAL, NOTED, REFUSED, WRONG = "identical", "accepted and noted", "refused", "wrong"

@@ -18,11 +18,8 @@ from pathlib import Path
 import numpy as np
 
 import ln_probe
-from ln_probe.render.drawing import Figure
-from ln_probe.render.figures import LABELS
-from ln_probe.render.norm_geometry import geometry
-from ln_probe.render.svg import BLUE, GREEN, GRID, ORANGE, PINK
-from ln_probe.reporting.report import Report
+from ln_probe.page.figures import BLUE, GREEN, GRID, LABELS, ORANGE, PINK, Figure, geometry
+from ln_probe.report import Report
 
 DPI = 110
 

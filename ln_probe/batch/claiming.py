@@ -14,7 +14,7 @@ from ln_probe.batch.finished import finished, remove, what_is_done
 from ln_probe.batch.plan import FORMAT, INDEX_FILE, WORK_FOLDER, Asked, Run
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
-from ln_probe.reporting.report import PAGE_FILE, REPORT_FILE
+from ln_probe.report import PAGE_FILE, REPORT_FILE
 from ln_probe.settings import Settings
 
 if TYPE_CHECKING:

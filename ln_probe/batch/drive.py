@@ -165,14 +165,14 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
 
 def calibrated_deviations(run: Run, target: Target) -> tuple[str, ...]:
     """How a checkpoint's measurement differs from what was asked for, before its report is made."""
-    from ln_probe.reporting.contents import Contents
+    from ln_probe.report import Report
 
     unit = Unit(CALIBRATION)
     try:
         info = Stored(run.path(target, unit), run.unit_key(target, unit)).info
     except (FileNotFoundError, DamagedError):
         return ()
-    return Contents(provenance={"model": info["model"], "prompts": info["prompts"]}).deviations
+    return Report(provenance={"model": info["model"], "prompts": info["prompts"]}).deviations
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ def write_index(
 
     `earlier` are those of earlier commands; what is told of them is of those times.
     """
-    from ln_probe.render.index import IndexEntry, index_page
-    from ln_probe.reporting.report import load_report
+    from ln_probe.page.index import IndexEntry, index_page
+    from ln_probe.report import load_report
 
     entries, failures = [], dict[Target, str]()
     probes, deviations = dict[Target, tuple[str, ...]](), dict[Target, tuple[str, ...]]()

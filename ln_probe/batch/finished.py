@@ -28,7 +28,7 @@ from ln_probe.analyses.probes.base import Failure
 from ln_probe.analyses.probes.registry import entries
 from ln_probe.batch.plan import Run
 from ln_probe.batch.suite import Target
-from ln_probe.reporting.report import REPORT_FILE
+from ln_probe.report import REPORT_FILE
 
 
 def mark_begun(run: Run, target: Target, files: Collection[str]) -> None:

@@ -24,11 +24,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ln_probe import __version__
 from ln_probe.analyses.probes.base import Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, package_of
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
-from ln_probe.reporting.software import __version__
 from ln_probe.settings import Settings
 
 WORK_FOLDER = ".ln_probe"

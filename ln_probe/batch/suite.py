@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.probes.text import quoted, whole_number
-from ln_probe.reporting.report import slug
+from ln_probe.report import slug
 
 if TYPE_CHECKING:
     from ln_probe.loading.provenance import ModelSource

@@ -31,6 +31,7 @@ from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHT
 from ln_probe.batch.shards import DEFAULT, TokenShards
 from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.hooks.model import HookedModel, context_length
 from ln_probe.hooks.objective import Objective
@@ -41,8 +42,7 @@ from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes
 from ln_probe.prompts import calibration_prompts, cut_notes, skip_note, summary
 from ln_probe.recording import SAMPLED_PROMPTS
-from ln_probe.reporting.exhibits import Exhibits
-from ln_probe.reporting.report import REPORT_FILE, files_of
+from ln_probe.report import REPORT_FILE, files_of
 from ln_probe.seal import Seal
 from ln_probe.settings import check_unchanged, read_groups
 

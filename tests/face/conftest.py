@@ -20,7 +20,7 @@ import torch
 import ln_probe
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import CAUSAL
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from
 
@@ -185,7 +185,7 @@ def long_report(long_model: Any, long_prompts: list[list[int]], tmp_path_factory
 @pytest.fixture(scope="session")
 def page_of() -> Callable[[Report], str]:
     """`report_page`, drawn once per report of the session."""
-    from ln_probe.render.page import report_page
+    from ln_probe.page.page import report_page
 
     drawn: dict[int, tuple[Report, str]] = {}
 

@@ -87,7 +87,7 @@ def disturb(monkeypatch: Any, after: int, act: Callable[[Worker], None]) -> None
 
 def without_pages(monkeypatch: Any) -> None:
     """Reports without their pages, which cost ten times what the tables of a tiny model do."""
-    monkeypatch.setattr("ln_probe.render.page.report_page", lambda *_: "a page")
+    monkeypatch.setattr("ln_probe.page.page.report_page", lambda *_: "a page")
     monkeypatch.setattr(
-        "ln_probe.render.index.index_page", lambda entries, *_: "\n".join(e.name + e.error for e in entries)
+        "ln_probe.page.index.index_page", lambda entries, *_: "\n".join(e.name + e.error for e in entries)
     )

@@ -11,11 +11,10 @@ import pytest
 import ln_probe
 from ln_probe.analyses.probes import sinks
 from ln_probe.analyses.probes.base import among_heads, in_layers
-from ln_probe.render.forest import forest, losses
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.render.page import report_page
-from ln_probe.render.verdict import verdict
-from ln_probe.reporting.report import Report
+from ln_probe.page.index import IndexEntry, forest, index_page, losses
+from ln_probe.page.page import report_page
+from ln_probe.page.verdict import verdict
+from ln_probe.report import Report
 from ln_probe.settings import whole_numbers
 
 

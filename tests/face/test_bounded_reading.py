@@ -20,7 +20,7 @@ from ln_probe.analyses.machinery import files
 from ln_probe.analyses.machinery.files import FileError, parse_json, read_bytes, read_json, read_lines, read_text
 from ln_probe.prompt_sources import entries
 from ln_probe.prompts import read_vocabulary
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 MEGABYTES = 64  # that a refusal may take
 

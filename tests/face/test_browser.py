@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 import ln_probe
 from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.text import disarmed, shortened, visible
-from ln_probe.render import attention_view as frames
-from ln_probe.render import page as pages
-from ln_probe.render.explorer import HeadMap
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.render.lab_page import write_lab_page
-from ln_probe.render.payload import own_script
-from ln_probe.reporting.report import Report
+from ln_probe.page import attention as frames
+from ln_probe.page import own_script
+from ln_probe.page import page as pages
+from ln_probe.page.heads import HeadMap
+from ln_probe.page.index import IndexEntry, index_page
+from ln_probe.page.lab import write_lab_page
+from ln_probe.report import Report
 
 COLOURS = """canvas => { const { width, height } = canvas;
   const data = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer);

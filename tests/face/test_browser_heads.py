@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.render.explorer import HeadMap
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.render.lab_page import write_lab_page
-from ln_probe.render.page import report_page
-from ln_probe.reporting.report import Report
+from ln_probe.page.heads import HeadMap
+from ln_probe.page.index import IndexEntry, index_page
+from ln_probe.page.lab import write_lab_page
+from ln_probe.page.page import report_page
+from ln_probe.report import Report
 
 PageOf = Callable[[Report], str]
 AXE = os.environ.get("LN_PROBE_AXE", "")  # axe.min.js of the npm package axe-core; .ci/run fetches it

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.probes.head_columns import BY_HEAD
-from ln_probe.render.heads import MEASURES, heads_map, measures_of
-from ln_probe.render.svg import svg
-from ln_probe.reporting.report import Report
+from ln_probe.page.figures import svg
+from ln_probe.page.heads import MEASURES, heads_map, measures_of
+from ln_probe.report import Report
 
 
 def test_every_figure_is_that_of_its_table(report: Report) -> None:
@@ -75,7 +75,7 @@ def test_the_picture_of_every_measure(report: Report) -> None:
 
 
 def test_the_page_offers_the_measures(report: Report) -> None:
-    from ln_probe.render.pictures import groups
+    from ln_probe.page.page import groups
 
     (group,) = [g for g in groups(report) if g.id == "heads-pictures"]
     (shown,) = group.pictures

@@ -13,9 +13,9 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.reporting.overview import step_of, told_apart
-from ln_probe.reporting.report import Report
+from ln_probe.comparison import labels, step_of
+from ln_probe.page.index import IndexEntry, index_page
+from ln_probe.report import Report
 
 
 def named(report: Report, name: str, **model: Any) -> Report:
@@ -51,7 +51,7 @@ def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     assert len(both._repr_html_()) < 150_000
 
 
-def test_names_are_told_apart(report: Report) -> None:
+def test_names_are_labels(report: Report) -> None:
     reports = [
         named(report, "p", revision="step0"),
         named(report, "p", revision="step1000"),
@@ -59,8 +59,8 @@ def test_names_are_told_apart(report: Report) -> None:
         named(report, "q"),
         named(report, "p", revision="main"),
     ]
-    assert told_apart(reports) == ("p step 0", "p step 1000", "q", "q (2)", "p")
-    assert ln_probe.compare(reports).names == told_apart(reports)
+    assert labels(reports) == ("p step 0", "p step 1000", "q", "q (2)", "p")
+    assert ln_probe.compare(reports).names == labels(reports)
 
 
 @pytest.mark.parametrize(("model", "step"), [
@@ -143,23 +143,23 @@ def test_differences_are_paired_by_prompt(report: Report) -> None:
 
 
 def test_folders_are_named_by_what_tells_them_apart() -> None:
-    from ln_probe.render.index import told_apart
+    from ln_probe.page.index import short_names
 
-    assert told_apart(["/a/run layernorm · step0", "/a/run none · step0", "gpt2", "org/gpt2"]) == [
+    assert short_names(["/a/run layernorm · step0", "/a/run none · step0", "gpt2", "org/gpt2"]) == [
         "run layernorm · step0",
         "run none · step0",
         "gpt2",
         "org/gpt2",
     ]
-    assert told_apart(["/a/one/model", "/b/two/model", "/a/one/model"]) == ["one/model", "two/model", "one/model"]
-    assert told_apart(["/a/model", "model"]) == ["/a/model", "model"], "two names never become one"
-    assert told_apart(["/a/b", "/b"]) == ["a/b", "/b"]
-    assert told_apart(["/a · b/x · step1", "/a · b/y"]) == ["x · step1", "y"]
-    assert told_apart([]) == []
+    assert short_names(["/a/one/model", "/b/two/model", "/a/one/model"]) == ["one/model", "two/model", "one/model"]
+    assert short_names(["/a/model", "model"]) == ["/a/model", "model"], "two names never become one"
+    assert short_names(["/a/b", "/b"]) == ["a/b", "/b"]
+    assert short_names(["/a · b/x · step1", "/a · b/y"]) == ["x · step1", "y"]
+    assert short_names([]) == []
 
 
 def test_long_names_on_an_axis_keep_both_ends() -> None:
-    from ln_probe.render.figures import axis_text
+    from ln_probe.page.figures import axis_text
 
     first, second = (axis_text(f"EleutherAI/pythia-70m-deduped · step{n}") for n in (0, 143000))
     assert first != second

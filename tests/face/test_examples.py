@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LONG = (  # a quarter of a minute and more

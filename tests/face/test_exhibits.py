@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ln_probe
+from ln_probe.exhibits import CELLS, VERDICTS, Exhibits, bin_edges, pooled, to_bytes, to_weights
 from ln_probe.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
-from ln_probe.reporting.exhibits import CELLS, VERDICTS, Exhibits, bin_edges, pooled, to_bytes, to_weights
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 STORED = 0.004  # what the README and the page promise: to within 0.4 % of the attention
 

@@ -29,7 +29,7 @@ from ln_probe.analyses.lab.training import TrainConfig, load_run, train
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.loading.folder import check_header
 from ln_probe.prompt_sources import entries
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 OLD = Path(__file__).parent / "report_0_1_0"  # without hashes: what is in its files is judged by what it says
 NESTED = "[" * 100_000

@@ -13,11 +13,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.render import effects, figures, multiples
-from ln_probe.render import norm_geometry as geometry
-from ln_probe.render.svg import svg
-from ln_probe.reporting.exhibits import SiteSample
-from ln_probe.reporting.report import Report
+from ln_probe.exhibits import SiteSample
+from ln_probe.page import figures, index
+from ln_probe.page.figures import svg
+from ln_probe.report import Report
 
 DRAWN: list[Callable[[Report], Figure]] = [
     figures.norms_over_depth,
@@ -28,7 +27,7 @@ DRAWN: list[Callable[[Report], Figure]] = [
     figures.margins_by_head,
     figures.uniform_angle_by_layer,
     figures.entropy_by_layer,
-    geometry.geometry,
+    figures.geometry,
 ]
 
 
@@ -43,7 +42,7 @@ def test_figures_can_be_restyled_and_are_drawn_alike_twice(draw: Callable[[Repor
     assert not mpl.rcParams["svg.hashsalt"], "the user's settings were changed"
 
 
-@pytest.mark.parametrize("draw", [d for d in DRAWN if d is not geometry.geometry], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("draw", [d for d in DRAWN if d is not figures.geometry], ids=lambda d: d.__name__)
 def test_axes_are_labelled(draw: Callable[[Report], Figure], report: Report) -> None:
     visible = [a for a in draw(report).axes if a.get_visible() and a.get_label() != "<colorbar>"]
     assert any(a.get_ylabel() for a in visible)
@@ -94,7 +93,7 @@ def sample(kind: str, n: int = 40) -> SiteSample:
 
 
 def test_steps_of_a_layernorm_end_on_the_sphere() -> None:
-    (_, before, _), (_, flat, inside), (_, height, length) = geometry.steps(sample("layernorm"))
+    (_, before, _), (_, flat, inside), (_, height, length) = figures.geometry_steps(sample("layernorm"))
     assert np.abs(before).max() > 1
     assert (flat == 0).all()
     assert inside.std() > 0.1
@@ -103,40 +102,40 @@ def test_steps_of_a_layernorm_end_on_the_sphere() -> None:
 
 
 def test_steps_of_other_norms() -> None:
-    (_, _, _), (_, height, length) = geometry.steps(sample("rmsnorm"))
+    (_, _, _), (_, height, length) = figures.geometry_steps(sample("rmsnorm"))
     assert np.allclose(np.hypot(height, length), np.sqrt(8)), "an RMSNorm's outputs are on the sphere, not in the plane"
     assert np.abs(height).max() > 0.1
-    assert [t for t, _, _ in geometry.steps(sample("projection_only"))] == ["x, as it comes", "projected: Px"]
-    assert len(geometry.steps(sample("none"))) == 1
+    assert [t for t, _, _ in figures.geometry_steps(sample("projection_only"))] == ["x, as it comes", "projected: Px"]
+    assert len(figures.geometry_steps(sample("none"))) == 1
     for kind in ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none"):
-        assert geometry.draw(sample(kind)).axes
-        assert geometry.draw(sample(kind, 1)).axes
+        assert figures.draw_geometry(sample(kind)).axes
+        assert figures.draw_geometry(sample(kind, 1)).axes
 
 
 def test_tokens_far_away_are_drawn_at_the_edge() -> None:
     near = sample("layernorm")
     length = near.length.copy()
     length[3] *= 500
-    axes = geometry.draw(replace(near, length=length)).axes[0]
+    axes = figures.draw_geometry(replace(near, length=length)).axes[0]
     assert np.abs(axes.get_xlim()).max() < 3 * near.length.max(), "one sink decides what can be seen"
-    assert "Hollow: farther away than drawn" in geometry.caption(near)
+    assert "Hollow: farther away than drawn" in figures.geometry_caption(near)
 
 
 def test_a_site_that_was_not_kept_is_named(report: Report) -> None:
-    assert geometry.geometry(report, "blocks.1.ln1").axes
+    assert figures.geometry(report, "blocks.1.ln1").axes
     with pytest.raises(ValueError, match=r"no vectors were kept of 'ln9': there are some of \['blocks\.0\.ln1'"):
-        geometry.geometry(report, "ln9")
+        figures.geometry(report, "ln9")
 
 
 def test_an_unknown_measure_is_a_key_error(report: Report) -> None:
     with pytest.raises(KeyError, match="marginal"):
-        multiples.over_depth([report], ["a"], "marginal")
+        index.over_depth([report], ["a"], "marginal")
     with pytest.raises(KeyError, match="marginal"):
         figures.heat_maps(report, "marginal", "")
 
 
 def test_interventions_are_bars_for_groups_and_points_for_norms(report: Report, causal: pd.DataFrame) -> None:
-    figure = effects.causal_effects(report.with_tables(causal=causal))
+    figure = figures.causal_effects(report.with_tables(causal=causal))
     above, below = figure.axes
     assert [t.get_text() for t in above.get_yticklabels()] == ["attention", "all"]
     bars = sorted(round(p.get_width(), 6) for p in above.patches)
@@ -150,20 +149,20 @@ def test_terms_that_do_nothing_are_not_drawn_and_huge_losses_do_not_hide_the_res
     report: Report, causal: pd.DataFrame
 ) -> None:
     still = causal.assign(no_op=["it has no projection" if v == "no_projection" else "" for v in causal["variant"]])
-    above = effects.causal_effects(report.with_tables(causal=still)).axes[0]
+    above = figures.causal_effects(report.with_tables(causal=still)).axes[0]
     assert len(above.patches) == 4
     assert above.get_xscale() == "linear"
     huge = pd.concat(
         [causal, causal[causal["variant"] == "no_scaling"].head(1).assign(sites="mlp", delta_loss=32.0)],
         ignore_index=True,
     )
-    assert effects.causal_effects(report.with_tables(causal=huge)).axes[0].get_xscale() == "symlog"
-    assert not effects.causal_effects(report.with_tables(causal=causal.head(0))).axes[0].patches
+    assert figures.causal_effects(report.with_tables(causal=huge)).axes[0].get_xscale() == "symlog"
+    assert not figures.causal_effects(report.with_tables(causal=causal.head(0))).axes[0].patches
 
 
 def test_long_legends_leave_room_for_the_axes() -> None:
     """Lines that coincide share a label as wide as the figure; matplotlib warned, and drew an axis of no size."""
-    from ln_probe.render.figures import LABELS, SIZE, legend
+    from ln_probe.page.figures import LABELS, SIZE, legend
 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.render.lab_page import FIRST, write_lab_page
+from ln_probe.page.lab import FIRST, write_lab_page
 
 
 def test_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ln_probe.analyses.machinery.files import (
     verify,
     with_checksum,
 )
-from ln_probe.reporting.report import Report, files_of
+from ln_probe.report import Report, files_of
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from PIL import Image
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.render import effects, figures, heads
-from ln_probe.render.norm_geometry import geometry
-from ln_probe.reporting.report import Report
+from ln_probe.page import figures, heads
+from ln_probe.page.figures import geometry
+from ln_probe.report import Report
 
 LINE = 200  # characters; a cell is wider, and a repr may stand in a list of others
 
@@ -54,7 +54,7 @@ def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -
 def test_d2_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
     drawn = [figures.margins_over_depth(report), geometry(report), heads.heads_map(report, "entropy_change")]
-    drawn.append(effects.causal_effects(report)) if len(report.causal) else None
+    drawn.append(figures.causal_effects(report)) if len(report.causal) else None
     for figure in drawn:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -77,7 +77,7 @@ def test_labels_of_any_script_are_drawn_without_a_word() -> None:
 
 def test_attention_of_a_head(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr("ln_probe.render.attention_view.packed", lambda content: sent.append(content) or "")
+    monkeypatch.setattr("ln_probe.page.attention.packed", lambda content: sent.append(content) or "")
     kept = report.exhibits.attention[0]
     layer, head = kept.layers[-1], kept.heads[-1]
     assert f"layer={layer}, head={head}" in repr(report.attention(layer, head=head))

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.render.page import report_page
+from ln_probe.page.page import report_page
 
 TOP = Path(__file__).parents[2]
 TABLES = TOP / "examples" / "checkpoints" / "tables"

@@ -13,16 +13,14 @@ import pytest
 
 from ln_probe.analyses.probes.base import even_share
 from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
-from ln_probe.render import figures, forest
-from ln_probe.render.explorer import HeadMap, address, linked
-from ln_probe.render.heads import MEASURES
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.render.page import report_page, title_of
-from ln_probe.render.pictures import groups
-from ln_probe.render.svg import LEGIBLE, POINTS, SMALLEST, svg
-from ln_probe.reporting.exhibits import Exhibits, to_weights
-from ln_probe.reporting.paired import paired
-from ln_probe.reporting.report import Report
+from ln_probe.comparison import paired
+from ln_probe.exhibits import Exhibits, to_weights
+from ln_probe.page import figures, index
+from ln_probe.page.figures import LEGIBLE, POINTS, SMALLEST, svg
+from ln_probe.page.heads import MEASURES, HeadMap, address, linked
+from ln_probe.page.index import IndexEntry, index_page
+from ln_probe.page.page import groups, report_page, title_of
+from ln_probe.report import Report
 
 Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
@@ -118,8 +116,8 @@ def test_d5_few_stuck_keys_do_not_shine(report: Report) -> None:
 
 def test_d6_text_of_charts_is_legible_on_phones(report: Report, causal: pd.DataFrame, page_of: PageOf) -> None:
     """Every chart says how wide it must be for its smallest text to have 11 px, and phones show it so."""
-    rows = forest.losses(["a", "b"], [report.with_tables(causal=causal)] * 2)
-    html = page_of(report) + svg(forest.forest(["a", "b"], rows), "x")
+    rows = index.losses(["a", "b"], [report.with_tables(causal=causal)] * 2)
+    html = page_of(report) + svg(index.forest(["a", "b"], rows), "x")
     drawn = re.findall(r'<svg [^>]*--legible:(\d+)px"[^>]*viewBox="0 0 ([\d.]+) [\d.]+".*?</svg>', html, re.DOTALL)
     texts = re.findall(r"<svg .*?</svg>", html, re.DOTALL)
     assert len(drawn) == len(texts) >= 9
@@ -285,8 +283,8 @@ def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reade
 
 
 def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
-    rows = forest.losses(["a", "b", "c"], models)
-    figure = forest.forest(["a", "b", "c"], rows)
+    rows = index.losses(["a", "b", "c"], models)
+    figure = index.forest(["a", "b", "c"], rows)
     scaling = figure.axes[0]
     filled = scaling.lines[0]
     assert list(filled.get_xdata()) == [0.3] * 3
@@ -296,10 +294,10 @@ def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
         table = paired(["a", "b", "c"], models, baseline)
         assert list(table["difference"]) == pytest.approx(expected)
         assert set(table["against"]) == {"abc"[baseline]}
-        drawn = forest.differences(["a", "b", "c"], table)
+        drawn = index.differences(["a", "b", "c"], table)
         assert list(drawn["place"]) == [i for i in range(3) if i != baseline]
         assert list(drawn["value"]) == pytest.approx(expected)
-    steps = forest.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"])
+    steps = index.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"])
     assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ln_probe
+from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
+from ln_probe.page.page import report_page
 from ln_probe.recording import FULL_HEADS, plan
-from ln_probe.render.page import report_page
-from ln_probe.reporting.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
-from ln_probe.reporting.report import Report
+from ln_probe.report import Report
 
 LIMIT = 5_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
 LAYERS, HEADS, TOKENS = 12, 12, 512

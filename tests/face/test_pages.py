@@ -16,14 +16,11 @@ import ln_probe
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Table
-from ln_probe.render import norm_geometry as geometry
-from ln_probe.render.effects import causal_effects
-from ln_probe.render.index import IndexEntry, index_page
-from ln_probe.render.multiples import PANELS, over_depth
-from ln_probe.render.page import report_page
-from ln_probe.render.svg import svg
-from ln_probe.render.table_html import STATIC_ROWS, figure_text, table
-from ln_probe.reporting.report import Report
+from ln_probe.page.figures import causal_effects, geometry_steps, svg
+from ln_probe.page.index import PANELS, IndexEntry, index_page, over_depth
+from ln_probe.page.page import report_page
+from ln_probe.page.tables import STATIC_ROWS, figure_text, table
+from ln_probe.report import Report
 
 Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
@@ -283,7 +280,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
 def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
     report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
     assert "No norm here projects" in parsed(report_page(report)).text
-    assert [len(geometry.steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
+    assert [len(geometry_steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
 
 
 def test_zero_prompts_are_refused(make_bridge: Callable[..., Any]) -> None:

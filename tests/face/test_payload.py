@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ln_probe.render import attention_view as attention
-from ln_probe.render import payload
-from ln_probe.render.payload import circuitsvis_script, own_script, packed, policy
+from ln_probe import page as payload
+from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
 
 
 def unpacked(text: str) -> Any:

@@ -16,7 +16,7 @@ from ln_probe.analyses.machinery.files import CHECKSUM, checksums, sha256_of_fil
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
 from ln_probe.analyses.probes.statistics import infer_mean
-from ln_probe.reporting.report import Report, slug
+from ln_probe.report import Report, slug
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from torch import nn
 
 import ln_probe
 from ln_probe.hooks.sealing import foreign_hooks
-from ln_probe.render.page import report_page
-from ln_probe.reporting.report import Report
+from ln_probe.page.page import report_page
+from ln_probe.report import Report
 from ln_probe.seal import SealError
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "seal.csv"

@@ -17,8 +17,7 @@ from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, angle_to_ones
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.render.lab_page import write_lab_page
-from ln_probe.render.space import TABLE, space_data, space_page
+from ln_probe.page.lab import TABLE, space_data, space_page, write_lab_page
 
 SITE = Path(__file__).parents[2] / "docs" / "_static" / "majority_in_space.html"
 
@@ -59,7 +58,7 @@ def test_what_the_page_is_given(points: pd.DataFrame) -> None:
 
 def test_the_sites_picture_is_of_the_kept_coordinates() -> None:
     made = space_page(table_at(folder("majority_in_space"), TABLE))
-    assert SITE.read_text() == made, "python -m ln_probe.render.space > docs/_static/majority_in_space.html"
+    assert SITE.read_text() == made, "python -m ln_probe.page.lab > docs/_static/majority_in_space.html"
 
 
 def tips(page: Any) -> list[str]:

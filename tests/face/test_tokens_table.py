@@ -7,9 +7,8 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes.columns import TOKENS
-from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention, to_bytes
-from ln_probe.reporting.report import Report
-from ln_probe.reporting.token_places import by_token
+from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention, by_token, to_bytes
+from ln_probe.report import Report
 
 
 def shown(tokens: list[str], attainable: list[float], frozen: list[float], **options: object) -> PromptAttention:

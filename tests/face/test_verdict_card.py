@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, is_effect
-from ln_probe.render.page import report_page
-from ln_probe.render.verdict import Verdict, verdict
-from ln_probe.reporting.report import Report
+from ln_probe.page.page import report_page
+from ln_probe.page.verdict import Verdict, verdict
+from ln_probe.report import Report
 
 Reader = Callable[[str], Any]
 

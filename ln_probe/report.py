@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from ln_probe import __version__
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.machinery.files import (
     FileError,
     checksums,
@@ -26,14 +28,13 @@ from ln_probe.analyses.machinery.files import (
     write_text,
 )
 from ln_probe.analyses.probes import columns as declared_here
-from ln_probe.analyses.probes.base import Failure, Probe, ProbeError
-from ln_probe.analyses.probes.registry import find, package_of
+from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
-from ln_probe.reporting.contents import Contents
-from ln_probe.reporting.exhibits import EXHIBITS_FILE, Exhibits
+from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
 
 if TYPE_CHECKING:
-    from ln_probe.render.attention_view import AttentionView
+    from ln_probe.page.attention import AttentionView
 
 REPORT_FILE = "report.json"  # the manifest of a report's folder
 PAGE_FILE = "report.html"
@@ -61,25 +62,142 @@ _AT_THE_LAST_POSITION = (
     "position; it is `attainable_last` here. What keys can receive at any position, and whether a head's own queries "
     "reach them, is not known"
 )
+NO_NORMS = "the model has no normalization"  # how the note begins that says so
+_OPTIONAL = ("numba", "circuitsvis", "gguf", "gmpy2", "python-flint", "ray")
+_LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 
-class Report(Contents):
-    """What LayerNorm does in one model on some prompts: see `Contents` for what it holds."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Report:
+    """What LayerNorm does in one model on some prompts.
+
+    Attributes:
+        tables: every table by name: those of the built-in probes (empty where one did not run), then those of other
+            packages' probes. `describe` says what their columns mean.
+        provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
+        notes: what a reader has to know before believing the tables.
+        exhibits: what is kept for pictures: attention patterns, marks of keys, vectors around the norms.
+        declared: what the tables are, by name.
+        probes: of other packages, that ran and are installed here.
+        failures: probes that failed, and why.
+    """
+
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    exhibits: Exhibits = field(default_factory=Exhibits)
+    declared: Mapping[str, Table] = field(default_factory=dict)
+    probes: tuple[Probe, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = {t.name: t for t in declared_here.BUILT_IN}
+        declared = own | {n: Table.of_frame(n, f) for n, f in self.tables.items() if n not in own} | dict(self.declared)
+        tables = {n: t.empty() for n, t in declared.items()} | dict(self.tables)
+        object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "tables", tables)
+
+    @property
+    def layernorms(self) -> pd.DataFrame:
+        """A row per norm."""
+        return self.tables["layernorms"]
+
+    @property
+    def heads(self) -> pd.DataFrame:
+        """A row per (layer, head, space, variant)."""
+        return self.tables["heads"]
+
+    @property
+    def keys(self) -> pd.DataFrame:
+        """A row per chosen key and variant."""
+        return self.tables["keys"]
+
+    @property
+    def causal(self) -> pd.DataFrame:
+        """A row per (sites, variant)."""
+        return self.tables["causal"]
+
+    @property
+    def causal_prompts(self) -> pd.DataFrame:
+        """A row per (prompt, sites, variant): what the intervals of `causal` come from."""
+        return self.tables["causal_prompts"]
+
+    @property
+    def constants(self) -> Constants:
+        """What replaced each norm's sigma on every prompt: `.of(i)`, `.pooled`, `.observed`.
+
+        Raises:
+            ValueError: the report is of a version that did not keep them.
+        """
+        table, about = self.tables["scale_sums"], self.provenance.get("calibration", {})
+        if "constants" not in about:
+            raise ValueError("this report is of an ln_probe that did not keep the sums of sigma: make it again")
+        given = self.provenance["constants"] if about["given"] else None
+        return Constants.of_table(table, str(about["constants"]), given)
+
+    @property
+    def head_effects(self) -> pd.DataFrame:
+        """The table `head_effects`."""
+        return self.tables["head_effects"]
+
+    @property
+    def sinks(self) -> pd.DataFrame:
+        """The table `sinks`."""
+        return self.tables["sinks"]
+
+    @property
+    def sink_heads(self) -> pd.DataFrame:
+        """The table `sink_heads`."""
+        return self.tables["sink_heads"]
+
+    @property
+    def token_sizes(self) -> pd.DataFrame:
+        """The table `token_sizes`."""
+        return self.tables["token_sizes"]
+
+    @property
+    def outlier_dimensions(self) -> pd.DataFrame:
+        """The table `outlier_dimensions`."""
+        return self.tables["outlier_dimensions"]
+
+    @property
+    def unembedding(self) -> pd.DataFrame:
+        """A row per token that is hard to predict."""
+        return self.tables["unembedding"]
+
+    @property
+    def name(self) -> str:
+        return str(self.provenance.get("model", {}).get("name", "model"))
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """How what was measured differs from what was asked for, a sentence each: a part of the model or of the prompts
+        that could not be used."""
+        model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
+        return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
+
+    def describe(self, table: str) -> pd.DataFrame:
+        """What the columns of a table mean: a row per column with `column`, `dtype`, `unit`, `meaning`.
+
+        Raises:
+            ValueError: the report has no such table (says which there are).
+        """
+        if table not in self.declared:
+            raise ValueError(f"this report has no table {table!r}: there are {', '.join(self.declared)}")
+        return self.declared[table].describe()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
         return f"Report({self.name!r}: {sizes or 'empty'})"
 
     def _repr_html_(self) -> str:
-        from ln_probe.render.page import notebook_cell
+        from ln_probe.page.page import notebook_cell
 
         return notebook_cell(self)
 
     def findings(self) -> list[str]:
         """What the tables say, in plain sentences computed from them."""
-        from ln_probe.reporting.findings import findings
-
-        return [f.text for f in findings(self)]
+        return [f.text for f in ranked_findings(self)]
 
     def with_tables(self, **tables: pd.DataFrame) -> Report:
         """The same report with some tables replaced."""
@@ -103,8 +221,8 @@ class Report(Contents):
         Raises:
             ValueError: nothing was kept of that layer, head or prompt (says what there is).
         """
-        from ln_probe.render.attention_view import AttentionView
-        from ln_probe.render.explorer import HeadMap
+        from ln_probe.page.attention import AttentionView
+        from ln_probe.page.heads import HeadMap
 
         return AttentionView(self.exhibits, layer, prompt, head, HeadMap.of(self))
 
@@ -115,19 +233,19 @@ class Report(Contents):
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            A row per (layer, head); `ln_probe.analyses.probes.head_columns.BY_HEAD` says what the columns mean. The
-            picture of it is `ln_probe.render.heads.heads_map`.
+            A row per (layer, head); `ln_probe.analyses.probes.head_columns.BY_HEAD` says what the columns mean.
+            `ln_probe.page.heads.heads_map` draws it.
 
         Raises:
             ValueError: no such column.
         """
-        from ln_probe.reporting.by_head import by_head
+        from ln_probe.page.heads import by_head
 
         return by_head(self, sort)
 
     def to_html(self, path: str | Path, *, index: str = "") -> Path:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
-        from ln_probe.render.page import report_page
+        from ln_probe.page.page import report_page
 
         path = Path(path)
         write_text(path, report_page(self, index))
@@ -353,3 +471,67 @@ def slug(name: str) -> str:
     """A folder name for a model name or path: letters, digits, '.', '_' and '-'."""
     last = Path(name).name if os.sep in name and os.path.exists(name) else name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:_LONGEST_SLUG] or "model"
+
+
+def ranked_findings(report: Report) -> list[Finding]:
+    """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
+    found: list[Finding] = []
+    for probe in (*chosen(DEFAULT), *report.probes):
+        try:
+            found += probe.findings(report.tables, report.provenance)
+        except Exception as error:
+            if probe not in report.probes:
+                raise
+            found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
+    if any(n.startswith(NO_NORMS) for n in report.notes):
+        found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+    elif not any(len(table) for table in report.tables.values()):
+        found.append(Finding("Nothing was measured: no table holds a row.", rank=0))
+    return sorted(found, key=lambda f: (f.rank, -f.size))
+
+
+def environment() -> dict[str, str]:
+    """What a report of a fault should say: versions, the worlds that can be had, device, threads, places of caches.
+
+    Imports torch and TransformerLens.
+    """
+    import os
+    import platform
+
+    import torch
+
+    from ln_probe.loading.convert import has_hooked_transformer
+
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    optional = {name: _version(name) for name in _OPTIONAL}
+    return (
+        {"ln_probe": __version__}
+        | versions()
+        | {name: found for name, found in optional.items() if found != "unknown"}
+        | {
+            "worlds": "HookedTransformer, TransformerBridge" if has_hooked_transformer() else "TransformerBridge",
+            "devices": ", ".join(devices),
+            "threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
+            "system": platform.platform(),
+        }
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that numbers depend on."""
+    import platform
+
+    return {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES}
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:  # not installed, or vendored
+        return "unknown"

@@ -1,4 +1,4 @@
-// Points in three dimensions that can be turned. What render/space.py packed: what can be chosen, and coordinates by model,
+// Points in three dimensions that can be turned. What `space_data` in page/lab.py packed: what can be chosen, and coordinates by model,
 // seed, step, stage, role (keys, queries), token and axis.
 const SPACE_SIZE = 100; // from the centre to the farthest key, in units of the drawing
 const SPACE_TURN = Math.PI / 36; // of an arrow key

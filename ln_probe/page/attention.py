@@ -12,15 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 
 from ln_probe.analyses.machinery.files import write_text
 from ln_probe.analyses.probes.text import shortened, visible
-from ln_probe.render.explorer import HeadMap
-from ln_probe.render.payload import circuitsvis_script, compressed, own_script, packed, policy
-from ln_probe.reporting.exhibits import VERDICTS, Exhibits, PromptAttention
+from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
+from ln_probe.page import circuitsvis_script, compressed, environment, own_script, packed, policy
+from ln_probe.page.heads import HeadMap
 
 # A key is marked hard to select if it is among this share of its head's keys that can get the least attention …
 HARDEST_SHARE = 0.05
@@ -140,16 +139,17 @@ def attention_document(
         "map": heads.plain(),
         "notes": exhibits.notes,
     }
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ln_probe.render", "."), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template("attention.html").render(
-        policy=policy(own, bundle),
-        script=Markup(own),
-        bundle=_compressed(bundle),
-        data=packed(content),
-        hardest=f"{100 * HARDEST_SHARE:.0f} %",
-        below=f"{100 * HARD_BELOW:.0f} %",
+    return (
+        environment()
+        .get_template("attention.html")
+        .render(
+            policy=policy(own, bundle),
+            script=Markup(own),
+            bundle=_compressed(bundle),
+            data=packed(content),
+            hardest=f"{100 * HARDEST_SHARE:.0f} %",
+            below=f"{100 * HARD_BELOW:.0f} %",
+        )
     )
 
 

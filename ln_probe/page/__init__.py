@@ -1,7 +1,7 @@
-"""Data and scripts inside a page: base64 of compressed bytes, and scripts that run only if their hash is known.
+"""Pages of reports: templates, and the data and scripts inside a page.
 
-Base64 holds none of the characters that end a script or an attribute, so no text from a model or a user can leave its
-place; and the page's content security policy names its own scripts by hash, so nothing else would run if it did.
+Base64 holds none of the characters that end a script or an attribute, so no text from a model or a user can escape from
+its element; and the page's content security policy names its own scripts by hash, so no other script runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+from markupsafe import Markup
+
+from ln_probe.analyses.probes.text import disarmed, shortened, visible
 
 _TYPES = {"uint8": "Uint8Array", "uint16": "Uint16Array", "int32": "Int32Array", "float32": "Float32Array"}
 _ALIGN = 8  # typed arrays must begin at a multiple of their item's size
+
+
+@cache  # templates are compiled once
+def environment() -> jinja2.Environment:
+    """Templates: every value is escaped, and text shows its control characters."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("ln_probe.page", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else disarmed(value),
+    )
+    made.filters |= {"visible": visible, "shortened": shortened}
+    made.globals["zip"] = zip
+    return made
 
 
 def packed(content: Any) -> str:
@@ -77,7 +95,7 @@ def compressed(content: bytes) -> str:
 @cache
 def own_script(*names: str) -> str:
     """The package's scripts of these names, one after the other."""
-    folder = resources.files("ln_probe.render")
+    folder = resources.files("ln_probe.page")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Column
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.render.payload import packed
+from ln_probe.page import packed
 
 STATIC_ROWS = 40  # rows that are there without scripts
 DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table

@@ -1,5 +1,5 @@
 "use strict";
-// What render/payload.py packed: base64 of zlib; a JSON header, then the bytes of its arrays.
+// What `packed` in page/__init__.py made: base64 of zlib; a JSON header, then the bytes of its arrays.
 async function inflate(text) {
   if (typeof DecompressionStream === "undefined")
     throw new Error("this browser cannot decompress (needed: Chrome 80, Firefox 113, Safari 16.4 or newer)");

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect
 from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
-from ln_probe.reporting.contents import Contents
+from ln_probe.report import Report
 
 # The terms, each with what is done to it and how the sentence begins; the places, the widest first.
 _TERMS = {"no_scaling": ("scaling", "frozen", "Freezing"), "no_projection": ("projection", "removed", "Removing")}
@@ -66,7 +66,7 @@ class Verdict:
     drawn: bool = False
 
 
-def verdict(report: Contents) -> Verdict | None:
+def verdict(report: Report) -> Verdict | None:
     """The card of a report; None if the loss was not asked for."""
     rows = dict(_rows(report.causal))
     if not rows or not all(math.isfinite(base_loss(r)) for r in rows.values()):
@@ -92,7 +92,7 @@ def verdict(report: Contents) -> Verdict | None:
     )
 
 
-def _notes(report: Contents, rows: dict[tuple[str, str], dict[str, Any]], unit: str) -> Iterator[str]:
+def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: str) -> Iterator[str]:
     """What the figures are made of: prompts, constants, intervals."""
     first, about = next(iter(rows.values())), report.provenance.get("calibration", {})
     prompts, source = counted(int(first["prompts"]), "prompt"), report.provenance.get("prompts", {}).get("source", "")

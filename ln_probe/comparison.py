@@ -1,0 +1,244 @@
+"""Several reports side by side: the same tables with a column per model, and one row of summary for each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.machinery.files import write_text
+from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes.base import asked_layers
+from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
+from ln_probe.analyses.schema import Table
+from ln_probe.hooks.interventions import GROUPS
+from ln_probe.report import Report
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Reports side by side.
+
+    Attributes:
+        names: a different one per report; reports: the reports themselves.
+        summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): shares and medians over heads, intact
+            and with scaling frozen.
+        tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
+            `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
+        paired: how much more or less the loss changes in each report than in the first one, prompt by prompt
+            (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
+        notes: what else than the model differs between the first report and the others (prompts, layers, version).
+    """
+
+    names: tuple[str, ...]
+    reports: tuple[Report, ...]
+    summary: pd.DataFrame
+    tables: Mapping[str, pd.DataFrame]
+    paired: pd.DataFrame
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layernorms(self) -> pd.DataFrame:
+        return self.tables["layernorms"]
+
+    @property
+    def heads(self) -> pd.DataFrame:
+        return self.tables["heads"]
+
+    @property
+    def keys(self) -> pd.DataFrame:
+        return self.tables["keys"]
+
+    @property
+    def causal(self) -> pd.DataFrame:
+        return self.tables["causal"]
+
+    @property
+    def unembedding(self) -> pd.DataFrame:
+        return self.tables["unembedding"]
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(map(repr, self.names))})"
+
+    def _repr_html_(self) -> str:
+        from ln_probe.page.index import comparison_cell
+
+        return comparison_cell(self.names, self.reports, self.summary, self.notes)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page: summary and small multiples; the path written."""
+        from ln_probe.page.index import IndexEntry, index_page
+
+        path = Path(path)
+        entries = [IndexEntry(name, report=report) for name, report in zip(self.names, self.reports, strict=True)]
+        write_text(path, index_page(entries))
+        return path
+
+
+def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:
+    """The same tables of several reports side by side.
+
+    Args:
+        reports: at least one.
+        names: what to call them; None means their models' names, with the training step or a number where two are
+            the same.
+
+    Raises:
+        ValueError: no reports, or names that are not one per report and all different.
+        TypeError: something that is not a Report.
+    """
+    found = tuple(reports)
+    if not found:
+        raise ValueError("nothing to compare: give at least one report")
+    for report in found:
+        if not isinstance(report, Report):
+            raise TypeError(f"compare takes reports, got {type(report).__name__}: load one with ln_probe.load_report")
+    called = labels(found) if names is None else tuple(map(str, names))
+    if len(called) != len(found) or len(set(called)) != len(called):
+        raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
+    summary = pd.DataFrame(
+        [{"model": n, **overview(r)} for n, r in zip(called, found, strict=True)], columns=SUMMARY.names
+    )
+    tables = {name: table for report in found for name, table in report.declared.items() if table.key}
+    joined = {n: _side_by_side(t, called, found) for n, t in tables.items()}
+    return Comparison(called, found, summary, joined, paired(called, found), apart(called, found))
+
+
+def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
+    about = list(table.key)
+    frames = {}
+    for name, report in zip(names, reports, strict=True):
+        frame = report.tables.get(table.name)
+        if frame is not None and len(frame):
+            frames[name] = frame.drop_duplicates(about).set_index(about)
+    if not frames:
+        return pd.DataFrame()
+    joined = pd.concat(frames, axis=1, sort=False)
+    measures = list(dict.fromkeys(joined.columns.get_level_values(1)))
+    wide: pd.DataFrame = joined.swaplevel(axis=1)[measures]
+    return wide
+
+
+def step_of(report: Report) -> int | None:
+    """The training step a report is about: `provenance["model"]["step"]`, or the number in a revision `step1000`."""
+    model = report.provenance.get("model", {})
+    if isinstance(model.get("step"), int):
+        return int(model["step"])
+    match = re.fullmatch(r"(?:step[-_ ]?)?(\d+)", str(model.get("revision") or ""))
+    return int(match[1]) if match else None
+
+
+def labels(reports: Sequence[Report]) -> tuple[str, ...]:
+    """A name per report: the model's, with its step or a number where several share it."""
+    plain = [r.name for r in reports]
+    steps = [step_of(r) for r in reports]
+    found: list[str] = []
+    for name, step in zip(plain, steps, strict=True):
+        called = name if plain.count(name) == 1 or step is None else f"{name} step {step}"
+        again = sum(f == called or f.startswith(f"{called} (") for f in found)
+        found.append(called if not again else f"{called} ({again + 1})")
+    return tuple(found)
+
+
+def overview(report: Report) -> dict[str, float | int | None]:
+    """One row of figures about a report: shares over all keys, medians over norms and heads."""
+    norms, heads = report.layernorms, report.heads
+    found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
+    found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
+    for variant, ending in (("intact", ""), ("no_scaling", "_no_scaling")):
+        rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads
+        keys = rows["keys"].sum() if len(rows) else 0
+        found[f"unselectable{ending}"] = rows["unselectable"].sum() / keys if keys else math.nan
+        for name, column in (
+            ("attainable", "attainable_last_median"),
+            ("margin", "margin_median"),
+            ("entropy_ratio", "entropy_ratio"),
+        ):
+            found[f"{name}{ending}"] = float(rows[column].median()) if len(rows) else math.nan
+    return found
+
+
+def same_tokens(one: Report, other: Report) -> bool:
+    """Whether both say that they were measured on the same tokens."""
+    first, second = (r.provenance.get("prompts", {}).get("sha256") for r in (one, other))
+    return first is not None and bool(first == second)
+
+
+def same_layers(one: Report, other: Report) -> bool:
+    """Whether groups of norms ("all", "attention") are of the same layers in both."""
+    return asked_layers(one.provenance) == asked_layers(other.provenance)
+
+
+def apart(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> tuple[str, ...]:
+    """What else than the model differs between the baseline and the others: a sentence per kind of difference."""
+    first = reports[baseline] if reports else Report()
+    others = [(n, r) for i, (n, r) in enumerate(zip(names, reports, strict=True)) if i != baseline]
+    unpaired = ": figures side by side differ for that, too, and losses are not paired"
+    kinds = (
+        ("on other prompts", unpaired, [n for n, r in others if not same_tokens(first, r)]),
+        ("in other layers", unpaired, [n for n, r in others if not same_layers(first, r)]),
+        (
+            "with another version of ln_probe",
+            "",
+            [n for n, r in others if r.provenance.get("ln_probe") != first.provenance.get("ln_probe")],
+        ),
+    )
+    return tuple(
+        f"{', '.join(found)}: measured {what} than {names[baseline]}{rest}." for what, rest, found in kinds if found
+    )
+
+
+def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:
+    """Differences of `causal_prompts.delta_loss` to the baseline's, over the prompts that both have.
+
+    Args:
+        names, reports: one name per report.
+        baseline: which of them the others are compared with.
+
+    Returns:
+        The table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
+        baseline's.
+    """
+    first, key = reports[baseline], ["prompt", "sites", "variant"]
+    rows: list[dict[str, object]] = []
+    for number, (name, report) in enumerate(zip(names, reports, strict=True)):
+        one, two = (r.tables["causal_prompts"] for r in (first, report))
+        comparable = same_tokens(first, report) and same_layers(first, report)
+        if number == baseline or not len(one) or not len(two) or not comparable:
+            continue
+        both = one.merge(two, on=key, suffixes=("", "_other"))
+        both = both[both["predicted"] > 0]
+        for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
+            weight = mine["predicted"].to_numpy(float)
+            change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
+            found = statistics.infer_mean(change, weight)
+            rows.append(
+                {
+                    "model": name,
+                    "against": names[baseline],
+                    "sites": sites,
+                    "variant": variant,
+                    "difference": float(change.sum() / weight.sum()),
+                    "low": found.low,
+                    "high": found.high,
+                    "p_mean": found.p,
+                    "prompts": len(mine),
+                    "prompts_more": int((change > 0).sum()) if np.isfinite(change).all() else np.nan,
+                    "p_adjusted": statistics.sign_test(change),
+                }
+            )
+    return _adjusted(PAIRED.frame(rows)) if rows else PAIRED.frame(rows)
+
+
+def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
+    """With p adjusted (Holm): of signs for all rows, of means for all groups, or all single norms."""
+    groups, means = table["sites"].isin(GROUPS), table["p_mean"].copy()
+    for mine in (groups, ~groups):
+        known = table.loc[mine, "difference"].notna()
+        means[mine] = statistics.holm(means[mine].to_list(), known.to_list())
+    return table.assign(p_mean=means, p_adjusted=statistics.holm(table["p_adjusted"].to_list()))

@@ -1,0 +1,571 @@
+"""The figures of one report, each a matplotlib Figure that the user may restyle, and how they become SVG."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import matplotlib as mpl
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+from markupsafe import escape
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
+
+from ln_probe.analyses.probes.base import even_share
+from ln_probe.analyses.probes.text import disarmed, percent
+from ln_probe.exhibits import SiteSample
+from ln_probe.hooks.variants import VARIANTS
+
+if TYPE_CHECKING:
+    from ln_probe.report import Report
+
+__all__ = [
+    "Figure",
+    "attainable_over_depth",
+    "causal_effects",
+    "entropy_by_layer",
+    "geometry",
+    "heat_maps",
+    "margins_by_head",
+    "margins_over_depth",
+    "norms_over_depth",
+    "projection_over_depth",
+    "uniform_angle_by_layer",
+    "unselectable_by_head",
+]
+
+# Okabe & Ito's colours (safe for the colour-blind); a variant has the same one in every picture. On a page they are
+# variables, with lighter shades of the same hues on dark paper. Heat maps keep their own colours in both schemes: a
+# scale that is turned round would be read wrongly.
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+GRID = "#b0b0b0"
+DECIMALS = 2  # of coordinates: a hundredth of a unit cannot be seen, and a tenth of a page's pictures was such decimals
+POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # units of an SVG an inch, its smallest text in them, the least size in pixels
+INK = "#000000"
+_VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
+DPI = 192  # pixels per inch of what a notebook gets, which shows them at half that: sharp on dense screens
+COLOURS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "neither": PINK}
+MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "neither": "D"}  # told apart without colour as well
+LABELS = {
+    "intact": "intact",
+    "no_scaling": "without scaling",
+    "no_projection": "without projection",
+    "neither": "without both",
+}
+SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
+LABEL = 24  # characters of a name on an axis
+TICKS = 24  # labels on an axis
+LETTERS, HANDLE = 15, 5  # of a legend: an inch holds so many, and so many make room for a line's sample
+SAME = 2e-3  # two curves closer than this, relatively, are one: 0.2 % of the axis is half a pixel
+VECTOR_CELLS = 700  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
+
+
+class Figure(matplotlib.figure.Figure):
+    """As matplotlib's, and the last thing in a notebook's cell it is a picture there.
+
+    matplotlib shows figures of `pyplot` only, and only after `%matplotlib inline`; figures here are made without
+    pyplot, so that making many keeps none alive.
+    """
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        """The picture, and the size in pixels at which it is meant to stand."""
+        buffer = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # tokens of scripts that a font lacks
+            self.savefig(buffer, format="png", dpi=DPI)
+        width, height = (round(inches * DPI / 2) for inches in self.get_size_inches())
+        return buffer.getvalue(), {"width": width, "height": height}
+
+
+def norms_over_depth(report: Report) -> Figure:
+    """Mean length of vectors before and after each norm (± one deviation before it), without position 0."""
+    figure, axes = _figure("length (L2 norm)", log=True)
+    rows = _sites_of(report)
+    place = np.arange(len(rows))
+    mean, cv = (_tail(rows, f"norm_before_{m}") for m in ("mean", "cv"))
+    low = np.maximum(mean * (1 - cv), mean * 0.05)  # the axis is logarithmic
+    axes.fill_between(place, low, mean * (1 + cv), color=BLUE, alpha=0.18, lw=0, label="± one deviation")
+    axes.plot(place, mean, "o-", color=BLUE, label="before the norm")
+    axes.plot(place, _tail(rows, "norm_after_mean"), "s-", color=ORANGE, label="after it")
+    _few_log_ticks(axes)
+    name_sites(axes, rows)
+    legend(axes)
+    return figure
+
+
+def projection_over_depth(report: Report) -> Figure:
+    """What projection removes at each norm: the share of squared length along the ones-vector, and the angle to it."""
+    figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    rows = _sites_of(report)
+    place = np.arange(len(rows))
+    for axes, column, label in (
+        (above, "mean_share", "share of squared length"),
+        (below, "angle_to_ones_deg", "angle to ones, degrees"),
+    ):
+        dress(axes, label)
+        every, tail = rows[column].clip(lower=1e-12), _tail(rows, column).clip(lower=1e-12)
+        axes.plot(place, tail, "o-", color=GREEN, label="without position 0")
+        axes.plot(place, every, "v:", ms=4, color=PINK, label="all positions")
+    above.set_yscale("log")
+    _few_log_ticks(above)
+    below.axhline(90, color=GRID, lw=1)
+    below.set_ylim(0, 94)
+    below.set_yticks([0, 30, 60, 90])
+    name_sites(below, rows)
+    legend(above)
+    return figure
+
+
+def margins_over_depth(report: Report) -> Figure:
+    """How far keys can be raised above all others: the median head's median key, and its hardest twentieth (dashes)."""
+    heads = report.heads
+    low = heads.loc[heads["space"] == "head", ["margin_median", "margin_p05"]].min().min()
+    figure = _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=bool(low > 0))
+    if low < 0:  # no query puts such keys on top
+        figure.axes[0].axhline(0, color=GRID, lw=1)
+    return figure
+
+
+def attainable_over_depth(report: Report) -> Figure:
+    """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
+    figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
+    axes, even = figure.axes[0], even_share(report.heads)
+    if not math.isnan(even):
+        axes.axhline(even, color="black", ls=":", lw=1.2, label=f"an even share, 1/n = {percent(even)}")
+        legend(axes)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def unselectable_by_head(report: Report) -> Figure:
+    """Share of keys that no query can select, layer × head, for each variant."""
+    return heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
+
+
+def margins_by_head(report: Report) -> Figure:
+    """Median margin of each head's keys, layer × head, for each variant."""
+    return heat_maps(report, "margin_median", "margin, nats")
+
+
+def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
+    """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where it is not known.
+
+    The scale ends at `least` or higher: a map of next to nothing does not shine.
+
+    Raises:
+        KeyError: no such column.
+    """
+    found = [(v, r) for v, r in by_variant(report) if not r[column].isna().all()]
+    columns = min(2, len(found)) or 1
+    lines = -(-len(found) // columns) or 1
+    figure = Figure(figsize=(SIZE[0], 0.5 + 1.75 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    values = np.concatenate([[0.0], *(r[column].to_numpy(float) for _, r in found)])
+    top = max(float(values[np.isfinite(values)].max()), least)
+    image = None
+    for axes, (variant, rows) in zip(panels.flat, found, strict=False):
+        grid = rows.pivot(index="layer", columns="head", values=column)
+        shown = np.ma.masked_invalid(grid.to_numpy(float))
+        image = axes.pcolormesh(
+            np.arange(shown.shape[1] + 1) - 0.5,
+            np.arange(shown.shape[0] + 1) - 0.5,
+            shown,
+            vmin=0,
+            vmax=top,
+            cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"),
+            rasterized=shown.size > VECTOR_CELLS,
+        )
+        axes.set_title(LABELS[variant], fontsize=10)
+        for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
+            step = -(-len(names) // 8)
+            axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
+    for axes in panels.flat[len(found) :]:
+        axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("layer")
+    for axes in panels[-1]:
+        axes.set_xlabel("head")
+    if image is not None:
+        figure.colorbar(image, ax=panels, label=label)
+    return figure
+
+
+def uniform_angle_by_layer(report: Report) -> Figure:
+    """Angle of each head's queries to the direction that attends uniformly, beside that of a random direction."""
+    figure, axes = _figure("angle, degrees")
+    rows = dict(by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
+    axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=BLUE, alpha=0.6, label="a head")
+    random = float(report.provenance.get("random_angle_deg", 90))
+    axes.axhline(random, color=ORANGE, ls="--", lw=1.2, label="random direction")
+    axes.set_ylim(0, 94)
+    axes.set_yticks([0, 30, 60, 90])
+    _layers(axes, report)
+    return figure
+
+
+def entropy_by_layer(report: Report) -> Figure:
+    """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
+    figure, axes = _figure("entropy / log(visible keys)")
+    for place, (variant, rows) in enumerate(by_variant(report)):
+        axes.plot(
+            rows["layer"] + 0.16 * (place - 1.5),
+            rows["entropy_ratio"],
+            MARKERS[variant],
+            ms=4,
+            alpha=0.6,
+            color=COLOURS[variant],
+            label=LABELS[variant],
+        )
+    axes.set_ylim(0, 1.02)
+    _layers(axes, report)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of head space of each variant there is, in the vocabulary's order."""
+    heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
+    return [(v, heads[heads["variant"] == v]) for v in VARIANTS if len(heads) and (heads["variant"] == v).any()]
+
+
+def _sites_of(report: Report) -> pd.DataFrame:
+    return report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
+
+
+def _tail(rows: pd.DataFrame, column: str) -> pd.Series:
+    """Without position 0; with it where there is no other token."""
+    return rows[f"{column}_tail"].fillna(rows[column])
+
+
+def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool) -> Figure:
+    figure, axes = _figure(label, log=log)
+    dashed = False
+    lines: list[tuple[list[str], pd.DataFrame]] = []
+    for variant, rows in by_variant(report):
+        grouped = rows.groupby("layer")[[middle, hard]].median()
+        if log:
+            grouped = grouped.where(grouped > 0)  # 0 has no place on a logarithmic axis
+        if grouped[middle].isna().all():
+            continue
+        same = next((v for v, g in lines if g.shape == grouped.shape and coincide(g, grouped)), None)
+        if same is None:
+            lines.append(([variant], grouped))
+        else:
+            same.append(variant)
+    for variants, grouped in lines:
+        variant = variants[0]
+        style: dict[str, Any] = {"color": COLOURS[variant], "marker": MARKERS[variant], "ms": 5}
+        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(LABELS[v] for v in variants), **style)
+        axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
+        dashed = dashed or bool(grouped[hard].notna().any())
+    if dashed:
+        axes.plot([], [], "--", color="black", alpha=0.6, label="hardest twentieth")
+    if log:
+        _few_log_ticks(axes)
+    _layers(axes, report)
+    return figure
+
+
+def coincide(one: pd.DataFrame, other: pd.DataFrame) -> bool:
+    """Whether lines would lie on each other: nowhere farther apart than SAME of the larger one's size."""
+    return bool(np.allclose(one.to_numpy(float), other.to_numpy(float), rtol=SAME, atol=0, equal_nan=True))
+
+
+def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    dress(axes, ylabel)
+    if log:
+        axes.set_yscale("log")
+    return figure, axes
+
+
+def _few_log_ticks(axes: mpl.axes.Axes) -> None:
+    """Ticks for what has been drawn on a logarithmic axis: plain numbers, and several even within a decade."""
+    low, high = axes.get_ylim()
+    narrow = high < 8 * low
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:.3g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def dress(axes: mpl.axes.Axes, ylabel: str, grid: str = "y") -> None:
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="x" if grid == "x" else "y", color=GRID, alpha=0.35)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def axis_text(text: str) -> str:
+    """A name as it may stand on an axis: a dollar sign would begin a formula; long ones keep both ends."""
+    cut = text if len(text) <= LABEL else f"{text[: LABEL // 2 - 1]}…{text[-LABEL // 2 :]}"
+    return disarmed(cut).replace("\n", " ").replace("$", r"\$")
+
+
+def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
+    names = [axis_text(str(s).replace("blocks.", "")) for s in rows["site"]]
+    step = -(-len(names) // TICKS) or 1
+    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=8)
+
+
+def _layers(axes: mpl.axes.Axes, report: Report) -> None:
+    axes.set_xlabel("layer")
+    layers = sorted({int(v) for v in report.heads["layer"]})
+    axes.set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
+    legend(axes)
+
+
+def legend(axes: mpl.axes.Axes) -> None:
+    """Above the axes, where it hides no data."""
+    found = axes.get_legend_handles_labels()[1]
+    if found:
+        room = LETTERS * cast(Figure, axes.figure).get_figwidth()
+        axes.legend(
+            frameon=False,
+            fontsize=8,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=max(1, min(3, len(found), int(room / (max(map(len, found)) + HANDLE)))),
+            borderaxespad=0.2,
+            handlelength=1.6,
+            columnspacing=1.2,
+        )
+
+
+GROUPS = ("attention", "mlp", "final", "all")
+# Where the largest change is this many times the median one, the axis is linear near 0 and logarithmic beyond: a frozen
+# scale at one attention sink can cost tens of nats (SmolLM2, layer 16: 32), and everything else would look like 0.
+WIDE = 30.0
+
+
+def causal_effects(report: Report) -> Figure:
+    """Change of the loss when a term is switched off, 95 % intervals: per group of norms, and each norm alone.
+
+    Terms that are not there to take away (`no_op`) are left out.
+    """
+    rows = report.causal[(report.causal["variant"] != "intact") & report.causal["delta_loss"].notna()]
+    if "no_op" in rows:
+        rows = rows[rows["no_op"].fillna("") == ""]
+    groups = rows[rows["sites"].isin(GROUPS)]
+    single = rows[~rows["sites"].isin(GROUPS)]
+    parts = [found for found in (groups, single) if len(found)]
+    shape = [0.35 + 0.22 * len(groups)] * bool(len(groups)) + [2.6] * bool(len(single))
+    figure = Figure(figsize=(SIZE[0], 0.9 + sum(shape)), layout="constrained")
+    panels = figure.subplots(max(1, len(parts)), 1, squeeze=False, height_ratios=shape or [1])[:, 0]
+    for axes, found in zip(panels, parts, strict=False):
+        (_bars if found is groups else _points)(axes, found)
+    if parts:
+        legend(panels[0])
+    return figure
+
+
+def _bars(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
+    dress(axes, "", grid="x")
+    axes.set_xlabel("change of loss, nats per token")
+    axes.axvline(0, color=GRID, lw=1)
+    names = list(dict.fromkeys(rows["sites"]))
+    variants = [v for v in VARIANTS if (rows["variant"] == v).any()]
+    width = 0.8 / len(variants)
+    for number, variant in enumerate(variants):
+        mine = rows[rows["variant"] == variant].drop_duplicates("sites")
+        place = mine["sites"].map(names.index).to_numpy(float) + (number - (len(variants) - 1) / 2) * width
+        value, low, high = _numbers(mine)
+        axes.barh(place, value, 0.9 * width, color=COLOURS[variant], alpha=0.75, label=LABELS[variant])
+        axes.hlines(place, low, high, color="black", lw=1.3)
+        for end in (low, high):
+            axes.plot(end, place, "|", color="black", ms=5)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    if is_wide(rows):
+        axes.set_xscale("symlog", linthresh=threshold(rows))
+        axes.set_xlabel("change of loss, nats per token (logarithmic away from 0)")
+
+
+def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
+    dress(axes, "each norm alone, nats")
+    axes.axhline(0, color=GRID, lw=1)
+    names = list(dict.fromkeys(rows["sites"]))
+    for number, variant in enumerate(v for v in VARIANTS if (rows["variant"] == v).any()):
+        mine = rows[rows["variant"] == variant].drop_duplicates("sites")
+        place = mine["sites"].map(names.index).to_numpy(float) + 0.16 * (number - 1)
+        value, low, high = _numbers(mine)
+        axes.vlines(place, low, high, color=COLOURS[variant], lw=1.3)
+        axes.plot(place, value, MARKERS[variant], ms=4, color=COLOURS[variant], label=LABELS[variant])
+    name_sites(axes, pd.DataFrame({"site": names}))
+    if is_wide(rows):
+        axes.set_yscale("symlog", linthresh=threshold(rows))
+
+
+def _numbers(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Value and interval; an interval that is not known has no length."""
+    value, low, high = (rows[c].to_numpy(float) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
+    return value, np.where(np.isfinite(low), low, value), np.where(np.isfinite(high), high, value)
+
+
+def is_wide(rows: pd.DataFrame) -> bool:
+    """Whether one change would make the others invisible on a linear axis."""
+    sizes = rows["delta_loss"].abs()
+    return bool(sizes.max() > max(1.0, WIDE * float(sizes.median())))
+
+
+def threshold(rows: pd.DataFrame) -> float:
+    """Where such an axis stops being linear."""
+    return max(1e-3, float(f"{rows['delta_loss'].abs().median():.1g}"))
+
+
+EDGE = 1.15  # of the circle's radius: what is farther out is drawn there, hollow
+_VIEW = {"elev": 18, "azim": -60}
+
+
+def geometry(report: Report, site: str | None = None) -> Figure:
+    """Tokens before a norm, after its projection and after its scaling, on the ones-direction and two principal axes.
+
+    Args:
+        report: one that keeps samples of norm inputs.
+        site: the norm; None means the one whose input lengths vary most.
+
+    Raises:
+        ValueError: no sample was kept of that site (says of which there are).
+    """
+    samples = report.exhibits.samples
+    found = next((s for s in samples if s.site == site), None) if site is not None else most_spread(report)
+    if found is None:
+        raise ValueError(f"no vectors were kept of {site!r}: there are some of {[s.site for s in samples]}")
+    return draw_geometry(found)
+
+
+def most_spread(report: Report) -> SiteSample | None:
+    """The sample whose lengths vary most, position 0 left out: where scaling has most to do."""
+
+    def spread(sample: SiteSample) -> float:
+        lengths = sample.length[sample.position > 0] if (sample.position > 0).any() else sample.length
+        return float(np.std(lengths) / max(float(np.mean(lengths)), 1e-300))
+
+    return max(report.exhibits.samples, key=spread, default=None)
+
+
+def geometry_steps(sample: SiteSample) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """What the norm does, step by step: a title, heights along the ones-vector, lengths in the plane."""
+    ones, length = sample.ones.astype(float), sample.length.astype(float)
+    found = [("x, as it comes", ones, length)]
+    if sample.kind in ("layernorm", "projection_only"):
+        ones = np.zeros_like(ones)
+        found.append(("projected: Px", ones, length))
+    if sample.kind in ("layernorm", "rmsnorm", "scaling_only"):
+        symbol = "Px" if sample.kind == "layernorm" else "x"
+        found.append((f"scaled: {symbol} / sigma", ones / sample.sigma, length / sample.sigma))
+    return found
+
+
+def draw_geometry(sample: SiteSample) -> Figure:
+    """The picture of one sample."""
+    drawn = geometry_steps(sample)
+    figure = Figure(figsize=(3.1 * len(drawn), 3.7))
+    angle = np.arctan2(sample.axis2.astype(float), sample.axis1.astype(float))
+    first = sample.position == 0
+    for number, (title, height, length) in enumerate(drawn, start=1):
+        axes: Any = figure.add_subplot(1, len(drawn), number, projection="3d", computed_zorder=False)
+        x, y = length * np.cos(angle), length * np.sin(angle)
+        on_sphere = title.startswith("scaled")
+        typical = np.hypot(length, height)[~first] if (~first).any() else np.hypot(length, height)
+        radius = math.sqrt(sample.d) if on_sphere else float(np.quantile(typical, 0.95)) if len(typical) else 1.0
+        radius = max(radius, 1e-12)
+        reach = EDGE * radius
+        size = np.hypot(length, height)
+        outside = size > EDGE * radius  # sinks: drawn at the edge, so that the rest can be seen
+        shrink = np.where(outside, EDGE * radius / np.maximum(size, 1e-300), 1.0)
+        x, y, z = x * shrink, y * shrink, height * shrink
+        _plane(axes, radius, on_sphere)
+        axes.plot([0, 0], [0, 0], [-reach, reach], color=GREEN, lw=1.5, zorder=2)
+        axes.text(0, 0, 1.04 * reach, "ones", color=GREEN, fontsize=9, ha="center", va="bottom")
+        if number == 1:
+            stems = [[(a, b, c), (a, b, 0.0)] for a, b, c in zip(x, y, z, strict=True)]
+            axes.add_collection3d(Line3DCollection(stems, colors=GRID, linewidths=0.6, alpha=0.6, zorder=3))
+        for those, place, far in (
+            ({"s": 9, "color": BLUE, "alpha": 0.8}, ~first, False),
+            ({"s": 34, "color": ORANGE, "marker": "^"}, first, False),
+            ({"s": 12, "color": BLUE, "facecolors": "none"}, ~first, True),
+            ({"s": 34, "color": ORANGE, "facecolors": "none", "marker": "^"}, first, True),
+        ):
+            mine = place & (outside == far)
+            if mine.any():
+                axes.scatter(x[mine], y[mine], z[mine], lw=0.9 if far else 0, depthshade=False, zorder=5, **those)
+        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
+        axes.set_box_aspect((1, 1, 0.9), zoom=1.35)
+        axes.set_axis_off()
+        axes.view_init(**_VIEW)
+        longest = "radius √d" if on_sphere else "circle: length"
+        axes.set_title(f"{number}. {title}\n{longest} = {radius:.3g}", fontsize=9.5, y=1.0)
+    figure.subplots_adjust(left=0, right=1, bottom=0, top=0.84, wspace=0)
+    return figure
+
+
+def _plane(axes: Any, radius: float, sphere: bool) -> None:
+    turn = np.linspace(0, 2 * math.pi, 97)
+    edge_x, edge_y = radius * np.cos(turn), radius * np.sin(turn)
+    axes.plot(edge_x, edge_y, 0 * turn, color=GRID, lw=1.2, zorder=1)
+    for scale in (1 / 3, 2 / 3):
+        axes.plot(scale * edge_x, scale * edge_y, 0 * turn, color=GRID, lw=0.4, alpha=0.7, zorder=1)
+    for around in (0.0, math.pi / 2):
+        way_x, way_y = radius * math.cos(around), radius * math.sin(around)
+        axes.plot([-way_x, way_x], [-way_y, way_y], [0, 0], color=GRID, lw=0.6, zorder=1)
+        if sphere:
+            axes.plot(
+                way_x * np.cos(turn),
+                way_y * np.cos(turn),
+                radius * np.sin(turn),
+                color=GRID,
+                lw=0.7,
+                alpha=0.8,
+                zorder=1,
+            )
+
+
+def geometry_caption(sample: SiteSample) -> str:
+    """What the reader of the picture has to know."""
+    before = "" if (sample.position > 0).all() else " Triangles: position 0. Hollow: farther away than drawn."
+    return (
+        f"{len(sample.tokens)} tokens at {sample.site} (d = {sample.d}). Height: coordinate along the ones-vector. "
+        f"Direction in the plane: two principal axes, which hold {100 * sample.axes_share:.0f} % of the squared length "
+        f"there; distance from the middle: true length.{before}"
+    )
+
+
+def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
+    """The figure as an inline SVG element, its ids beginning with `name`; the same figure gives the same text.
+
+    Args:
+        figure: any matplotlib figure; black becomes the page's ink, the palette above its colours.
+        name: unique on the page, letters and digits.
+        title: what a screen reader says.
+    """
+    with (
+        mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}),
+        warnings.catch_warnings(),
+    ):
+        # Text stays text and is drawn with the reader's fonts, so what matplotlib's lacks does not matter.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(rf"(\.\d{{{DECIMALS}}})\d+", r"\1", m.group()), text)
+    text = re.sub(r'\bid="(?=[A-Za-z])|url\(#(?=[A-Za-z])|href="#(?=[A-Za-z])', lambda m: f"{m.group(0)}{name}-", text)
+    text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
+    for colour, variable in _VARIABLES.items():
+        text = re.sub(rf"(?<=: ){colour}", f"var({variable}, {colour})", text)
+    # How wide it must be for its smallest text (8 points) to have 11 pixels: phones scroll.
+    width = round(figure.get_figwidth() * POINTS * LEGIBLE / SMALLEST)
+    described = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
+    head, _, rest = text.partition(">")
+    return head.replace("<svg ", described, 1) + f'><title id="{name}-title">{escape(disarmed(title))}</title>' + rest

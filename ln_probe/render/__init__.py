@@ -1,1 +1,0 @@
-"""Reports as people see them: pages and figures."""
