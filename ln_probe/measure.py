@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +25,7 @@ from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
-from ln_probe.hooks.model import n_layers
+from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.live import Live
@@ -69,7 +68,7 @@ def analyze(
     optimal: bool = False,
     hooks: str = REFUSE,
 ) -> Report:
-    """What LayerNorm does in `model`: norms term by term, keys that attention can select, how uniformly it attends.
+    """Measure what LayerNorm does in `model`: norms term by term, keys that attention can select, uniform attention.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
@@ -130,7 +129,7 @@ def analyze(
         >>> report.findings()[0]
     """
     hooked, on_original = hooked_model(model, tokenizer, hooks)
-    found = _probes(probes)
+    chosen_probes = _probes(probes)
     objective = Objective.of(loss)
     settings = Settings(
         probes=tuple(p if isinstance(p, str) else p.name for p in probes),
@@ -148,41 +147,26 @@ def analyze(
     settings.check(hooked)
     clock = _Clock()
     was_training = cast(nn.Module, model).training
+    default = prompts is None
     with Live(quiet=not progress), Seal(hooked, hooks) as seal:
-        pulse.tell("preparing prompts")
-        if vocab is not None:
-            name_tokens(hooked, vocab)
-        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed, prepend_bos=prepend_bos)
-        other = None if calibration is None else calibration_prompts(hooked, calibration, max_tokens, seed, prepend_bos)
-        seal.compare(ready.tokens[0])
-        objective.check(hooked, ready.tokens[0])
-        passes = Passes(hooked, settings, probes=found, objective=objective, seal=seal)
-        clock.lap("preparation")
-        numbered = list(enumerate(ready.tokens))
-        calibrated = passes.calibrate(numbered, groups=groups, calibration=other, default=prompts is None)
-        clock.lap("first pass")
-        pieces: dict[str, list[Piece | Failure]] = {
-            n: [p] for n, p in passes.measure(numbered, calibrated, default=prompts is None).items()
-        }
+        passes, ready, calibrated = _first_pass(
+            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
+        )
+        measured = passes.measure(list(enumerate(ready.tokens)), calibrated, default=default)
         clock.lap("second pass")
-        pieces |= {p.name: [passes.weigh(p)] for p in found if p.needs.nothing}
+        measured |= {p.name: passes.weigh(p) for p in chosen_probes if p.needs.nothing}
         clock.lap("weights")
         pulse.tell("pictures of attention")
         exhibits = passes.record(ready.tokens, ready.strings, calibrated, count=len(ready.tokens))
         clock.lap("exhibits")
+        source = source_of(cast(nn.Module, hooked))
         report = assemble(
-            found,
-            pieces,
+            chosen_probes,
+            {name: [piece] for name, piece in measured.items()},
             Context(calibrated, settings.layers, lambda p, i: ready.strings[p][i], keys, seed),
             exhibits=exhibits,
             provenance=provenance(
-                source_of(cast(nn.Module, hooked)),
-                ready.summary,
-                settings,
-                calibrated,
-                int(hooked.cfg.d_model),
-                found,
-                objective,
+                source, ready.summary, settings, calibrated, int(hooked.cfg.d_model), chosen_probes, objective
             )
             | seal.plain,
             notes=(*ready.notes, *calibrated.notes),
@@ -190,7 +174,7 @@ def analyze(
     clock.lap("tables")
     for failure in report.failures:
         warnings.warn(str(failure), ProbeFailedWarning, stacklevel=2)
-    if report.failures and len(report.failures) == len(found):
+    if report.failures and len(report.failures) == len(chosen_probes):
         raise ProbeError("; ".join(map(str, report.failures)))
     notes = (*on_original, *seal.notes, *report.notes, *([TRAINING] if was_training else []))
     timed = {"started": clock.started, "seconds": clock.laps}
@@ -205,7 +189,38 @@ def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
     return chosen(tuple(probes))
 
 
+def _first_pass(
+    seal: Seal,
+    settings: Settings,
+    probes: Sequence[Probe],
+    objective: Objective,
+    prompts: Any,
+    calibration: Any,
+    groups: Sequence[Hashable] | None,
+    prepend_bos: bool | None = None,
+    clock: _Clock | None = None,
+) -> tuple[Passes, Prompts, Calibration]:
+    """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
+    model, clock = cast(HookedModel, seal.model), clock or _Clock()
+    pulse.tell("preparing prompts")
+    if settings.vocab is not None:
+        name_tokens(model, settings.vocab)
+    tokens, seed, default = settings.max_tokens, settings.seed, prompts is None
+    ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos)
+    other = None if calibration is None else calibration_prompts(model, calibration, tokens, seed, prepend_bos)
+    seal.compare(ready.tokens[0])
+    objective.check(model, ready.tokens[0])
+    passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
+    clock.lap("preparation")
+    numbered = list(enumerate(ready.tokens))
+    calibrated = passes.calibrate(numbered, groups=groups, calibration=other, default=default)
+    clock.lap("first pass")
+    return passes, ready, calibrated
+
+
 class _Clock:
+    """Measures the seconds of each stage."""
+
     def __init__(self) -> None:
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.last = time.perf_counter()
@@ -226,71 +241,60 @@ def assemble(
     notes: Sequence[str] = (),
     failures: Sequence[Failure] = (),
 ) -> Report:
-    """A report of what the probes kept.
+    """Make a report of the probes' pieces.
 
     Args:
         probes: those that ran.
         pieces: of each probe by name, in the order of the prompts; none for one that needs the calibration alone.
-        context: what finishing needs.
+        context: what `Probe.finish` needs.
         exhibits: for pictures, their keys not marked yet.
-        provenance: where it comes from.
-        notes: what a reader has to know, before what the probes say.
-        failures: of probes that are not here.
+        provenance: where the report comes from.
+        notes: for the reader, before those of the probes.
+        failures: of probes that are not installed.
 
     A probe that raises, or whose tables do not match their declarations, is named in the report's failures and notes,
     and its tables are empty; the others' results stand.
     """
-    made = _Made(failures)
+    filled: dict[str, pd.DataFrame] = {}
+    parts: dict[str, list[pd.DataFrame]] = {}  # of tables that several probes fill
+    probe_notes: list[str] = []
+    marks: list[Marks] = []
+    failed = list(failures)
     for probe in probes:
-        made.add(probe, pieces.get(probe.name, ()), context)
-    made.tables[declared.SCALE_SUMS.name] = declared.SCALE_SUMS.check(context.calibration.constants.to_table())
+        of_probe = pieces.get(probe.name, ())
+        if failure := next((p for p in of_probe if isinstance(p, Failure)), None):
+            failed.append(failure)
+            continue
+        kept = [p for p in of_probe if isinstance(p, Piece)]
+        try:
+            results = probe.finish(kept, context)
+            frames = dict(_checked(probe, results.tables))
+            shared = {d.table.name: d.table for d in probe.tables if isinstance(d, Part) and d.table.name in frames}
+            extended = {name: [*parts.get(name, ()), frames[name]] for name in shared}
+            frames |= {name: table.check(joined(table, extended[name])) for name, table in shared.items()}
+            probe_marks = list(probe.marks(kept))
+        except Exception as error:
+            failed.append(Failure.of(probe.name, registry.package_of(probe), error))
+            continue
+        filled |= frames
+        parts |= extended
+        probe_notes += results.notes
+        marks += probe_marks
+    filled[declared.SCALE_SUMS.name] = declared.SCALE_SUMS.check(context.calibration.constants.to_table())
     tables = {t.name: t for t in declared.BUILT_IN} | {t.name: t for p in probes for t in whole(p.tables)}
     return Report(
-        tables={n: made.tables.get(n, t.empty()) for n, t in tables.items()},
+        tables={name: filled.get(name, table.empty()) for name, table in tables.items()},
         provenance=dict(provenance),
-        notes=tuple(dict.fromkeys((*notes, *made.notes, *map(str, made.failures)))),
-        exhibits=marked(exhibits, made.marks),
+        notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failed)))),
+        exhibits=marked(exhibits, marks),
         declared=tables,
         probes=tuple(p for p in probes if registry.package_of(p) != registry.OWN),
-        failures=tuple(made.failures),
+        failures=tuple(failed),
     )
 
 
-class _Made:
-    """What has come of the probes so far."""
-
-    def __init__(self, failures: Sequence[Failure]) -> None:
-        self.tables: dict[str, pd.DataFrame] = {}
-        self.notes: list[str] = []
-        self.marks: list[Marks] = []
-        self.failures = list(failures)
-        self._parts: dict[str, list[pd.DataFrame]] = {}  # of tables that several probes fill
-
-    def add(self, probe: Probe, pieces: Sequence[Piece | Failure], context: Context) -> None:
-        """Finish one probe's pieces; all of it counts, or nothing."""
-        failed = next((p for p in pieces if isinstance(p, Failure)), None)
-        if failed is not None:
-            self.failures.append(failed)
-            return
-        kept = [p for p in pieces if isinstance(p, Piece)]
-        try:
-            found = probe.finish(kept, context)
-            frames = dict(_checked(probe, found.tables))
-            parts = {d.table.name: d.table for d in probe.tables if isinstance(d, Part) and d.table.name in frames}
-            shared = {n: [*self._parts.get(n, ()), frames[n]] for n in parts}
-            frames |= {n: table.check(joined(table, shared[n])) for n, table in parts.items()}
-            marks = list(probe.marks(kept))
-        except Exception as error:
-            self.failures.append(Failure.of(probe.name, registry.package_of(probe), error))
-            return
-        self.tables |= frames
-        self._parts |= shared
-        self.notes += found.notes
-        self.marks += marks
-
-
 def _checked(probe: Probe, frames: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The frames, each as it is declared; a table of which there is no frame is empty."""
+    """Yield the frames, checked against their declarations; a declared table may have no frame."""
     names = [t.name for t in whole(probe.tables)]
     if extra := [n for n in frames if n not in names]:
         raise TableError(f"it returned a table {extra[0]!r}, and declares {', '.join(names)}")
@@ -312,7 +316,7 @@ def provenance(
     probes: Sequence[Probe] = (),
     objective: Objective | None = None,
 ) -> dict[str, Any]:
-    """Where tables come from, as plain JSON: the part that is the same whenever and however they are made."""
+    """Describe as plain JSON where tables come from: the part that does not depend on when and how they are made."""
     objective = Objective() if objective is None else objective
     others = {p.name: registry.package_of(p) for p in probes if registry.package_of(p) != registry.OWN}
     return {
@@ -336,7 +340,7 @@ def provenance(
 
 
 def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
-    """The constants that tables depend on: everybody's, the built-in probes' and those of `probes`."""
+    """Return the thresholds that tables depend on: the shared ones, the built-in probes' and those of `probes`."""
     import torch
 
     from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
@@ -412,22 +416,26 @@ def freezing_cost(
     """
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
-    with _first_pass(model, prompts, probe, objective, calibration, groups, max_tokens, seed, tokenizer) as first:
-        passes, ready, calibrated = first
+    hooked, _ = hooked_model(model, tokenizer)
+    settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
+    with Seal(hooked) as seal:
+        passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
         piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
     if isinstance(piece, Failure):
         raise ProbeError(str(piece))
     assert isinstance(piece, Piece)
-    made = probe.finish([piece], Context(calibrated, None, lambda _p, _i: "", seed=seed))
-    table = made.tables["causal"]
+    results = probe.finish([piece], Context(calibrated, None, lambda _p, _i: "", seed=seed))
+    table = results.tables["causal"]
     frozen = table[(table["family"] == "primary") & (table["variant"] == "no_scaling")]
     rows = frozen[frozen["sites"] == "all"]
-    notes = (*ready.notes, *calibrated.notes, *made.notes)
+    notes = (*ready.notes, *calibrated.notes, *results.notes)
     if not len(rows) or frozen["delta_loss"].isna().all():
         why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
         raise ValueError(f"freezing_cost is not applicable: {why}")
     row = rows.iloc[0]
-    said = probe.findings({"causal": table}, {"prompts": {"source": ready.source}, "loss": {"unit": objective.unit}})
+    findings = probe.findings(
+        {"causal": table}, {"prompts": {"source": ready.source}, "loss": {"unit": objective.unit}}
+    )
     return FreezingCost(
         float(row["delta_loss"]),
         float(row["delta_loss_low"]),
@@ -435,7 +443,7 @@ def freezing_cost(
         float(row["loss"] - row["delta_loss"]),
         table,
         calibrated.constants,
-        said[0].text,
+        findings[0].text,
         tuple(dict.fromkeys(notes)),
     )
 
@@ -468,34 +476,7 @@ def constants(
         >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
     """
     probe = Decomposition()
-    with _first_pass(model, prompts, probe, Objective(), calibration, groups, max_tokens, seed, tokenizer) as first:
-        return first[2].constants
-
-
-@contextmanager
-def _first_pass(
-    model: object,
-    prompts: Any,
-    probe: Causal | Decomposition,
-    objective: Objective,
-    calibration: Any,
-    groups: Sequence[Hashable] | None,
-    max_tokens: int,
-    seed: int,
-    tokenizer: Any,
-) -> Iterator[tuple[Passes, Prompts, Calibration]]:
-    """The passes over a model, its prompts and what the first pass finds; the model is in evaluation mode meanwhile."""
     hooked, _ = hooked_model(model, tokenizer)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
     with Seal(hooked) as seal:
-        ready = make_prompts(hooked, prompts, max_tokens=max_tokens, seed=seed)
-        seal.compare(ready.tokens[0])
-        other = None if calibration is None else calibration_prompts(hooked, calibration, max_tokens, seed)
-        objective.check(hooked, ready.tokens[0])
-        passes = Passes(hooked, settings, probes=[probe], objective=objective, seal=seal)
-        numbered = list(enumerate(ready.tokens))
-        yield (
-            passes,
-            ready,
-            passes.calibrate(numbered, groups=groups, calibration=other, default=prompts is None),
-        )
+        return _first_pass(seal, settings, [probe], Objective(), prompts, calibration, groups)[2].constants

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from ln_probe.analyses.probes.text import quoted, step_named
-from ln_probe.loading.provenance import ModelSource, remember, source_of
+from ln_probe.loading.provenance import ModelSource, remember, source_of, transformer_lens_version
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from ln_probe.hooks.default_tokens import BundledPrompts
     from ln_probe.hooks.optimal_constants import Shipped
     from ln_probe.loading.convert import Processing, World
-    from ln_probe.loading.pretrained import Pretrained
 
 __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
@@ -106,9 +104,7 @@ def load_model(
             f"revision={revision!r} was given for {given}, which is a local {kind}: it holds one version. "
             "Leave revision out, or give the folder of that version."
         )
-    if kind == "hub":
-        return _load_hub(given, torch_device, torch_dtype, revision, allow_pickle, world, processing)
-    return _load_local(given, kind, path, torch_device, torch_dtype, allow_pickle, world, processing)
+    return _load_checkpoint(given, kind, path, torch_device, torch_dtype, revision, allow_pickle, world, processing)
 
 
 def check_name(given: str) -> None:
@@ -230,37 +226,10 @@ def device_named(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def _load_local(
+def _load_checkpoint(
     given: str,
     kind: str,
     path: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    allow_pickle: bool,
-    world: World | None,
-    processing: Processing,
-) -> nn.Module:
-    from ln_probe.loading.folder import inspect_folder
-    from ln_probe.loading.pretrained import from_folder, from_gguf, offline, own_random_numbers, quiet
-    from ln_probe.loading.provenance import files_of_checkpoint, unchanged
-    from ln_probe.loading.verify import into_world
-
-    with quiet(), offline(), own_random_numbers():
-        if kind == "gguf":
-            weights: tuple[Path, ...] = (path,)
-            with unchanged(weights) as read:
-                pretrained = from_gguf(path, dtype=dtype, device=device)
-        else:
-            checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
-            weights = checkpoint.weights
-            with unchanged(files_of_checkpoint(checkpoint)) as read:
-                pretrained = from_folder(checkpoint, dtype=dtype, device=device)
-        source = _source(given, kind, pretrained, dtype, weights, read)
-        return into_world(pretrained, source, device, dtype, world, processing)
-
-
-def _load_hub(
-    given: str,
     device: torch.device,
     dtype: torch.dtype,
     revision: str | None,
@@ -268,73 +237,51 @@ def _load_hub(
     world: World | None,
     processing: Processing,
 ) -> nn.Module:
+    """Load a Hugging Face model from the hub, a folder or a .gguf file."""
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
-    from ln_probe.loading.pretrained import from_folder, offline, own_random_numbers, quiet
-    from ln_probe.loading.provenance import files_of_checkpoint, unchanged
+    from ln_probe.loading.pretrained import from_folder, from_gguf, offline, own_random_numbers, quiet
+    from ln_probe.loading.provenance import combined, files_of_checkpoint, sha256_of_hashes, unchanged
     from ln_probe.loading.verify import into_world
 
-    with quiet():
-        repository = official_name(given, also=tuple(bundled_models()))
-    if repository.startswith(LEGACY_PREFIXES):
-        raise ValueError(
-            f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without "
-            "a Hugging "
-            "Face model to compare with. Load it with TransformerLens and pass the model object."
+    repository = commit = None
+    notes: tuple[str, ...] = ()
+    if kind == "hub":
+        with quiet():
+            repository = official_name(given, also=tuple(bundled_models()))
+        if repository.startswith(LEGACY_PREFIXES):
+            raise ValueError(
+                f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without a Hugging "
+                "Face model to compare with. Load it with TransformerLens and pass the model object."
+            )
+        with quiet(progress=True):
+            snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
+        path, revision, commit, notes = snapshot.folder, snapshot.revision, snapshot.commit, snapshot.notes
+    with quiet(), offline(), own_random_numbers():  # every file is on the disk now
+        if kind == "gguf":
+            weights: tuple[Path, ...] = (path,)
+            with unchanged(weights) as hashes:
+                pretrained = from_gguf(path, dtype=dtype, device=device)
+        else:
+            checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
+            weights = checkpoint.weights
+            with unchanged(files_of_checkpoint(checkpoint)) as hashes:
+                pretrained = from_folder(checkpoint, dtype=dtype, device=device)
+        source = ModelSource(
+            name=given,
+            kind=kind,
+            revision=revision,
+            commit=commit,
+            weights_sha256=sha256_of_hashes({file: hashes[file] for file in weights}),
+            inputs_sha256=combined(hashes),
+            architecture=pretrained.architecture,
+            world="",
+            dtype=str(dtype).removeprefix("torch."),
+            transformer_lens_version=transformer_lens_version(),
+            notes=(*notes, *pretrained.notes),
+            deviations=pretrained.deviations,
         )
-    with quiet(progress=True):
-        snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
-    with (
-        quiet(),
-        offline(),
-        own_random_numbers(),
-    ):  # everything is on the disk now; nothing below has a reason to ask the hub again
-        checkpoint = inspect_folder(snapshot.folder, allow_pickle=allow_pickle)
-        with unchanged(files_of_checkpoint(checkpoint)) as read:
-            pretrained = from_folder(checkpoint, dtype=dtype, device=device)
-        source = _source(
-            given,
-            "hub",
-            pretrained,
-            dtype,
-            checkpoint.weights,
-            read,
-            revision=snapshot.revision,
-            commit=snapshot.commit,
-            notes=snapshot.notes,
-        )
-        return into_world(pretrained, source, device, dtype, world, processing, hub_name=repository)
-
-
-def _source(
-    given: str,
-    kind: str,
-    pretrained: Pretrained,
-    dtype: torch.dtype,
-    weights: Sequence[Path],
-    read: dict[Path, str],
-    *,
-    revision: str | None = None,
-    commit: str | None = None,
-    notes: tuple[str, ...] = (),
-) -> ModelSource:
-    """The part of the record that is known before a world is chosen; `read` are the hashes of all files read."""
-    from ln_probe.loading.provenance import combined, sha256_of_hashes, transformer_lens_version
-
-    return ModelSource(
-        name=given,
-        kind=kind,
-        revision=revision,
-        commit=commit,
-        weights_sha256=sha256_of_hashes({file.name: read[file] for file in weights}),
-        inputs_sha256=combined(read),
-        architecture=pretrained.architecture,
-        world="",
-        dtype=str(dtype).removeprefix("torch."),
-        transformer_lens_version=transformer_lens_version(),
-        notes=(*notes, *pretrained.notes),
-        deviations=pretrained.deviations,
-    )
+        return into_world(pretrained, source, world, processing, hub_name=repository)
 
 
 def lab_step(revision: str) -> int:
@@ -372,13 +319,7 @@ def _load_lab(
     step = None if revision is None else lab_step(revision)
     from ln_probe.analyses.lab.arithmetic import arithmetic_of
     from ln_probe.analyses.lab.training import load_run
-    from ln_probe.loading.provenance import (
-        combined,
-        files_of_lab_run,
-        sha256_of_state,
-        transformer_lens_version,
-        unchanged,
-    )
+    from ln_probe.loading.provenance import combined, files_of_lab_run, sha256_of_state, unchanged
 
     with unchanged(files_of_lab_run(folder, step)) as read:
         made = load_run(folder, step)

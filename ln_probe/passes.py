@@ -1,8 +1,8 @@
-"""The two passes over the prompts, and what each is for.
+"""The two passes over the prompts.
 
-The first, *calibration*, takes statistics of every norm (and with them the constants that replace sigma) and of the
-queries that occur. In the second, which needs them, the probes watch every prompt; it can be made on any part of the
-prompts, in any order, and the pieces joined afterwards.
+The first, *calibration*, collects statistics of every norm (the constants that replace sigma among them) and of the
+queries. In the second, which needs these, the probes observe every prompt. The second pass can be run on any part of
+the prompts, in any order; the pieces are joined afterwards.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ from ln_probe.settings import Settings
 # Prompts go through the model together if at least so much of what goes through is no padding.
 FILLED = 0.75
 
-# Fitting loss-optimal constants takes so many forward passes over all prompts: two groups of norms, two halves, two
-# starts, about 100 evaluations of three passes each (lm-layernorm); and multiplications a second of one core.
+# Forward passes over all prompts that fitting loss-optimal constants takes (two groups of norms, two halves, two
+# starts, about 100 evaluations of three passes each for lm-layernorm), and multiplications per second of one core.
 _FITTING_PASSES, _MULTIPLICATIONS = 1200.0, 2.5e10
 
-Pieces = dict[str, Piece | Failure]  # of each probe that watched, by name
+Pieces = dict[str, Piece | Failure]  # by name of the probe
 
 
 class Passes:
@@ -123,74 +123,65 @@ class Passes:
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
-    def _told(
-        self, stage: str, prompts: Iterable[tuple[int, Tensor]], alike: Callable[[int], object] = lambda _: None
+    def _batches(
+        self, stage: str, prompts: Iterable[tuple[int, Tensor]], kind: Callable[[int], object] = lambda _: None
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """The prompts, those together that go through the model together, and to whoever watches, how far it is.
+        """Yield the prompts that go through the model together, report progress, and check the seal after each batch.
 
-        Prompts keep their order: neighbours go together, if they are nearly of a length and `alike` is equal of both.
+        Prompts keep their order. Neighbours share a batch if they are nearly of a length and `kind` is equal for both.
         """
         total = float(len(prompts)) if isinstance(prompts, Sized) else math.nan
-        group: list[tuple[int, Tensor]] = []
-        done = 0
-        for number, row in prompts:
-            if group and not (alike(group[0][0]) == alike(number) and self._fits([len(r) for _, r in group], len(row))):
-                tell(stage, done, total, "prompts")
-                yield group
-                self._rest()
-                done, group = done + len(group), []
-            group.append((number, row))
-        if group:
-            tell(stage, done, total, "prompts")
-            yield group
-            self._rest()
 
-    def _rest(self) -> None:
-        if self.seal is not None:
-            self.seal.rest()
+        def divided() -> Iterator[list[tuple[int, Tensor]]]:
+            batch: list[tuple[int, Tensor]] = []
+            for number, row in prompts:
+                fits = batch and kind(batch[0][0]) == kind(number) and self._fits([len(r) for _, r in batch], len(row))
+                if batch and not fits:
+                    yield batch
+                    batch = []
+                batch.append((number, row))
+            if batch:
+                yield batch
+
+        done = 0
+        for batch in divided():
+            tell(stage, done, total, "prompts")
+            yield batch
+            if self.seal is not None:
+                self.seal.rest()
+            done += len(batch)
 
     def _fits(self, lengths: Sequence[int], length: int) -> bool:
-        """Whether a prompt of this length may join others."""
-        most = self.settings.batch_size
-        if (most is None and not self._room) or len(lengths) + 1 > (most or math.inf):
+        """Whether a prompt of this length may join a batch of prompts of these lengths."""
+        limit = self.settings.batch_size
+        batching = limit is not None or all(p.interleaved for p in self.probes if p.needs.prompts)
+        if not batching or (limit is None and not self._gpu_memory) or len(lengths) + 1 > (limit or math.inf):
+            return False  # on a CPU one prompt keeps all cores busy: see docs/cost.md
+        lengths = [*lengths, length]
+        padded = max(lengths) * len(lengths)
+        cfg: Any = self.model.cfg
+        token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
+        if limit is None and padded * (token + 16 * self._n_heads * max(lengths)) > self._gpu_memory:
             return False
-        every = [*lengths, length]
-        padded = max(every) * len(every)
-        if most is None and padded * (self._each + 16 * self._heads * max(every)) > self._room:  # (patterns)
-            return False
-        return min(every) == max(every) or (sum(every) >= FILLED * padded and self._takes_padding)
+        return min(lengths) == max(lengths) or (sum(lengths) >= FILLED * padded and self._takes_padding)
 
     @cached_property
     def _takes_padding(self) -> bool:
-        """Whether tokens behind its end leave a prompt as it is."""
+        """Whether padding after its end leaves the results of a prompt unchanged."""
         return not (stretches_positions(self.model) or looks_ahead(self.model, self.found.read))
 
     @cached_property
-    def _room(self) -> int:
-        """Bytes that prompts may take which go through the model together where nobody says how many do."""
+    def _gpu_memory(self) -> int:
+        """Bytes that a batch may take, and bytes that may wait for the CPU meanwhile; 0 on a CPU."""
         device = device_of(self.model)
-        if device.type != "cuda" or not all(p.interleaved for p in self.probes if p.needs.prompts):
-            return 0  # on a CPU a pass over one prompt keeps it busy: see docs/cost.md
-        return torch.cuda.mem_get_info(device)[0] // 4
-
-    @cached_property
-    def _aside(self) -> int:
-        """Bytes of what waits to be looked at while a GPU goes on; 0: it is looked at while the pass waits."""
-        device = device_of(self.model)  # (a pass on the processor keeps it busy itself)
         return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
 
     @property
-    def _each(self) -> int:
-        """Bytes of a token that live at a time, attention left out."""
-        cfg: Any = self.model.cfg
-        return 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))
-
-    @property
-    def _heads(self) -> int:
+    def _n_heads(self) -> int:
         return int(getattr(self.model.cfg, "n_heads", 0))
 
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
-        """The maps of a layer; `again`: on a prompt on which the first pass has checked its scores."""
+        """Return the weights and maps of a layer's heads; `again`: the first pass has checked its scores already."""
         norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         length = len(seen.y)
         longest, form = self._forms.get(seen.layer, (0, None))
@@ -211,10 +202,10 @@ class Passes:
         calibration: Prompts | None = None,
         default: bool = False,
     ) -> Calibration:
-        """The first pass, over all prompts (number and token ids) in their order.
+        """Run the first pass over all prompts.
 
         Args:
-            prompts: from number 0 on.
+            prompts: number (from 0) and token ids of each, in order.
             groups: a label for each prompt; prompts with equal labels form one group. None: equal prompts do.
             calibration: other text that the constants come from; None: the constants of a prompt are means over all
                 prompts outside its group.
@@ -265,7 +256,7 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for group in self._told("first pass", prompts):  # the callbacks read it
+        for group in self._batches("first pass", prompts):  # the callbacks read it
             lengths += [float(len(row)) for _, row in group]
             rows += [row.numpy().astype(np.int64).tobytes() for _, row in group]
             sums += [np.zeros((2, len(frozen), 2)) for _ in group]
@@ -279,7 +270,7 @@ class Passes:
             )
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), _groups(rows, groups), stacked[:, 0], stacked[:, 1])
-        constants, calibrated_on, on_constants = given_constants(self.model, frozen, measured, rows, calibration)
+        constants, calibrated_on, on_constants = self._constants(frozen, measured, rows, calibration)
         optimal = self._optimal(constants, rows, default=default)
         if not optimal:
             passes = _FITTING_PASSES * sum(lengths) * sum(p.numel() for _, p in self.model.named_parameters())
@@ -303,9 +294,55 @@ class Passes:
             sample=sample,
         )
 
+    def _constants(
+        self, sites: Sequence[Site], measured: Constants, rows: Sequence[bytes], calibration: Prompts | None
+    ) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
+        """Choose where the constants come from.
+
+        That is `calibration`, else the other prompts; where all prompts form one group, the model's calibration
+        windows, else the bundled passages, else the prompts' own means.
+
+        Args:
+            sites: the norms whose sigma is replaced.
+            measured: leave-one-out constants of the measured prompts.
+            rows: their token ids as bytes.
+            calibration: the user's text.
+
+        Returns:
+            the constants, what provenance says of the calibration prompts, and notes.
+
+        Raises:
+            ValueError: calibration text that holds the measured prompts alone, or no prompt of two tokens.
+        """
+        if calibration is not None:
+            notes = _overlap(rows, calibration)
+            tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
+        elif measured.group_count > 1 or not measured.group_count or not sites:
+            return measured, {}, ()
+        else:
+            if (own := bundled_prompts(self.model)) is not None:
+                tokens, source = own.calibration, f"{CALIBRATION} ({own.source})"
+            elif tokenizer_of(self.model) is not None:
+                tokens = tuple(encode(self.model, text) for text in bundled_texts(CALIBRATION_PART))
+                source = f"{CALIBRATION} (bundled)"
+            else:
+                note = (
+                    "there is one group of prompts and no other text, so the constants are the means of these prompts "
+                    "themselves: give more prompts, or calibration="
+                )
+                return replace(measured, source=OWN_MEANS), {}, (note,)
+            tokens = tuple(row[: context_length(self.model)] for row in tokens)
+            note = "there is one group of prompts only, so the constants are"
+            notes = (f"{note} {source}: give more prompts, or calibration=",)
+        given = mean_sigmas(self.model, sites, tokens)
+        return replace(measured, source=source, given=given), summary(source, tokens), notes
+
     def _optimal(self, constants: Constants, rows: Sequence[bytes], *, default: bool) -> dict[str, Halves]:
-        """Loss-optimal constants of the groups of the primary contrasts: those that a bundled model brings for its
-        default prompts, or fitted if that is asked for; none without the probe that measures them."""
+        """Return the loss-optimal constants of the primary contrasts' groups of norms.
+
+        A bundled model brings them for its default prompts; otherwise they are fitted on request. Without the probe
+        that measures them there are none.
+        """
         if not any(p.name == Causal.name for p in self.probes):
             return {}
         ids = [torch.from_numpy(np.frombuffer(row, np.int64).copy()) for row in rows]
@@ -328,12 +365,12 @@ class Passes:
         return found
 
     def _sample(self, lengths: Sequence[float]) -> KeySample | None:
-        """Which keys are measured: all, if that takes no longer than it may, or if the user wants all."""
+        """Return the sample of keys to measure; None: all, on request or because that is fast enough."""
         wanted = self.settings.keys_sample
         probe = next((p for p in self.probes if p.samples_keys), None)
         if wanted == 0 or probe is None or not self.wants_heads or not lengths:
             return None
-        heads = int(getattr(self.model.cfg, "n_heads", 0)) if self.heads is None else len(self.heads)
+        heads = self._n_heads if self.heads is None else len(self.heads)
         seconds = probe.cost(Shape(len(self.layers), heads, tuple(lengths))).seconds
         longest = int(max(lengths))
         count = DEFAULT_SAMPLE if wanted is None else wanted
@@ -344,9 +381,9 @@ class Passes:
     def measure(
         self, prompts: Sequence[tuple[int, Int[Tensor, " _"]]], calibration: Calibration, *, default: bool = False
     ) -> Pieces:
-        """The second pass, over any of the prompts (number and token ids): what each probe keeps of them.
+        """Run the second pass over any of the prompts (number and token ids) and return each probe's piece.
 
-        `default`: nobody chose the prompts, so a probe takes no more of them than it says.
+        `default`: these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
         """
         asked = [p for p in self.probes if p.needs.prompts]
         if not asked:
@@ -354,8 +391,8 @@ class Passes:
         view = self._view(calibration)
         alone = sum(map(is_foreign, asked)) < 2
         watching = [Watching(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
-        with Beside(self._aside) as beside:
-            for group in self._told("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
+        with Beside(self._gpu_memory) as beside:
+            for group in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
                 self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration, beside)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
@@ -367,8 +404,11 @@ class Passes:
         calibration: Calibration,
         beside: Beside,
     ) -> None:
-        """One group of prompts. What looks at attention does so beside the passes; whoever runs the model itself has to
-        wait for what he looks at there, so he comes last."""
+        """Run one batch and pass its events to the probes.
+
+        Attention is evaluated on a thread of its own where there is a GPU. A probe that runs the model itself has to
+        wait for that thread, so it comes last.
+        """
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
         large = any(w.probe.needs.variants for w in attention)
@@ -420,7 +460,7 @@ class Passes:
                     w.end(number)
 
     def weigh(self, probe: Probe) -> Piece | Failure:
-        """What a probe that needs no prompts finds out."""
+        """Return the piece of a probe that needs no prompts."""
         tell(probe.name)
         return Watching(probe, self._view(None), None, self.seal).piece()
 
@@ -432,9 +472,9 @@ class Passes:
         *,
         count: int,
     ) -> Exhibits:
-        """What is kept of the first prompts (ids, strings) for pictures, of `count` in all; keys are not marked yet.
+        """Record what pictures show of the first prompts (ids, strings) of `count` in all; keys are not marked yet.
 
-        Nothing, if no probe looks at attention: the pass would cost as much as the statistics of the norms themselves.
+        Returns empty exhibits if no probe needs attention: the pass would cost as much as the statistics of the norms.
         """
         wanted = self.settings.layers
         if not any(p.needs.attention for p in self.probes):
@@ -455,7 +495,7 @@ class Passes:
             attention=self.wants_heads,
             frozen=frozen,
             layers=self.layers,
-            heads=range(int(getattr(self.model.cfg, "n_heads", 0))) if self.heads is None else self.heads,
+            heads=range(self._n_heads) if self.heads is None else self.heads,
             drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
         )
 
@@ -540,61 +580,8 @@ def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[n
     return grouped(labels)
 
 
-def given_constants(
-    model: HookedModel,
-    sites: Sequence[Site],
-    measured: Constants,
-    rows: Sequence[bytes],
-    calibration: Prompts | None,
-) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
-    """Where the constants come from: `calibration`; else the other prompts; where there is one group only, the model's
-    calibration windows, the bundled passages or the prompts' own means.
-
-    Args:
-        measured: leave-one-out constants of the measured prompts; rows: their token ids as bytes.
-        calibration: the user's text.
-
-    Returns:
-        the constants, what provenance says of the calibration prompts, and notes.
-
-    Raises:
-        ValueError: calibration text that holds the measured prompts alone, or no prompt of two tokens.
-    """
-    if calibration is not None:
-        notes = _overlap(rows, calibration)
-        return _from(model, sites, measured, calibration.tokens, f"{CALIBRATION} ({calibration.source})", notes)
-    if measured.group_count > 1 or not measured.group_count or not sites:
-        return measured, {}, ()
-    limit = context_length(model)
-    own = bundled_prompts(model)
-    if own is not None:
-        other, source = list(own.calibration), f"{CALIBRATION} ({own.source})"
-    elif tokenizer_of(model) is not None:
-        other, source = [encode(model, text) for text in bundled_texts(CALIBRATION_PART)], f"{CALIBRATION} (bundled)"
-    else:
-        note = (
-            "there is one group of prompts and no other text, so the constants are the means of these prompts "
-            "themselves: give more prompts, or calibration="
-        )
-        return replace(measured, source=OWN_MEANS), {}, (note,)
-    note = f"there is one group of prompts only, so the constants are {source}: give more prompts, or calibration="
-    return _from(model, sites, measured, [row[:limit] for row in other], source, (note,))
-
-
-def _from(
-    model: HookedModel,
-    sites: Sequence[Site],
-    measured: Constants,
-    other: Sequence[Int[Tensor, " _"]],
-    source: str,
-    notes: tuple[str, ...],
-) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
-    found = mean_sigmas(model, sites, other)
-    return replace(measured, source=source, given=found), summary(source, other), notes
-
-
 def _overlap(rows: Sequence[bytes], calibration: Prompts) -> tuple[str, ...]:
-    """A note on prompts that are in the calibration text too."""
+    """Return a note on prompts that the calibration text holds too."""
     if max(map(len, calibration.tokens)) < 2:
         raise ValueError(
             f"calibration: its {len(calibration.tokens)} prompts have one token each, and constants are means over "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Prompts:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What a report's provenance says of them."""
+        """The description of the prompts for a report's provenance."""
         return summary(self.source, self.tokens, self.name_of, skipped=self.skipped)
 
 
@@ -80,10 +80,10 @@ def summary(
     *,
     skipped: Sequence[tuple[int, str]] = (),
 ) -> dict[str, Any]:
-    """Source, counts and hash (of the token ids, prompt by prompt) of any number of prompts.
+    """Return source, counts and hash (of the token ids, prompt by prompt) of any number of prompts.
 
-    With `skipped` also which were skipped, in a sentence. With `name_of`, also what a reader can judge them by: how the
-    first of them begin, the commonest tokens with their shares, and how many prompts are the same as an earlier one.
+    With `skipped` also a sentence on which were skipped. With `name_of` also how the first prompts begin, the commonest
+    tokens with their shares, and how many prompts repeat an earlier one.
     """
     digest = hashlib.sha256()
     lengths = []
@@ -120,7 +120,7 @@ def summary(
 
 
 def skip_note(skipped: Sequence[tuple[int, str]], kept: int) -> str:
-    """What to say about prompts that were skipped.
+    """Return a note on prompts that were skipped.
 
     Args:
         skipped: number (from 0) and reason of each.
@@ -137,7 +137,7 @@ def skip_note(skipped: Sequence[tuple[int, str]], kept: int) -> str:
 
 
 def _spaced(names: Sequence[str]) -> list[str]:
-    """Token strings as one text: spaces go between names of tokens (`<EOS>`, ids), not between pieces of words."""
+    """Add spaces between names of tokens (`<EOS>`, ids), but not between pieces of words."""
     words = all(n.isdigit() or (n[:1] == "<" and n[-1:] == ">") or len(n) > 1 for n in names)
     pieces = any(n[:1].isspace() for n in names)
     return [n if pieces or not words else f"{n} " for n in names]
@@ -152,58 +152,66 @@ def make_prompts(
     prepend_bos: bool | None = None,
     most: int | None = None,
 ) -> Prompts:
-    """Prompts for `model` from whatever the user gave.
+    """Return prompts for `model` from any form that a user has them in.
 
     Args:
+        model: any hooked model.
         prompts: None (a bundled model's own held-out windows; bundled texts; sampled sequences if the model has no
-            tokenizer); a text, or a list of texts; a
-            `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or `{"tokens": […]}` a line; `.npy`: ids);
-            token ids in any form (`token_forms.token_rows`), a tokenizer's output among them; `sampled(n)`.
+            tokenizer); a text, or a list of texts; a `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or
+            `{"tokens": […]}` a line; `.npy`: ids); token ids in any form (`prompt_sources.token_rows`), a tokenizer's
+            output among them; `sampled(n)`.
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
-        most: of sampled sequences and of a bundled model's windows, the first so many; None: all.
+        most: use only so many of the sampled sequences or of a bundled model's windows; None: all.
 
-    Of a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
+    In a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: no prompt that can be used, ids outside the vocabulary, text without a tokenizer, an unknown
             format, the name of an existing file or the word "sampled" as a text.
-        TypeError: something that is none of the above.
+        TypeError: any other object.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     limit = min(max_tokens, context_length(model))
+    notes = _bos_note(prepend_bos)
     if prompts is None and (own := bundled_prompts(model)) is not None:
-        return _finish(model, own.measured[:most], own.source, limit, _said(prepend_bos))
-    if prompts is None and tokenizer_of(model) is not None:
-        return _of_usable(model, bundled_texts(), BUNDLED, limit, prepend_bos)
+        return _finish(model, own.measured[:most], own.source, limit, notes)
     if isinstance(prompts, str):
         row = encode(model, prompts, prepend_bos=prepend_bos)
-        return _finish(model, [row], "texts", limit, (*_text_notes(prompts), *_said(prepend_bos)))
+        return _finish(model, [row], "texts", limit, (*_text_notes(prompts), *notes))
+    texts: Iterable[Entry] | None = None
+    source = "texts"
     if isinstance(prompts, Path):
         if not prompts.exists():
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}")
-        return _of_usable(model, entries(prompts), prompts.name, limit, prepend_bos)
-    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
-        return _of_usable(model, prompts, "texts", limit, prepend_bos)
+        texts, source = entries(prompts), prompts.name
+    elif prompts is None and tokenizer_of(model) is not None:
+        texts, source = bundled_texts(), BUNDLED
+    elif isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
+        texts = prompts
+    if texts is not None:
+        read = of_entries(model, texts, source, max_tokens=limit, prepend_bos=prepend_bos, notes=notes)
+        if not read.skipped:
+            return read
+        note = skip_note(read.skipped, len(read.tokens))
+        warnings.warn(note, stacklevel=4)  # the line that calls `analyze`
+        return replace(read, notes=(note, *read.notes))
     if prepend_bos is not None:
         raise ValueError(
             f"prepend_bos={prepend_bos} is about texts: token ids are taken as they are, so put the first token in "
             "front of them, or leave prepend_bos out"
         )
-    if prompts is None:
-        return _sampled(
-            model,
-            limit,
-            seed,
-            "the model has no tokenizer, so prompts were sampled from the model itself",
-            Sampled(),
-            most,
+    if prompts is None or isinstance(prompts, Sampled):
+        rows = sample(model, limit=limit, seed=seed, count=None if prompts is None else prompts.count)[:most]
+        why = "the model has no tokenizer, so " if prompts is None else ""
+        ends = special_tokens(model, "eos")
+        note = (
+            f"{why}prompts were sampled from the model itself: {_sample_note(rows, ends)}, temperature 1, seed {seed}"
         )
-    if isinstance(prompts, Sampled):
-        return _sampled(model, limit, seed, "prompts were sampled from the model itself", prompts, most)
+        return _finish(model, rows, SAMPLED, limit, (note,))
     if type(prompts).__name__ == "ActivationCache":
         raise TypeError(
             "an ActivationCache holds what one pass computed, and ln_probe runs the model itself: pass the tokens it "
@@ -224,7 +232,7 @@ def make_prompts(
 def calibration_prompts(
     model: HookedModel, given: Any, max_tokens: int, seed: int = 0, prepend_bos: bool | None = None
 ) -> Prompts:
-    """The user's calibration text as token ids.
+    """Return the user's calibration text as prompts, in any form that `make_prompts` takes.
 
     Raises:
         ValueError: ids outside the model's vocabulary, no prompts, or an empty one; the message begins with
@@ -236,18 +244,6 @@ def calibration_prompts(
         raise type(error)(f"calibration: {error}") from error
 
 
-def _of_usable(
-    model: HookedModel, found: Iterable[Entry], source: str, limit: int, prepend_bos: bool | None
-) -> Prompts:
-    """Prompts of the entries that can be used; the others are named in a note and in a warning."""
-    made = of_entries(model, found, source, max_tokens=limit, prepend_bos=prepend_bos, notes=_said(prepend_bos))
-    if not made.skipped:
-        return made
-    note = skip_note(made.skipped, len(made.tokens))
-    warnings.warn(note, stacklevel=4)
-    return replace(made, notes=(note, *made.notes))
-
-
 def of_entries(
     model: HookedModel,
     found: Iterable[Entry],
@@ -257,9 +253,9 @@ def of_entries(
     prepend_bos: bool | None = None,
     notes: tuple[str, ...] = (),
 ) -> Prompts:
-    """Prompts for `model` from texts and token ids, as `make_prompts` has them.
+    """Return prompts for `model` from texts and lists of token ids.
 
-    Those that are empty, that the tokenizer fails on or that hold other ids than the model's are skipped: `skipped`
+    Entries that are empty, that the tokenizer fails on or that hold ids outside the vocabulary are skipped: `skipped`
     says why, and `tokens` is empty if none is left.
 
     Raises:
@@ -287,16 +283,15 @@ def of_entries(
     return replace(_finish(model, rows, source, limit, notes), skipped=tuple(skipped))
 
 
-def _said(prepend_bos: bool | None) -> tuple[str, ...]:
+def _bos_note(prepend_bos: bool | None) -> tuple[str, ...]:
     if prepend_bos is None:
         return ()
-    return (
-        f"texts begin {'with' if prepend_bos else 'without'} the tokenizer's first token (prepend_bos={prepend_bos})",
-    )
+    how = "with" if prepend_bos else "without"
+    return (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
 
 
 def _text_notes(text: str) -> tuple[str, ...]:
-    """Raise if a text is more likely something else; what to say if it may be."""
+    """Raise if a text looks like the name of a file or "sampled"; return a note if it may be one."""
     if text == SAMPLED:
         raise ValueError(
             "'sampled' would be the text \"sampled\": pass ln_probe.sampled() for sequences of the model's own, "
@@ -340,7 +335,7 @@ def _finish(
 
 
 def _check_row(row: Int[Tensor, " _"], size: int) -> None:
-    """Raise ValueError if a prompt has no tokens, or one that the vocabulary has not."""
+    """Raise ValueError if a prompt is empty or holds an id outside the vocabulary."""
     if not len(row):
         raise ValueError("it has no tokens")
     wrong = row[(row < 0) | (row >= size)]
@@ -349,7 +344,7 @@ def _check_row(row: Int[Tensor, " _"], size: int) -> None:
 
 
 def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]:
-    """What to say about prompts that had more tokens than were used, from the lengths of all."""
+    """Return a note if prompts were cut, from the lengths of all."""
     long = sum(length > limit for length in given)
     if not long:
         return ()
@@ -359,7 +354,7 @@ def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]
 
 
 def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], str]) -> tuple[str, ...]:
-    """A warning where one token makes up most of the prompts: then a report is about that token."""
+    """Return a note if one token makes up most of the prompts: then a report is about that token."""
     total = sum(map(len, rows))
     ((token, count),) = commonest(rows, 1)
     if count <= COMMONEST_SHARE * total or total < _FEW_TOKENS:
@@ -371,22 +366,19 @@ def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], s
 
 
 def namer(model: HookedModel) -> Callable[[int], str]:
-    """The string of a token id: of the vocabulary file or the tokenizer; the id itself where there is neither."""
+    """Return a function from a token id to its string: the vocabulary file's, the tokenizer's, or the id itself."""
     tokenizer = tokenizer_of(model)
     if (names := vars(model).get("token_names")) is not None:
         return lambda i: encodable(names.get(i, str(i)))
     return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
 
 
-def _sampled(model: HookedModel, limit: int, seed: int, why: str, wanted: Sampled, most: int | None = None) -> Prompts:
-    rows = sample(model, limit=limit, seed=seed, count=wanted.count)[:most]
+def _sample_note(rows: Sequence[Int[Tensor, " _"]], ends: Collection[int]) -> str:
     lengths = sorted(map(len, rows))
-    ends = set(special_tokens(model, "eos"))
     ended = sum(int(row[-1]) in ends for row in rows)
     how = f"{lengths[0]} to {lengths[-1]}" if lengths[0] < lengths[-1] else f"{lengths[0]}"
     until = f"{ended} of them up to an end token" if ends else "no end token is known"
-    note = f"{why}: {len(rows)} sequences of {how} tokens ({until}), temperature 1, seed {seed}"
-    return _finish(model, rows, SAMPLED, limit, (note,))
+    return f"{len(rows)} sequences of {how} tokens ({until})"
 
 
 # Where a JSON object holds the vocabulary beside other things.
@@ -394,8 +386,11 @@ _INSIDE = ("token2id", "vocab", "model", "token_to_id", "stoi", "id2token", "ito
 
 
 def read_vocabulary(path: str | Path) -> dict[int, str]:
-    """Token strings by id, from a `.json` ({token: id}, {id: token}, a list, or one of these inside an object, as in
-    tokenizer.json) or a text file with a token a line.
+    """Read token strings by id from a file.
+
+    Args:
+        path: a `.json` ({token: id}, {id: token}, a list, or one of these inside an object, as in tokenizer.json), or a
+            text file with a token a line.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -448,7 +443,7 @@ def name_tokens(model: HookedModel, path: str | Path) -> None:
 
 
 def naming_notes(model: HookedModel) -> list[str]:
-    """What a reader has to know about names that came from a file: how many are missing, and what they replace."""
+    """Return notes on names that came from a file: how many are missing, and what they replace."""
     names, size = vars(model).get("token_names", {}), vocabulary_size(model)
     found = []
     if len(names) < size:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,14 +34,12 @@ class HubSnapshot:
     """One revision of a repository, on this disk.
 
     Attributes:
-        repository: the official name.
         folder: the local copy.
         revision: the revision asked for, in the hub's own spelling, or None for the main branch.
         commit: the commit it stands for.
         notes: what the reader of the results should know.
     """
 
-    repository: str
     folder: Path
     revision: str | None
     commit: str | None
@@ -110,18 +108,17 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
         info = _info(repository, revision)
     except _UnreachableError as error:
         return _cached(repository, revision, error.reason)
-    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
-    files = _wanted(repository, list(sizes), allow_pickle=allow_pickle)
+    sizes = _wanted(repository, info, allow_pickle=allow_pickle)
     home = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
     try:
-        with telling(repository, home, {name: sizes[name] for name in files}):
-            folder = Path(
-                snapshot_download(repository, revision=revision, allow_patterns=files, etag_timeout=HUB_TIMEOUT_S)
+        with _download_progress(repository, home, sum(sizes.values())):
+            folder = snapshot_download(
+                repository, revision=revision, allow_patterns=list(sizes), etag_timeout=HUB_TIMEOUT_S
             )
     except Exception as error:
-        raise stopped(repository, error, constants.ENDPOINT) from error
-    check(repository, folder)
-    return HubSnapshot(repository, folder, revision, info.sha, ())
+        raise _download_error(repository, error, constants.ENDPOINT) from error
+    _check_hashes(repository, Path(folder))
+    return HubSnapshot(Path(folder), revision, info.sha, ())
 
 
 @dataclass(frozen=True)
@@ -152,13 +149,12 @@ def describe(repository: str, *, revision: str | None, allow_pickle: bool = True
         folder = _cached(repository, revision, error.reason).folder
         weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
         return Description(_config(folder / "config.json"), sum(p.stat().st_size for p in weights))
-    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
-    files = _wanted(repository, list(sizes), allow_pickle=allow_pickle)
+    sizes = _wanted(repository, info, allow_pickle=allow_pickle)
     try:
         path = hf_hub_download(repository, "config.json", revision=revision, etag_timeout=HUB_TIMEOUT_S)
     except Exception as error:
-        raise stopped(repository, error, constants.ENDPOINT) from error
-    return Description(_config(Path(path)), sum(sizes[f] for f in files if f.endswith((".safetensors", ".bin"))))
+        raise _download_error(repository, error, constants.ENDPOINT) from error
+    return Description(_config(Path(path)), sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin"))))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -222,33 +218,37 @@ def _info(repository: str, revision: str | None) -> Any:
     try:
         return HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S, files_metadata=True)
     except GatedRepoError as error:
-        raise ValueError(gated(repository)) from error
+        raise ValueError(_gated_message(repository)) from error
     except RevisionNotFoundError as error:
-        raise ValueError(f"{repository} has no revision {revision!r}.{_revision_hint(repository)}") from error
+        hint = "Give a branch, a tag or a commit of that repository."
+        if repository.startswith("EleutherAI/pythia"):
+            hint = "Pythia's training checkpoints are step0, step1, step2, …, step512, step1000, …, step143000."
+        raise ValueError(f"{repository} has no revision {revision!r}. {hint}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(_unknown(repository)) from error
     except Exception as error:
-        if is_a_page(error):
-            raise _UnreachableError(ConnectionError(portal(repository, constants.ENDPOINT))) from error
-        if status_of(error) in (401, 403):
-            raise ValueError(gated(repository)) from error
+        if _is_web_page(error):
+            raise _UnreachableError(ConnectionError(_web_page_message(repository, constants.ENDPOINT))) from error
+        if _status(error) in (401, 403):
+            raise ValueError(_gated_message(repository)) from error
         if not _is_network_failure(error):
             raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
         raise _UnreachableError(error) from error
 
 
-def _wanted(repository: str, files: list[str], *, allow_pickle: bool) -> list[str]:
-    """Of a repository's files, the config, the tokenizer and one form of the weights."""
-    top = [file for file in files if "/" not in file]
+def _wanted(repository: str, info: Any, *, allow_pickle: bool) -> dict[str, int]:
+    """Return the files to fetch with their sizes in bytes: config, tokenizer and one form of the weights."""
+    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
+    top = [file for file in sizes if "/" not in file]
     small = [file for file in top if _SMALL_FILES.fullmatch(file) and ".index." not in file]
     tensors = [file for file in top if re.fullmatch(r"model.*\.safetensors(\.index\.json)?", file)]
     pickles = [file for file in top if re.fullmatch(r"pytorch_model.*\.bin(\.index\.json)?", file)]
     if any(name in tensors for name in SAFETENSORS):
-        return small + tensors
+        return {file: sizes[file] for file in small + tensors}
     if any(name in pickles for name in PICKLES):
         if not allow_pickle:
             raise ValueError(f"{repository} holds its weights only as a pickle. {PICKLE_WARNING}")
-        return small + pickles
+        return {file: sizes[file] for file in small + pickles}
     raise ValueError(
         f"{repository} has no weights that can be read here: looked for "
         f"{', '.join((*SAFETENSORS, *PICKLES))}, "
@@ -275,7 +275,7 @@ def _cached(repository: str, revision: str | None, error: Exception) -> HubSnaps
             "need none."
         ) from error
     note = "the model hub could not be reached: the local copy was used"
-    return HubSnapshot(repository, folder, revision, folder.name, (note,))
+    return HubSnapshot(folder, revision, folder.name, (note,))
 
 
 def _is_network_failure(error: Exception) -> bool:
@@ -283,17 +283,10 @@ def _is_network_failure(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
-        status: Any = getattr(getattr(error, "response", None), "status_code", None)
-        return status is None or status >= 500
+        return (_status(error) or 500) >= 500
     # Which HTTP library huggingface_hub is built on has changed three times.
     library = type(error).__module__.partition(".")[0]
     return isinstance(error, (OfflineModeIsEnabled, OSError)) or library in _HTTP_LIBRARIES
-
-
-def _revision_hint(repository: str) -> str:
-    if repository.startswith("EleutherAI/pythia"):
-        return " Pythia's training checkpoints are step0, step1, step2, …, step512, step1000, …, step143000."
-    return " Give a branch, a tag or a commit of that repository."
 
 
 def _unknown(name: str, *, also: tuple[str, ...] = ()) -> str:
@@ -307,7 +300,7 @@ def _unknown(name: str, *, also: tuple[str, ...] = ()) -> str:
     )
 
 
-_LOOK = 0.5  # seconds between two looks at what has come
+_LOOK = 0.5  # seconds between two progress reports
 _READ = 2**22  # bytes hashed at a time
 
 
@@ -316,23 +309,17 @@ class DamagedDownloadError(ConnectionError):
 
 
 @contextmanager
-def telling(repository: str, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-    """Say how many bytes have come meanwhile.
-
-    Args:
-        repository: whose files.
-        folder: of the repository in the cache, whether it is there yet or not.
-        sizes: of the files that are wanted, in bytes.
-    """
-    total = float(sum(sizes.values())) or math.nan
+def _download_progress(repository: str, folder: Path, total: int) -> Iterator[None]:
+    """Report how many of `total` bytes have arrived in `folder`, the repository's folder in the cache."""
     stage, over = f"{repository}: downloading", threading.Event()
 
-    def look() -> None:
-        while not over.wait(_LOOK):
-            tell(stage, _bytes(folder), total, "B")
+    def report() -> None:
+        while True:
+            tell(stage, _bytes(folder), total or math.nan, "B")
+            if over.wait(_LOOK):
+                return
 
-    tell(stage, _bytes(folder), total, "B")
-    thread = threading.Thread(target=look, daemon=True, name="ln-probe download")
+    thread = threading.Thread(target=report, daemon=True, name="ln-probe download")
     thread.start()
     try:
         yield
@@ -343,17 +330,14 @@ def telling(repository: str, folder: Path, sizes: Mapping[str, int]) -> Iterator
 
 
 def _bytes(folder: Path) -> int:
-    """What there is of a repository's files, unfinished ones included."""
-    total = 0
+    """Return the size of a repository's files, unfinished ones included."""
     try:
-        for path in (folder / "blobs").iterdir():
-            total += path.stat().st_size
-    except OSError:  # not there yet, or renamed under our eyes
-        pass
-    return total
+        return sum(path.stat().st_size for path in (folder / "blobs").iterdir())
+    except OSError:  # not there yet, or renamed meanwhile
+        return 0
 
 
-def check(repository: str, folder: Path) -> None:
+def _check_hashes(repository: str, folder: Path) -> None:
     """Compare each file of a snapshot with the hash that the hub gave it (its name among the blobs of the cache).
 
     Raises:
@@ -382,8 +366,8 @@ def check(repository: str, folder: Path) -> None:
             )
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
     seen: list[BaseException] = []
     while error is not None and not any(error is e for e in seen):
         seen.append(error)
@@ -391,53 +375,52 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error is about."""
-    response: Any = getattr(error, "response", None)
-    found = getattr(response, "status_code", None)
-    return found if isinstance(found, int) else None
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of the response that an error is about; None if there is none."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
-def is_a_page(error: BaseException) -> bool:
+def _is_web_page(error: BaseException) -> bool:
     """Whether the answer was a web page where data was expected: the login page of a network, or of a proxy."""
     from huggingface_hub.errors import FileMetadataError
 
-    for each in chain(error):
+    for each in _causes(error):
         if isinstance(each, (json.JSONDecodeError, FileMetadataError)):
             return True
         response: Any = getattr(each, "response", None)
         kind = str(getattr(response, "headers", {}).get("content-type", "")) if response is not None else ""
-        if kind.startswith("text/html") and (status_of(each) or 200) < 400:
+        if kind.startswith("text/html") and (_status(each) or 200) < 400:
             return True
     return False
 
 
-def portal(repository: str, endpoint: str) -> str:
-    """What to say then."""
+def _web_page_message(repository: str, endpoint: str) -> str:
+    """Describe that case for the user."""
     return (
         f"{endpoint} answered a request for {repository} with a web page instead of data: a network's login page or a "
         "proxy stands in between. Open that address in a browser, log in there, and try again."
     )
 
 
-def gated(repository: str) -> str:
-    """What to say where a repository asks for an agreement."""
+def _gated_message(repository: str) -> str:
+    """Tell the user what a repository that asks for an agreement needs."""
     return (
         f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, "
         "log in (hf auth login, or set HF_TOKEN), and try again."
     )
 
 
-def stopped(repository: str, error: Exception, endpoint: str) -> Exception:
-    """What to raise when the download of a repository's files ended with this error."""
+def _download_error(repository: str, error: Exception, endpoint: str) -> Exception:
+    """Return the exception to raise when the download of a repository's files ended with `error`."""
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
 
-    causes = list(chain(error))
-    codes = [code for e in causes if (code := status_of(e)) is not None]
+    causes = list(_causes(error))
+    codes = [code for e in causes if (code := _status(e)) is not None]
     if any(isinstance(e, GatedRepoError) for e in causes) or {401, 403} & set(codes):
-        return ValueError(gated(repository))
-    if is_a_page(error):
-        return ConnectionError(portal(repository, endpoint))
+        return ValueError(_gated_message(repository))
+    if _is_web_page(error):
+        return ConnectionError(_web_page_message(repository, endpoint))
     if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in causes):
         return ConnectionError(
             f"{repository} lists a file that {endpoint} does not have ({_short(error)}): try again later, or choose "

@@ -111,16 +111,12 @@ def transformer_lens_version() -> str:
         return "none"
 
 
-def sha256_of_files(files: Sequence[Path]) -> str:
-    """SHA-256 of one file's content; of several, that of their ``sha256sum`` lines in order of name."""
-    return sha256_of_hashes({file.name: sha256_of_file(file) for file in files})
-
-
-def sha256_of_hashes(digests: Mapping[str, str]) -> str:
-    """The same from the files' names and hashes."""
-    if len(digests) == 1:
-        return next(iter(digests.values()))
-    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+def sha256_of_hashes(hashes: Mapping[Path, str]) -> str:
+    """Return one file's hash as it is; of several, the SHA-256 of their ``sha256sum`` lines in order of name."""
+    if len(hashes) == 1:
+        return next(iter(hashes.values()))
+    by_name = {path.name: digest for path, digest in hashes.items()}
+    lines = "".join(f"{by_name[name]}  {name}\n" for name in sorted(by_name))
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 

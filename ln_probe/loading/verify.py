@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
 from ln_probe.loading.convert import (
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 def into_world(
     pretrained: Pretrained,
     source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
     world: World | None,
     processing: Processing,
     *,
@@ -49,8 +46,6 @@ def into_world(
     Args:
         pretrained: the Hugging Face model; the bridge takes it over.
         source: what is known so far; world, processing, difference and notes are added here.
-        device: where the model is.
-        dtype: format of its weights.
         world: the one asked for, or None to take the first that reproduces the original.
         processing: changes of basis to apply.
         hub_name: the repository's name if the model came from the hub.
@@ -60,135 +55,111 @@ def into_world(
         ValueError: the world asked for cannot hold the model; no world reproduces its logits; or processing
             changed its log-probabilities.
     """
+    import torch
+
+    hugging_face: Any = pretrained.model
+    device, dtype = next(hugging_face.parameters()).device, getattr(torch, source.dtype)
     tokens = probe_tokens(pretrained.config, device)
-    # Before any wrapping: the bridge changes the very model it wraps.
-    original = same_weights(cast(Any, pretrained.model))
-    target = _Original(original, tokens, _reference(pretrained, source, tokens) if reference is None else reference)
-    _check_finite(target, source)
-    candidates, notes = _candidates(pretrained, source, world)
-    made: _Made | None = None
-    for chosen in candidates:
-        made, failure, cause = _tried(pretrained, source, device, dtype, chosen, hub_name, target)
-        if made is not None:
-            break
-        if chosen == candidates[-1]:
+    weights = same_weights(hugging_face)  # before any wrapping: the bridge changes the model that it wraps
+    if reference is None:
+        try:
+            reference = logits_of(lambda ids: hugging_face(ids).logits, tokens)
+        except Exception as error:
             raise ValueError(
-                f"{source.name} ({source.architecture}) could not be loaded faithfully as {CLASS_OF_WORLD[chosen]} of "
-                f"TransformerLens {source.transformer_lens_version}: {failure}. No results are "
-                "better than results about another model."
-            ) from cause
-        notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
-    assert made is not None
-    notes += made.notes
+                f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
+                f"{device}: {type(error).__name__}: {error}"
+            ) from error
+    if not bool(reference.isfinite().all()):
+        raise ValueError(
+            f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
+            "ordinary tokens. Load it in float32 or bfloat16."
+        )
+    candidates, notes = _candidates(pretrained, source, world)
+    for chosen in candidates:
+        try:
+            if chosen == "hooked":
+                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
+            else:
+                model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
+            difference, rounding_notes = _difference(model, source.dtype, weights, tokens, reference)
+            break
+        except Exception as error:  # where TransformerLens fails, its other class may succeed
+            differs = isinstance(error, _DifferentLogitsError)
+            failure = str(error) if differs else _in_words(error)
+            if chosen == candidates[-1]:
+                raise ValueError(
+                    f"{source.name} ({source.architecture}) could not be loaded faithfully as "
+                    f"{CLASS_OF_WORLD[chosen]} of TransformerLens {source.transformer_lens_version}: {failure}. No "
+                    "results are better than results about another model."
+                ) from (None if differs else error)
+            notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
+    notes += rounding_notes
     if processing.names():
-        notes += _processed(made, source, dtype, processing, tokens)
+        notes += _process(model, chosen, source, processing, tokens)
     if pretrained.tokenizer is not None:
-        notes += _settle_tokenizer(made.model, pretrained)
-    # Conversion to HookedTransformer drops them; a bridge would hand a plain assignment on to what it wraps.
+        notes += _settle_tokenizer(model, pretrained)
+    # Conversion to HookedTransformer drops them; a bridge would pass an ordinary assignment on to what it wraps.
     kinds = ("eos", "bos", "pad")
-    made.model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
-    made.model.__dict__["missing_head"] = pretrained.missing_head
+    model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
+    model.__dict__["missing_head"] = pretrained.missing_head
     remember(
-        made.model,
+        model,
         replace(
             source,
-            world=CLASS_OF_WORLD[made.world],
+            world=CLASS_OF_WORLD[chosen],
             processing=processing.names(),
-            logits_max_difference=made.difference,
+            logits_max_difference=difference,
             notes=tuple(notes),
         ),
     )
-    return made.model
+    return model
 
 
-@dataclass(frozen=True, eq=False)
-class _Original:
-    """What a converted model is compared with: the same weights elsewhere, on `tokens`, and the logits they gave."""
-
-    weights: Any
-    tokens: torch.Tensor
-    logits: torch.Tensor
+class _DifferentLogitsError(ValueError):
+    """The loaded model's logits are not the original's."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """A model in one of TransformerLens's worlds, and how far its logits are off the original's."""
-
-    model: nn.Module
-    world: World
-    difference: float
-    notes: tuple[str, ...]
-
-
-def _reference(pretrained: Pretrained, source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
-    hugging_face = cast(Any, pretrained.model)
-    try:
-        return logits_of(lambda ids: hugging_face(ids).logits, tokens)
-    except Exception as error:
-        raise ValueError(
-            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
-            f"{tokens.device}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _check_finite(target: _Original, source: ModelSource) -> None:
-    if not bool(target.logits.isfinite().all()):
-        raise ValueError(
-            f"{source.name}: the original's own logits are not finite in {source.dtype} on {target.tokens.numel()} "
-            "ordinary tokens. Load it in float32 or bfloat16."
-        )
-
-
-def _candidates(
-    pretrained: Pretrained, source: ModelSource, world: World | None
-) -> tuple[tuple[World, ...], list[str]]:
-    """The worlds to try, in order, and the notes so far."""
+def _candidates(pretrained: Pretrained, source: ModelSource, world: World | None) -> tuple[list[World], list[str]]:
+    """Return the worlds to try, in order, and the notes so far."""
     obstacle = hooked_obstacle(pretrained)
     notes = list(source.notes)
     if world == "hooked" and obstacle is not None:
         raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
     if world is not None:
-        return (world,), notes
+        return [world], notes
     if obstacle is None:
-        return ("hooked", "bridge"), notes
-    if has_hooked_transformer():  # where there is none, there is nothing to explain
+        return ["hooked", "bridge"], notes
+    if has_hooked_transformer():  # otherwise there is nothing to explain
         notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
-    return ("bridge",), notes
+    return ["bridge"], notes
 
 
-def _tried(
-    pretrained: Pretrained,
-    source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    world: World,
-    hub_name: str | None,
-    target: _Original,
-) -> tuple[_Made | None, str, Exception | None]:
-    """The model in this world if it is still the same; else None, what is wrong, and the exception behind it."""
-    bound, notes = CONVERSION_BOUND[source.dtype], []
-    try:
-        if world == "hooked":
-            model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
-        else:
-            model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
-        difference = relative_difference(logits_of(cast(Any, model), target.tokens), target.logits)
-        if bound < difference < SUSPICIOUS[source.dtype]:
-            own = own_rounding(target.weights, source.dtype, target.tokens, target.logits)
-            bound = max(bound, OWN_ROUNDINGS * own)
-            notes.append(
-                f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
-                f"rounds its own by {own:.1e} in {source.dtype}: rounding"
-            )
-    except Exception as error:  # whatever TransformerLens stumbles over, another world may do
-        return None, _in_words(error), error
-    if difference <= bound:
-        return _Made(model, world, difference, tuple(notes)), "", None
-    return None, f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})", None
+def _difference(
+    model: Any, dtype: str, weights: Any, tokens: torch.Tensor, reference: torch.Tensor
+) -> tuple[float, list[str]]:
+    """Return the difference from the original's logits, and a note if it is within the original's own rounding only.
+
+    Raises:
+        _DifferentLogitsError: the difference is larger.
+    """
+    bound, notes = CONVERSION_BOUND[dtype], []
+    difference = relative_difference(logits_of(model, tokens), reference)
+    if bound < difference < SUSPICIOUS[dtype]:
+        own = own_rounding(weights, dtype, tokens, reference)
+        bound = max(bound, OWN_ROUNDINGS * own)
+        notes.append(
+            f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
+            f"rounds its own by {own:.1e} in {dtype}: rounding"
+        )
+    if not difference <= bound:
+        raise _DifferentLogitsError(
+            f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
+        )
+    return difference, notes
 
 
 def _in_words(error: Exception) -> str:
-    """An exception; one without a text (a bare assert) by where it was raised."""
+    """Describe an exception; one without a text (a bare assert) by where it was raised."""
     text = " ".join(str(error).split())[:300]
     if text:
         return f"{type(error).__name__}: {text}"
@@ -196,18 +167,29 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
 
 
-def _processed(
-    made: _Made, source: ModelSource, dtype: torch.dtype, processing: Processing, tokens: torch.Tensor
-) -> list[str]:
-    """Change the basis, compare the model with what it was, and say what was done."""
-    _check_centring(made.model, source, processing)
-    raw = logits_of(cast(Any, made.model), tokens)
-    with _explained(source, processing):
-        process(made.model, made.world, processing)
-        processed = logits_of(cast(Any, made.model), tokens)
-    change = relative_difference(centred(processed), centred(raw))
-    allowed = PROCESSING_BOUND[dtype]
+def _process(model: Any, world: World, source: ModelSource, processing: Processing, tokens: torch.Tensor) -> list[str]:
+    """Change the basis of `model`, compare it with the unprocessed one, and return notes."""
+    import torch
+
     done = ", ".join(processing.names())
+    norm = getattr(getattr(model, "cfg", None), "normalization_type", None)
+    if processing.center_writing_weights and norm not in ("LN", "LNPre"):
+        # TransformerLens skips it silently, and the record would claim it.
+        raise ValueError(
+            f"{source.name}: center_writing_weights is for LayerNorm, which does not see the mean; the norm "
+            f"of this {source.architecture} is {norm!r}, and centring would change the model. Leave it out."
+        )
+    raw = logits_of(model, tokens)
+    try:
+        process(model, world, processing)
+        processed = logits_of(model, tokens)
+    except Exception as error:
+        raise ValueError(
+            f"{source.name}: TransformerLens {source.transformer_lens_version} cannot do {done} on a "
+            f"{source.architecture}: {type(error).__name__}: {error}"
+        ) from error
+    change = relative_difference(centred(processed), centred(raw))
+    allowed = PROCESSING_BOUND[getattr(torch, source.dtype)]
     if not change <= allowed:
         raise ValueError(
             f"{source.name}: after {done} the model is no longer the same: "
@@ -239,27 +221,6 @@ def _settle_tokenizer(model: Any, pretrained: Pretrained) -> tuple[str, ...]:
         return ()
     model.cfg.default_prepend_bos = False
     return ("the tokenizer has no begin or end mark of its own: none is put before a text by default",)
-
-
-def _check_centring(model: nn.Module, source: ModelSource, processing: Processing) -> None:
-    # TransformerLens skips it without a word, and the record would claim what was not done.
-    norm = getattr(getattr(model, "cfg", None), "normalization_type", None)
-    if processing.center_writing_weights and norm not in ("LN", "LNPre"):
-        raise ValueError(
-            f"{source.name}: center_writing_weights is for LayerNorm, which does not see the mean; the norm "
-            f"of this {source.architecture} is {norm!r}, and centring would change the model. Leave it out."
-        )
-
-
-@contextmanager
-def _explained(source: ModelSource, processing: Processing) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{source.name}: TransformerLens {source.transformer_lens_version} cannot do "
-            f"{', '.join(processing.names())} on a {source.architecture}: {type(error).__name__}: {error}"
-        ) from error
 
 
 # Largest difference of logits between the Hugging Face model and the loaded one, relative to the largest
@@ -361,8 +322,9 @@ def is_hugging_face(model: object) -> bool:
 
 
 def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
-    """A TransformerBridge with the weights of a Hugging Face model, compared once with its own logits; a
-    HookedTransformer where the bridge is not the model and TransformerLens has that class.
+    """Return a TransformerBridge with the weights of a Hugging Face model, compared once with its own logits.
+
+    Where the bridge's logits differ and TransformerLens has HookedTransformer, return that instead.
 
     Args:
         model: a `PreTrainedModel` with a language-model head; neither it nor its modules are changed.
@@ -372,8 +334,6 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
         ValueError: quantized weights or none (meta device), no language-model head, an architecture that
             TransformerLens has no bridge for, or a bridge whose logits are not the model's.
     """
-    import torch
-
     from ln_probe.hooks.model import check_weights, evaluating
     from ln_probe.loading.pretrained import (
         Pretrained,
@@ -387,28 +347,23 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
 
     check_weights(model)
     architecture, first = type(model).__name__, next(model.parameters())
-    if architecture not in supported_architectures():
-        raise ValueError(_unsupported(architecture))
-    dtype = str(first.dtype).removeprefix("torch.")
+    if architecture not in (supported := supported_architectures()):
+        raise ValueError(_unsupported(architecture, supported))
 
-    notes: list[str] = []
-
-    def prepared() -> Any:
-        notes.clear()
+    def prepared() -> Pretrained:
         copied = same_weights(model)
         complete_token_ids(copied.config)
         copied.config.architectures = [architecture]
-        notes.extend(complete_biases(copied))
+        notes = complete_biases(copied)
         copied.eval()
         copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
-        return copied
+        return Pretrained(copied, architecture, tokenizer, notes)
 
     with quiet(), offline(), own_random_numbers():
         own = prepared()
         with evaluating(model):
-            tokens = probe_tokens(own.config, first.device)
-            with torch.no_grad():
-                reference = logits_of(lambda ids: model(ids).logits, tokens)
+            reference = logits_of(lambda ids: model(ids).logits, probe_tokens(own.config, first.device))
+        note = f"a Hugging Face model in memory, wrapped in a bridge for the measurement; {UNKNOWN_HEAD}"
         source = ModelSource(
             name=str(getattr(model.config, "_name_or_path", "") or architecture),
             kind="memory",
@@ -417,35 +372,27 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
             weights_sha256=sha256_of_state(model),
             architecture=architecture,
             world="",
-            dtype=dtype,
+            dtype=str(first.dtype).removeprefix("torch."),
             transformer_lens_version=transformer_lens_version(),
-            notes=(f"a Hugging Face model in memory, wrapped in a bridge for the measurement; {UNKNOWN_HEAD}", *notes),
+            notes=(note, *own.notes),
         )
-        how: dict[str, Any] = {
-            "device": first.device,
-            "dtype": first.dtype,
-            "processing": Processing(),
-            "reference": reference,
-        }
         try:
-            return into_world(Pretrained(own, architecture, tokenizer, ()), source, world="bridge", **how)
+            return into_world(own, source, "bridge", Processing(), reference=reference)
         except ValueError as error:
-            again = Pretrained(prepared(), architecture, tokenizer, ())
+            again = prepared()
             if hooked_obstacle(again) is not None:
                 raise
-            first_note = source.notes[0].replace("wrapped in a bridge", "converted to HookedTransformer")
-            source = replace(source, notes=(first_note, *source.notes[1:], f"not a TransformerBridge: {error}"))
+            note = note.replace("wrapped in a bridge", "converted to HookedTransformer")
+            source = replace(source, notes=(note, *own.notes, f"not a TransformerBridge: {error}"))
             try:
-                return into_world(again, source, world="hooked", **how)
+                return into_world(again, source, "hooked", Processing(), reference=reference)
             except ValueError:
                 raise error from error.__cause__
 
 
-def _unsupported(architecture: str) -> str:
-    from ln_probe.loading.pretrained import supported_architectures
-
+def _unsupported(architecture: str, supported: list[str]) -> str:
     stem = architecture.removesuffix("Model")
-    headed = [name for name in supported_architectures() if name.startswith(stem) and stem != architecture]
+    headed = [name for name in supported if name.startswith(stem) and stem != architecture]
     if headed:
         return (
             f"{architecture} has no language-model head, which TransformerLens asks for: pass the "

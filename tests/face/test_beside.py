@@ -35,8 +35,9 @@ def prompts() -> list[list[int]]:
 
 
 def measured(model: Any, room: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, pd.DataFrame]:
-    monkeypatch.setattr(Passes, "_aside", room)
-    return dict(ln_probe.analyze(model, prompts(), keys="all", progress=False, **({"probes": PROBES} | options)).tables)
+    monkeypatch.setattr(Passes, "_gpu_memory", room)
+    options = {"probes": PROBES, "batch_size": 1} | options
+    return dict(ln_probe.analyze(model, prompts(), keys="all", progress=False, **options).tables)
 
 
 def assert_equal(one: dict[str, pd.DataFrame], other: dict[str, pd.DataFrame]) -> None:
@@ -193,10 +194,10 @@ def test_a_probe_that_fails_there_leaves_the_others(
         def start(self, view: View) -> Observer:
             return Failing()
 
-    monkeypatch.setattr(Passes, "_aside", ROOM)
+    monkeypatch.setattr(Passes, "_gpu_memory", ROOM)
     model = make_hooked()
     with pytest.warns(ProbeFailedWarning, match="of prompt 0"):
-        found = ln_probe.analyze(model, prompts(), probes=("uniformity", Broken()), progress=False)
+        found = ln_probe.analyze(model, prompts(), probes=("uniformity", Broken()), batch_size=1, progress=False)
     assert [f.probe for f in found.failures] == ["broken"]
     assert len(found.tables["heads"])
 

@@ -19,7 +19,7 @@ from faulty import lab_model
 from safetensors.torch import load_file
 
 import ln_probe
-from ln_probe.loading.provenance import sha256_of_files
+from ln_probe.loading.provenance import hashes, sha256_of_hashes
 from ln_probe.models import source_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_network")]
@@ -189,7 +189,9 @@ def attempt(make: Callable[[Path], Path], folder: Path) -> str:
         outcome = f"{type(error).__name__}: {error}"
     else:
         weights = [p for p in (folder / "model.safetensors", folder / "pytorch_model.bin") if p.is_file()]
-        outcome = "loaded" if source_of(model).weights_sha256 == sha256_of_files(weights) else "of another hash"
+        outcome = (
+            "loaded" if source_of(model).weights_sha256 == sha256_of_hashes(hashes(weights)) else "of another hash"
+        )
     took = time.process_time() - start
     return outcome if took < SECONDS else f"{outcome} after {took:.0f} s"
 

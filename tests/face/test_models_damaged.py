@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ln_probe.loading.provenance import sha256_of_files
+from ln_probe.loading.provenance import hashes, sha256_of_hashes
 from ln_probe.models import load_model, source_of
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -35,7 +35,7 @@ def test_a_config_cannot_name_another_weight_file(folder: Path) -> None:
     save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
     change_config(folder, transformers_weights="other.safetensors")
     model: Any = load_model(folder, device="cpu", world="bridge")
-    assert source_of(model).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert source_of(model).weights_sha256 == sha256_of_hashes(hashes([folder / "model.safetensors"]))
     assert torch.equal(model.ln_final.weight, torch.ones(32))
 
 
@@ -214,7 +214,7 @@ def test_a_pickle_is_read_only_on_request(folder: Path, name: str) -> None:
     with pytest.raises(ValueError, match=expected):
         load_model(folder, device="cpu")
     source = source_of(load_model(folder, device="cpu", allow_pickle=True))
-    assert source.weights_sha256 == sha256_of_files([folder / name])
+    assert source.weights_sha256 == sha256_of_hashes(hashes([folder / name]))
     assert source.logits_max_difference is not None
     assert source.logits_max_difference < 1e-5
 
@@ -229,7 +229,7 @@ def test_sharded_pickles(folder: Path) -> None:
     weight_map = {name: file for file, part in shards.items() for name in part}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     source = source_of(load_model(folder, device="cpu", allow_pickle=True))
-    assert source.weights_sha256 == sha256_of_files([folder / file for file in shards])
+    assert source.weights_sha256 == sha256_of_hashes(hashes([folder / file for file in shards]))
 
 
 class _Payload:
@@ -263,7 +263,9 @@ def test_a_pickle_that_is_not_a_state_dict(folder: Path) -> None:
 
 def test_safetensors_go_before_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert source_of(load_model(folder, device="cpu")).weights_sha256 == sha256_of_hashes(
+        hashes([folder / "model.safetensors"])
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"PK\x03\x04 zip"])

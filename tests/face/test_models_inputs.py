@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ln_probe.loading.provenance import sha256_of_files
+from ln_probe.loading.provenance import hashes, sha256_of_hashes
 from ln_probe.models import bundled_models, load_model, source_of
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -25,7 +25,7 @@ def test_what_is_recorded(folder: Path) -> None:
     assert source.name == str(folder)
     assert source.kind == "folder"
     assert (source.revision, source.commit) == (None, None)
-    assert source.weights_sha256 == sha256_of_files([folder / "model.safetensors"])
+    assert source.weights_sha256 == sha256_of_hashes(hashes([folder / "model.safetensors"]))
     assert source.architecture == "GPT2LMHeadModel"
     assert source.dtype == "float32"
     assert source.processing == ()
@@ -50,9 +50,9 @@ def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Pa
     # sha256sum a b | sha256sum
     expected = "bf6e2103d6cbead28abb7d3fec372bc25d03a35b1647e83e090248eb08d0adae"
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert sha256_of_files([tmp_path / "a"]) == empty
-    both = sha256_of_files([tmp_path / "b", tmp_path / "a"])
-    assert both == sha256_of_files([tmp_path / "a", tmp_path / "b"])
+    assert sha256_of_hashes(hashes([tmp_path / "a"])) == empty
+    both = sha256_of_hashes(hashes([tmp_path / "b", tmp_path / "a"]))
+    assert both == sha256_of_hashes(hashes([tmp_path / "a", tmp_path / "b"]))
     assert both == expected
 
 
