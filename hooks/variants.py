@@ -1,16 +1,18 @@
-"""What is left of a norm without one of its terms: the four variants, as formulas of its input.
+"""Variants: what is left of a norm when a term is removed, or replaced by something else.
 
     intact           Px / sigma
-    no_scaling       Px / c           c = the site's mean sigma over calibration tokens: two numbers, one for position 0
+    no_scaling       Px / c           c = the site's mean sigma over other prompts: two numbers, one for position 0
     no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
     neither           x / c
 
-before gain and bias. `make_edit` is the hook that puts one of them in place of a norm's output.
+before gain and bias. Everything that measures, draws or describes variants iterates over the registry `VARIANTS`.
+`make_edit` is the hook that gives a norm one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -20,27 +22,174 @@ from ln_probe.hooks.edits import Edit, Positions, held
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Divisor
 
-VARIANTS = ("intact", "no_scaling", "no_projection", "neither")
-VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "neither"}
+# From a site, its input and the constant that replaces sigma (None where the norm does not scale, or the variant does
+# not remove scaling) to the norm's output before gain and bias.
+Transform = Callable[[Site, Tensor, float | Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to change what a norm computes.
+
+    Attributes:
+        name: in tables and on the command line.
+        removes: the terms of the norm that it removes: "scaling", "projection", both or none.
+        label: in legends.
+        color, marker: in pictures, as matplotlib takes them.
+        wording: how a sentence about it begins ("Freezing scaling").
+        state: what the norm is then ("scaling frozen").
+        transform: what the norm computes instead; None: what is left without the terms that are removed.
+        without: what `ln_probe.hooks.without` calls it; empty: nothing.
+        primary: whether its contrasts on the primary sites are fixed before the data. All others are exploratory.
+        standard: whether it is one of ln_probe's own. The others never change a number of these: their contrasts form
+            families of their own, and they have no say in which heads and keys are measured.
+
+    Example:
+        >>> register(Variant("tanh", frozenset({"scaling"}), "tanh instead", "#000000", "x", "Replacing norms by tanh",
+        ...     "norm replaced by tanh", transform=lambda site, x, c: torch.tanh(x)))
+    """
+
+    name: str
+    removes: frozenset[str]
+    label: str
+    color: str
+    marker: str
+    wording: str
+    state: str
+    transform: Transform | None = None
+    without: str = ""
+    primary: bool = False
+    standard: bool = False
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether it changes anything at all."""
+        return bool(self.removes) or self.transform is not None
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether it removes several terms at once and does nothing else."""
+        return self.transform is None and len(self.removes) > 1
+
+    @property
+    def freezes_scaling(self) -> bool:
+        """Whether a constant replaces sigma."""
+        return "scaling" in self.removes
+
+    def effect(self, site: Site) -> frozenset[str]:
+        """What it changes at one norm: the terms that it removes and the norm has, or its own transform.
+
+        Two variants with the same effect are the same computation.
+        """
+        if self.transform is not None:
+            return frozenset() if site.stands_in else frozenset({self.name})
+        has = {"scaling": site.scales, "projection": site.projects}
+        return frozenset(term for term in self.removes if has[term])
+
+    def takes_scaling(self, site: Site) -> bool:
+        """Whether it replaces this site's sigma by a constant."""
+        return site.scales and "scaling" in self.removes
+
+    def takes_projection(self, site: Site) -> bool:
+        """Whether it leaves this site's mean component in, and does nothing else to it."""
+        return self.transform is None and site.projects and "projection" in self.removes
+
+
+INTACT = Variant("intact", frozenset(), "intact", "#0072b2", "o", "", "intact", standard=True)
+SCALING_FROZEN = Variant(
+    "no_scaling",
+    frozenset({"scaling"}),
+    "without scaling",
+    "#d55e00",
+    "s",
+    "Freezing scaling",
+    "scaling frozen",
+    without="scaling",
+    primary=True,
+    standard=True,
+)
+PROJECTION_REMOVED = Variant(
+    "no_projection",
+    frozenset({"projection"}),
+    "without projection",
+    "#009e73",
+    "^",
+    "Removing projection",
+    "projection removed",
+    without="projection",
+    primary=True,
+    standard=True,
+)
+BOTH_REMOVED = Variant(
+    "neither",
+    frozenset({"scaling", "projection"}),
+    "without both",
+    "#cc79a7",
+    "D",
+    "Freezing scaling and removing projection",
+    "both removed",
+    without="both",
+    standard=True,
+)
+
+# All variants by name, in the order of tables and pictures; and their names by what `without` calls them.
+VARIANTS: dict[str, Variant] = {}
+VARIANT_WITHOUT: dict[str, str] = {}
+
+
+def register(variant: Variant) -> Variant:
+    """Add a variant to everything that is measured from now on.
+
+    Raises:
+        ValueError: there is a variant of that name, or one that `without` calls the same.
+    """
+    if variant.name in VARIANTS or variant.without in VARIANT_WITHOUT:
+        raise ValueError(f"there is a variant {variant.name!r} already, or one for without({variant.without!r})")
+    VARIANTS[variant.name] = variant
+    if variant.without:
+        VARIANT_WITHOUT[variant.without] = variant.name
+    return variant
+
+
+for _variant in (INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED):
+    register(_variant)
+
+
+def edits_of_norms(*, standard: bool | None = None) -> list[Variant]:
+    """The variants that change something; `standard`: only ln_probe's own, or only the others."""
+    return [v for v in VARIANTS.values() if v.is_edit and standard in (None, v.standard)]
+
+
+def primary_variants() -> list[Variant]:
+    """The variants whose contrasts on the primary sites are fixed before the data."""
+    return [v for v in VARIANTS.values() if v.primary]
+
+
+def frozen_scaling(variants: Iterable[str]) -> list[bool]:
+    """Which of these variants, by name, replace sigma by a constant; one that is not registered does not."""
+    return [name in VARIANTS and VARIANTS[name].freezes_scaling for name in variants]
 
 
 def takes_scaling(site: Site, variant: str) -> bool:
     """Whether the variant replaces this site's sigma by a constant."""
-    return site.scales and variant in ("no_scaling", "neither")
+    return VARIANTS[variant].takes_scaling(site)
 
 
 def takes_projection(site: Site, variant: str) -> bool:
     """Whether the variant leaves this site's mean component in."""
-    return site.projects and variant in ("no_projection", "neither")
+    return VARIANTS[variant].takes_projection(site)
 
 
 def normalized(
     site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | Float[Tensor, "*batch 1"] | None
 ) -> Float[Tensor, "*batch d"]:
     """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
-    frozen = takes_scaling(site, variant)
+    chosen, frozen = VARIANTS[variant], takes_scaling(site, variant)
     assert not frozen or constant is not None
-    return site.normalize(x, keep_mean=takes_projection(site, variant), divisor=constant if frozen else None)
+    divisor = constant if frozen else None
+    if chosen.transform is not None:
+        return chosen.transform(site, x, divisor)
+    return site.normalize(x, keep_mean=chosen.takes_projection(site), divisor=divisor)
 
 
 def changed_output(
@@ -59,7 +208,7 @@ def changed_output(
     nothing changes, rounding included.
     """
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    if takes_scaling(site, variant):
+    if VARIANTS[variant].transform is not None or takes_scaling(site, variant):
         return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
     if not takes_projection(site, variant):
         return y
@@ -80,7 +229,7 @@ def make_edit(
     """The edit that gives one norm a variant.
 
     Args:
-        divisor: what stands for sigma; needed where the variant takes this norm's scaling.
+        divisor: what replaces sigma; needed where the variant takes this norm's scaling.
         positions: shared by the edits of one intervention; None: its own.
         make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
     """
@@ -111,17 +260,19 @@ def ignored_below(dtype: torch.dtype) -> float:
 
 def no_op(site: Site, variant: str) -> str:
     """Why this variant of this site changes nothing by construction; empty if it does change something."""
-    if variant != "intact" and site.kind == "unknown":
+    chosen = VARIANTS[variant]
+    if chosen.is_edit and site.kind == "unknown":
         return f"{site.kind}: no norm that ln_probe knows, so no term can be taken away"
-    if variant != "intact" and site.bare:
+    if chosen.is_edit and site.bare:
         return "no norm: attention reads the stream itself"
-    still = []
-    if variant in ("no_projection", "neither"):
+    if not chosen.is_edit or chosen.transform is not None:
+        return ""
+    reasons = []
+    if "projection" in chosen.removes:
         if not site.projects:
-            still.append("it has no projection")
+            reasons.append("it has no projection")
         elif "centred" in site.state:
-            still.append("its input is already centred")
-    if variant in ("no_scaling", "neither") and not site.scales:
-        still.append("it does not scale")
-    needed = 2 if variant == "neither" else 1
-    return f"{site.kind}: " + " and ".join(still) if variant != "intact" and len(still) == needed else ""
+            reasons.append("its input is already centred")
+    if chosen.freezes_scaling and not site.scales:
+        reasons.append("it does not scale")
+    return f"{site.kind}: " + " and ".join(reasons) if len(reasons) == len(chosen.removes) else ""

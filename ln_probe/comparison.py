@@ -17,6 +17,7 @@ from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report
 
 
@@ -150,7 +151,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
     norms, heads = report.layernorms, report.heads
     found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
     found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
-    for variant, ending in (("intact", ""), ("no_scaling", "_no_scaling")):
+    for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads
         keys = rows["keys"].sum() if len(rows) else 0
         found[f"unselectable{ending}"] = rows["unselectable"].sum() / keys if keys else math.nan

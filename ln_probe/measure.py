@@ -27,6 +27,7 @@ from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.objective import Loss, Objective
+from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measuring.live import Live
 from ln_probe.passes import Passes
@@ -426,7 +427,7 @@ def freezing_cost(
     assert isinstance(piece, Piece)
     results = probe.finish([piece], Context(calibrated, None, lambda _p, _i: "", seed=seed))
     table = results.tables["causal"]
-    frozen = table[(table["family"] == "primary") & (table["variant"] == "no_scaling")]
+    frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
     rows = frozen[frozen["sites"] == "all"]
     notes = (*ready.notes, *calibrated.notes, *results.notes)
     if not len(rows) or frozen["delta_loss"].isna().all():

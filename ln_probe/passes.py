@@ -61,6 +61,7 @@ from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import layers_in_words, survey
+from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.measuring.beside import Beside
 from ln_probe.measuring.watching import Watching, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
@@ -484,7 +485,7 @@ class Passes:
             if seen.layer in calibration.unsupported:
                 return None
             attended = AttentionLayer(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
-            return attended.pattern("no_scaling")
+            return attended.pattern(SCALING_FROZEN.name)
 
         return record(
             self.model,

@@ -32,6 +32,7 @@ from ln_probe.exhibits import (
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.norm import Site
+from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 
 # Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
@@ -107,7 +108,7 @@ def marked(exhibits: Exhibits, marks: Iterable[Marks]) -> Exhibits:
     return replace(exhibits, attention=tuple(each.done() for each in drawn))
 
 
-_ENDINGS = {"intact": "", "no_scaling": "_frozen"}  # of the arrays, by variant
+_ENDINGS = {INTACT.name: "", SCALING_FROZEN.name: "_frozen"}  # of the arrays, by variant
 
 
 class _Marked:

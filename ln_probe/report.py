@@ -32,6 +32,7 @@ from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
+from ln_probe.hooks.variants import frozen_scaling
 
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
@@ -367,7 +368,7 @@ def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
     """0.1.0's effects under today's names: one constant for all positions, intervals that covered too little."""
     from ln_probe.analyses.probes.causal import family
 
-    scaled = causal["variant"].isin(("no_scaling", "neither"))
+    scaled = pd.Series(frozen_scaling(causal["variant"]), index=causal.index, dtype=bool)
     nothing: dict[str, Any] = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
     nothing |= {c: causal[c].where(~scaled) for c in ("loss", "kl", "top1_agreement", "entropy_change") if c in causal}
     return causal.assign(

@@ -17,7 +17,7 @@ from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.sites import Site
-from ln_probe.hooks.variants import MEAN_IGNORED, VARIANTS, no_op, normalized
+from ln_probe.hooks.variants import MEAN_IGNORED, PROJECTION_REMOVED, VARIANTS, no_op, normalized
 
 
 def scores(
@@ -32,7 +32,7 @@ def scores(
 
 
 class AttentionLayer:
-    """Keys, queries and attention of one layer on one prompt, under the four variants of the norm before it.
+    """Keys, queries and attention of one layer on one prompt, under every variant of the norm before it.
 
     The queries of all variants are the intact model's. Everything is computed when it is first asked for, and kept only
     while the layer is looked at.
@@ -186,8 +186,7 @@ class AttentionLayer:
 
     def no_op(self, variant: str) -> str:
         """Why a variant changes no key of head space by construction; empty if it does change some."""
-        ignored = self._mean_ignored if variant == "no_projection" else ""
-        return no_op(self.site, variant) or ignored
+        return no_op(self.site, variant) or (self._mean_ignored if variant == PROJECTION_REMOVED.name else "")
 
     def keys(self, variant: str) -> Float[Tensor, "key head d_head"]:
         """Keys as attention would see them under a variant, of all heads."""

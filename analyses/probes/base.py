@@ -29,6 +29,7 @@ from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import SCALING_FROZEN
 
 # Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
@@ -365,7 +366,7 @@ def medians(heads: pd.DataFrame, column: str) -> tuple[float, float]:
     """The median head's value, intact and without scaling; the second is NaN where that changes nothing."""
     if not len(heads):
         return math.nan, math.nan
-    frozen = of_variant(heads, "no_scaling")
+    frozen = of_variant(heads, SCALING_FROZEN.name)
     changes_nothing = len(frozen) > 0 and bool((frozen["no_op"] != "").all())
     return (
         float(of_variant(heads, "intact")[column].median()),

@@ -45,13 +45,13 @@ from ln_probe.analyses.probes.edited_runs import (
     GRADIENT_COLUMNS,
     MEASURES,
     PRIMARY_SITES,
-    PRIMARY_VARIANTS,
     SINGLE_NORM_PROMPTS,
     EditedRuns,
 )
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED, SIGNIFICANCE
 from ln_probe.analyses.probes.text import counted, number, percent, signed
 from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
 
 # The smallest change of the loss that is called an effect, nats per token: 1 % of perplexity.
 LEAST_CHANGE = 0.01
@@ -59,11 +59,6 @@ LEAST_CHANGE = 0.01
 SINK_FACTOR = 2.0
 SHOWN = 3  # single norms that are named, the largest changes first
 
-_VERBS = {
-    "no_scaling": "Freezing scaling",
-    "no_projection": "Removing projection",
-    "neither": "Freezing scaling and removing projection",
-}
 _PLACES = {
     "all": "at every norm",
     "attention": "at the norms that attention reads",
@@ -89,9 +84,9 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
     rows = [{str(k): v for k, v in row.items()} for row in effects.to_dict("records")]
     primary = [r for r in rows if r["sites"] in ("all", "attention") and _is_known(r)]
     findings = [
-        _primary(term, mine, places, source, unit)
-        for term in ("no_scaling", "no_projection")
-        if (mine := {r["sites"]: r for r in primary if r["variant"] == term})
+        _primary(variant.wording, mine, places, source, unit)
+        for variant in VARIANTS.values()
+        if variant.primary and (mine := {r["sites"]: r for r in primary if r["variant"] == variant.name})
     ]
     tested = effects[testable(effects) & (effects["family"] != PRIMARY)]
     return [*findings, *_exploratory_groups(tested, places, unit), *_single(tested, unit)]
@@ -150,13 +145,13 @@ def change(row: Any, unit: str = _NATS) -> str:
 
 
 def _primary(
-    term: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], source: str, unit: str
+    wording: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], source: str, unit: str
 ) -> Finding:
-    """One sentence or two about a term: at every norm, and at the norms that attention reads."""
+    """One sentence or two about a primary variant: at every norm, and at the norms that attention reads."""
     every, attention = rows.get("all"), rows.get("attention")
     first = every if every is not None else attention
     assert first is not None
-    subject = f"{_VERBS[term]} {places[str(first['sites'])]}"
+    subject = f"{wording} {places[str(first['sites'])]}"
     if reason := str(first["no_op"] or ""):
         return Finding(f"{subject} is not applicable ({reason}).", "causal", NO_EFFECT, size=-1)
     share = f", from {number(base_loss(first))}" + (
@@ -178,19 +173,20 @@ def _primary(
 def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: str) -> list[Finding]:
     """Significant changes of the other groups; both terms at once only where one alone is clearly less."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
-    groups = [r for r in groups if r["variant"] != "neither"]
+    wordings = {v.name: v.wording for v in edits_of_norms() if not v.is_combined}
+    groups = [r for r in groups if r["variant"] in wordings]
     if not groups:
         return []
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
     told = "; ".join(
-        f"{_lower(_VERBS[str(r['variant'])])} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
+        f"{_lower(wordings[str(r['variant'])])} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
     )
     return [Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(groups[0]) / 2)]
 
 
 def _single(tested: pd.DataFrame, unit: str) -> list[Finding]:
     """The norms whose frozen scaling changes the loss most, one by one."""
-    alone = tested[~tested["sites"].isin(GROUPS) & (tested["variant"] == "no_scaling")]
+    alone = tested[~tested["sites"].isin(GROUPS) & (tested["variant"] == SCALING_FROZEN.name)]
     if len(alone) < 2:
         return []
     rows = sorted(alone.to_dict("records"), key=lambda r: -abs(r["delta_loss"]))
@@ -259,7 +255,7 @@ def _sink(row: Any) -> str:
     """The change with one constant for all positions, where it is much larger."""
     uniform, delta = float(row["delta_loss_uniform"]), float(row["delta_loss"])
     least = max(LEAST_CHANGE, abs(delta))
-    if row["variant"] == "no_projection" or math.isnan(uniform) or uniform - delta < SINK_FACTOR * least:
+    if not any(frozen_scaling([row["variant"]])) or math.isnan(uniform) or uniform - delta < SINK_FACTOR * least:
         return ""
     return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"
 
@@ -270,12 +266,11 @@ def _lower(text: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ the probe
 
-# Forward passes a prompt: three groups that begin in the first block under three variants, two of these with one
-# constant too, the final norm, of which the blocks are not computed again, and a forward and backward pass (about three
-# passes) for each of the two primary contrasts that freeze scaling; and each norm alone under three variants, on the
-# first prompts, from its block on.
-_PASSES_OF_GROUPS = 23.0
-_PASSES_PER_NORM = 1.5
+# Forward passes a prompt: a forward and backward pass (about three passes) for each of the two primary contrasts that
+# freeze scaling; under each variant three groups that begin in the first block, with one constant too where it freezes
+# scaling, and the final norm, of which the blocks are not computed again; and each norm alone under each variant, on
+# the first prompts, from its block on.
+_PASSES_OF_GRADIENTS, _PASSES_OF_GROUPS, _PASSES_OF_FINAL, _PASSES_PER_NORM = 6.0, 3.0, 2 / 3, 0.5
 
 
 class Causal(Probe):
@@ -330,7 +325,10 @@ class Causal(Probe):
 
     def cost(self, shape: Shape) -> Cost:
         single = min(1.0, self.single_norm_prompts / max(1, len(shape.lengths)))
-        return Cost(passes=_PASSES_OF_GROUPS + single * _PASSES_PER_NORM * (2 * shape.layers + 1))
+        variants = edits_of_norms()
+        groups = _PASSES_OF_GROUPS * (len(variants) + sum(v.freezes_scaling for v in variants))
+        groups += _PASSES_OF_GRADIENTS + _PASSES_OF_FINAL * len(variants)
+        return Cost(passes=groups + single * _PASSES_PER_NORM * len(variants) * (2 * shape.layers + 1))
 
 
 class _Watching(Observer):
@@ -405,7 +403,7 @@ def table(
         base, total = (rows[list(MEASURES)].sum(skipna=False) for rows in (intact, mine))
         predicted, groups = mine["predicted"].to_numpy(float), constants.groups[mine.index.to_numpy(int)]
         change, optimal = ((mine[m] - intact["nll"]).to_numpy(float) for m in ("nll", "nll_optimal"))
-        frozen = variant in ("no_scaling", "neither")
+        frozen = any(frozen_scaling([variant]))
         known = frozen and np.isfinite(optimal).all()
         of_optimal = over_groups(optimal if known else np.full(len(mine), math.nan), predicted, groups, seed)
         idle = variant == "intact" or bool(mine["no_op"].iloc[0])
@@ -444,13 +442,10 @@ def _of(
 ) -> Float[np.ndarray, " _"]:
     """The shifts of some prompts under one contrast; 0 where there are none."""
     numbers = np.asarray(prompts, int)
-    if variant != "no_scaling" or sites not in moved:
+    if variant != SCALING_FROZEN.name or sites not in moved:
         return np.zeros(len(numbers))
     shift: np.ndarray = moved[sites][numbers]
     return shift
-
-
-PRIMARY = "primary"
 
 
 def family(sites: str, variant: str) -> str:
@@ -459,8 +454,10 @@ def family(sites: str, variant: str) -> str:
         return ""
     if sites not in GROUPS:
         return f"exploratory: single norms, {variant}"
-    primary = sites in PRIMARY_SITES and variant in PRIMARY_VARIANTS
-    return PRIMARY if primary else "exploratory: groups"
+    known = VARIANTS.get(variant)
+    if known is not None and known.primary and sites in PRIMARY_SITES:
+        return PRIMARY
+    return "exploratory: groups" if known is not None and known.standard else f"exploratory: groups, {variant}"
 
 
 def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:
@@ -565,7 +562,7 @@ def by_prompt(
     base = intact.loc[pd.MultiIndex.from_frame(mine[["prompt", "sites"]])].reset_index(drop=True)
     mine = mine.reset_index(drop=True)
     tokens, places, queries = (mine[c].where(mine[c] > 0) for c in ("predicted", "positions", "queries"))
-    frozen = mine["variant"].isin(["no_scaling", "neither"])
+    frozen = pd.Series(frozen_scaling(mine["variant"]), index=mine.index, dtype=bool)
     return pd.DataFrame(
         {
             "prompt": mine["prompt"].astype(np.int64),

@@ -47,17 +47,16 @@ from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
 from ln_probe.hooks.sites import Site
-from ln_probe.hooks.variants import VARIANTS, takes_projection, takes_scaling
+from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant
 
 MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
 GRADIENT_COLUMNS = ("prompt", "sites", "site", "first", "rest")
 _OF_GROUPS = {"nll_uniform": UNIFORM, "nll_optimal": OPTIMAL}
 
-# The contrasts that are fixed before the data: {attention, all} × {scaling frozen, projection removed}. All others are
-# exploratory.
+# The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
+# these groups of norms. All others are exploratory.
 PRIMARY_SITES = ("attention", "all")
-PRIMARY_VARIANTS = ("no_scaling", "no_projection")
 
 # Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
 # correction over a hundred norms.
@@ -69,14 +68,14 @@ _SAME_LOSS, _SAME_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 3e-2
 # A derivative by the constants that promises a larger change than freezing itself and this, nats a token, is checked.
 STEEP = 0.05
 
-# (site, scaling goes, projection goes): two variants that do the same to every norm are one computation.
-_Signature = tuple[tuple[str, bool, bool], ...]
+# Each norm with what the variant changes there: two variants that do the same to every norm are one computation.
+_Signature = tuple[tuple[str, frozenset[str]], ...]
 
 
 @dataclass(frozen=True)
 class _Row:
     sites: str
-    variant: str
+    variant: Variant
     members: tuple[Site, ...]
 
     @property
@@ -84,10 +83,18 @@ class _Row:
         return self.sites in GROUPS
 
     @property
+    def is_primary(self) -> bool:
+        return self.sites in PRIMARY_SITES and self.variant.primary
+
+    @property
+    def frozen(self) -> list[Site]:
+        """The norms whose sigma a constant replaces."""
+        return [s for s in self.members if self.variant.takes_scaling(s)]
+
+    @property
     def signature(self) -> _Signature:
-        """What is really taken away; empty if that is nothing, so that the unedited model is its own answer."""
-        found = ((s.name, takes_scaling(s, self.variant), takes_projection(s, self.variant)) for s in self.members)
-        return tuple(f for f in found if f[1] or f[2])
+        """What is changed; empty if nothing is, so that the result is that of the unedited model."""
+        return tuple((s.name, effect) for s in self.members if (effect := self.variant.effect(s)))
 
 
 class EditedRuns:
@@ -135,11 +142,10 @@ class EditedRuns:
         self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
         chosen = [(g, found) for g, found in groups if found] + [(s.name, (s,)) for s in sites]
-        self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS]
+        self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS.values()]
         self.whole = not primary_only
         if primary_only:
-            wanted = ("intact", *PRIMARY_VARIANTS)
-            self.rows = [r for r in self.rows if r.sites in PRIMARY_SITES and r.variant in wanted]
+            self.rows = [r for r in self.rows if r.is_primary or (r.sites in PRIMARY_SITES and not r.variant.is_edit)]
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
@@ -174,17 +180,20 @@ class EditedRuns:
             unedited = passes.unedited(tokens)
             self.outputs = unedited.vocabulary
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
-            jobs: dict[tuple[_Signature, str], Job] = {}
-            for row in wanted:
-                if row.signature and not self._is_lost(row):
-                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
-            effects = passes.effects(tokens, unedited, jobs)
+            effects: dict[tuple[_Signature, str], Sums] = {}
+            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
+                jobs: dict[tuple[_Signature, str], Job] = {}
+                for row in wanted:
+                    if row.variant.standard == standard and row.signature and not self._is_lost(row):
+                        jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
+                missing = {key: job for key, job in jobs.items() if key not in effects}
+                effects |= passes.effects(tokens, unedited, missing)
             intact = unedited.sums | dict(
                 zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
             )
         self._differentiate(prompt, tokens, effects, intact["nll"])
         rows = [
-            {"prompt": prompt, "sites": row.sites, "variant": row.variant}
+            {"prompt": prompt, "sites": row.sites, "variant": row.variant.name}
             | self._sums(row, intact, effects, tokens)
             | {"no_op": self._no_op(row)}
             for row in wanted
@@ -207,9 +216,10 @@ class EditedRuns:
             return
         constants = self.constants_of(prompt)
         for row in self.rows:
-            if row.sites not in PRIMARY_SITES or row.variant != "no_scaling" or not row.signature or self._is_lost(row):
+            is_wanted = row.sites in PRIMARY_SITES and row.variant is SCALING_FROZEN
+            if not is_wanted or not row.signature or self._is_lost(row):
                 continue
-            frozen = [s for s in row.members if takes_scaling(s, row.variant)]
+            frozen = row.frozen
             try:
                 loss, found = loss_and_gradients(self.model, frozen, tokens, constants, objective=self.objective)
             except GradientError as error:
@@ -255,7 +265,7 @@ class EditedRuns:
             moved[s.name] = Constant(*(max(c + math.copysign(e, g), c / 2) for c, g, e in steps))
         with torch.no_grad():
             rows = tokens[None].to(device_of(self.model))
-            after = float(edited_loss(self.model, sites, rows, moved, "no_scaling", self.objective))
+            after = float(edited_loss(self.model, sites, rows, moved, SCALING_FROZEN.name, self.objective))
         return min(1.0, abs(after - loss) / promised) if math.isfinite(after) else 1.0
 
     def _is_lost(self, row: _Row) -> bool:
@@ -265,21 +275,20 @@ class EditedRuns:
         """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
         constants = self.constants_of(prompt)
         yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
-        taken = [s for s in row.members if takes_scaling(s, row.variant)]
-        if row.is_group and taken and not self.no_loss:
+        if row.is_group and row.frozen and not self.no_loss:
             if self.uniform:
                 one = {name: Constant.of(c).uniform for name, c in constants.items()}
                 yield UNIFORM, Job(self._edits(row, one, length), whole=False)
-            if self.optimal is not None and row.sites in PRIMARY_SITES and row.variant == "no_scaling":
+            if self.optimal is not None and row.sites in PRIMARY_SITES and row.variant is SCALING_FROZEN:
                 best = self.optimal(row.sites, prompt)
-                if all(s.name in best for s in taken):
+                if all(s.name in best for s in row.frozen):
                     yield OPTIMAL, Job(self._edits(row, best, length), whole=False)
 
     def _edits(self, row: _Row, constants: Mapping[str, Constant], length: int) -> list[Edit]:
         positions = Positions()
         positions.shape = (1, length)  # of its own row of the batch
         return [
-            make_edit(s, row.variant, constants.get(s.name) if takes_scaling(s, row.variant) else None, positions)
+            make_edit(s, row.variant.name, constants.get(s.name) if row.variant.takes_scaling(s) else None, positions)
             for s in row.members
         ]
 
@@ -296,7 +305,7 @@ class EditedRuns:
         found = effects[row.signature, FROZEN] if row.signature else intact
         losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
         if row.is_group:
-            if any(takes_scaling(s, row.variant) for s in row.members):
+            if row.frozen:
                 losses |= {
                     m: effects[row.signature, w]["nll"] for m, w in _OF_GROUPS.items() if (row.signature, w) in effects
                 }
@@ -319,13 +328,13 @@ class EditedRuns:
 
     def _no_op(self, row: _Row) -> str:
         """Why nothing changes at any member; empty if something does."""
-        reasons = [self.nothing[row.variant].get(s.name, "") for s in row.members]
+        reasons = [self.nothing[row.variant.name].get(s.name, "") for s in row.members]
         return "; ".join(sorted(set(reasons))) if all(reasons) else ""
 
     def notes(self) -> list[str]:
         """What a reader has to know about this model; complete once a prompt was measured."""
         said = [f"causal: {reason}" for reason in self.lost.values()]
-        if any("ignores the mean" in reason for reason in self.nothing["no_projection"].values()):
+        if any("ignores the mean" in reason for by_site in self.nothing.values() for reason in by_site.values()):
             said.append(
                 "causal: the weights that read these norms are centred (folding the norms does that), so a model "
                 "without projection is the same by construction: load it unfolded to learn what projection does"

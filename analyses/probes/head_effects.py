@@ -46,13 +46,13 @@ from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, re
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
 from ln_probe.hooks.edits import Change, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
-from ln_probe.hooks.interventions import lost_edits, make_edit, why_nothing
+from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.sites import Site
+from ln_probe.hooks.variants import SCALING_FROZEN, edits_of_norms, make_edit
 
-EDITED = ("no_scaling", "no_projection", "neither")
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
 # Up to this many (weights of the blocks × heads) every head is run exactly; beyond, the LEADING by their estimates.
@@ -61,9 +61,8 @@ COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "p
 # small's 144 are 1.2e10.
 EXACT_WORK = 1e9
 LEADING = 8
-CHOOSING = (
-    2  # calibration prompts that tell which heads lead: not those that are measured, so nothing is selected twice
-)
+# Calibration prompts that choose the leading heads: not those that are measured, so the choice does not bias effects.
+CHOOSING = 2
 _LOGITS = 1 << 25  # numbers of logits held at once: 128 MB in float32
 
 
@@ -121,7 +120,7 @@ class HeadRuns:
         self.heads = {
             layer: [h for h in range(head_count(model, layer)) if heads is None or h in heads] for layer in self.sites
         }
-        self.nothing = {v: why_nothing(model, list(self.sites.values()), v) for v in EDITED}
+        self.nothing = {v.name: why_nothing(model, list(self.sites.values()), v.name) for v in edits_of_norms()}
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
@@ -158,7 +157,8 @@ class HeadRuns:
             for row in self._measure(0, tokens).to_dict("records"):
                 key = (int(row["layer"]), int(row["head"]), str(row["variant"]))
                 sums[key] = sums.get(key, 0.0) + float(row["estimate"])
-        size = {pair: max(abs(sums.get((*pair, v), 0.0)) for v in EDITED) for pair in every}
+        standard = edits_of_norms(standard=True)
+        size = {pair: max(abs(sums.get((*pair, v.name), 0.0)) for v in standard) for pair in every}
         return sorted(every, key=lambda pair: -size[pair])[:LEADING]
 
     def notes(self) -> list[str]:
@@ -192,7 +192,7 @@ class HeadRuns:
             exact = self._exact(tokens, first)
         rows: list[tuple[Any, ...]] = []
         for layer, site in self.sites.items():
-            for variant in EDITED:
+            for variant in self.nothing:
                 no_op = self.nothing[variant].get(site.name, "")
                 change = None if no_op else first.edited[layer, variant] - first.z[layer]
                 for head in self.heads[layer]:
@@ -221,7 +221,7 @@ class HeadRuns:
 
         def attention(layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal inside
-            for variant in EDITED:
+            for variant in self.nothing:
                 if self.nothing[variant].get(site.name):
                     continue
                 inside = True
@@ -277,17 +277,13 @@ class HeadRuns:
         found: dict[tuple[int, int, str], float] = {}
         at_once = max(1, _LOGITS // (len(tokens) * vocabulary_size(self.model)))
         for layer in self.sites:
-            wanted = [
-                (h, v)
-                for h in self.heads[layer]
-                if (layer, h) in self.exact
-                for v in EDITED
-                if (layer, v) in first.edited
-            ]
-            for at in range(0, len(wanted), at_once):
-                some = wanted[at : at + at_once]
-                for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
-                    found[layer, head, variant] = nll
+            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
+                variants = [v.name for v in edits_of_norms(standard=standard) if (layer, v.name) in first.edited]
+                wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
+                for at in range(0, len(wanted), at_once):
+                    some = wanted[at : at + at_once]
+                    for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
+                        found[layer, head, variant] = nll
         return found
 
     def _losses(
@@ -366,7 +362,7 @@ class HeadEffects(Probe):
     def cost(self, shape: Shape) -> Cost:
         heads = shape.layers * shape.heads
         run_exactly = heads if heads <= _EXACT_HEADS else LEADING
-        return Cost(passes=5 + 3 * run_exactly / 2)
+        return Cost(passes=5 + len(edits_of_norms()) * run_exactly / 2)
 
 
 class _Watching(Observer):
@@ -445,7 +441,9 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     """The head that the loss needs the scaling of most, if one is seen to be needed."""
     if effects is None or not len(effects):
         return []
-    rows = effects[(effects["variant"] == "no_scaling") & (effects["no_op"] == "") & effects["delta_loss"].notna()]
+    rows = effects[
+        (effects["variant"] == SCALING_FROZEN.name) & (effects["no_op"] == "") & effects["delta_loss"].notna()
+    ]
     if not len(rows):
         return []
     seen = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]

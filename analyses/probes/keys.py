@@ -325,7 +325,7 @@ def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _pick(here: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
     chosen: set[int] = set()
-    for found in here.values():
+    for found in (found for variant, found in here.items() if VARIANTS[variant].standard):
         chosen |= set(np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT].tolist())
     count = len(next(iter(here.values()))["verdict"])
     chosen |= set(rng.choice(count, size=min(SAMPLED, count), replace=False).tolist())

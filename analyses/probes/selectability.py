@@ -75,7 +75,7 @@ from ln_probe.analyses.probes.text import number, percent
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIANTS
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
 
@@ -309,8 +309,9 @@ def _per_key(tokens: float) -> float:
 
 # --------------------------------------------------------------------------------------------------------- findings
 
-# What a finding calls the variants beside the intact model.
-_VARIANTS = {"no_scaling": "with scaling frozen", "neither": "with both removed"}
+# What a finding calls the variants that it compares with the intact model.
+_VARIANTS = {v.name: f"with {v.state}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
+_COMPARED = (INTACT.name, SCALING_FROZEN.name)
 
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:
@@ -358,11 +359,11 @@ def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
     if math.isnan(two):
         return [Finding(text, "attainable", DESCRIBED)]
     size, column = abs(two - one), "attainable_last_p05"
-    per_layer = {v: of_variant(heads, v).groupby("layer")[column].median() for v in ("intact", "no_scaling")}
-    change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
+    per_layer = {v: of_variant(heads, v).groupby("layer")[column].median() for v in _COMPARED}
+    change = (per_layer[SCALING_FROZEN.name] - per_layer["intact"]).dropna()
     if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
         layer = int(change.index[int(change.abs().to_numpy().argmax())])
-        before, after = (float(per_layer[v][layer]) for v in ("intact", "no_scaling"))
+        before, after = (float(per_layer[v][layer]) for v in _COMPARED)
         text += (
             f" The change is largest in layer {layer}: {percent(before)} for its 5th-percentile key, {percent(after)} "
             "with scaling frozen."
@@ -385,7 +386,7 @@ def _selectable(heads: pd.DataFrame, space: str, picture: str) -> list[Finding]:
     elif (rows[rows["variant"] == "intact"]["by_theorem"] != "").all():
         why = rows.loc[rows["variant"] == "intact", "by_theorem"].iloc[0]
         known = f" The intact figure follows from theory ({why})."
-    frozen = shares.get("no_scaling")
+    frozen = shares.get(SCALING_FROZEN.name)
     size = abs(frozen - shares["intact"]) if frozen is not None and "intact" in shares and not known else 0.0
     count = int(rows.groupby("variant")["keys"].sum().max())
     place = "per head, last position" if space == HEAD else "at the norms' output"

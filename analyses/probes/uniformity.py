@@ -43,7 +43,7 @@ from ln_probe.analyses.schema import Part
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS
 
 MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # of one head on one prompt
 
@@ -51,6 +51,7 @@ MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_
 # prompts of 128 and 256 tokens.
 _QUERIES = "queries"  # kept with them: how many had a choice
 _SECONDS_PER_SCORE = 3.5e-8
+_COMPARED = (INTACT.name, SCALING_FROZEN.name)  # in findings
 
 
 class UniformityProbe(Probe):
@@ -137,11 +138,11 @@ def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
     """Where taking scaling away changes how widely attention is spread, against the greatest entropy there can be."""
     if not len(heads):
         return []
-    per_layer = {v: of_variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in ("intact", "no_scaling")}
-    change = (per_layer["no_scaling"] - per_layer["intact"]).dropna()
+    per_layer = {v: of_variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in _COMPARED}
+    change = (per_layer[SCALING_FROZEN.name] - per_layer["intact"]).dropna()
     if not len(change) or change.abs().max() < NOTEWORTHY:
         return []
-    one, two = (float(per_layer[v][change.index].mean()) for v in ("intact", "no_scaling"))
+    one, two = (float(per_layer[v][change.index].mean()) for v in _COMPARED)
     way = "wider" if two > one else "less"
     text = (
         f"With constants instead of scaling, queries as they are would spread their attention "

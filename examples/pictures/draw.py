@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 import ln_probe
-from ln_probe.page.figures import BLUE, GREEN, GRID, LABELS, ORANGE, PINK, Figure, geometry
+from ln_probe.hooks.variants import VARIANTS
+from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure, geometry
 from ln_probe.report import Report
 
 DPI = 110
@@ -106,7 +107,15 @@ def estimates() -> Figure:
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
         for variant, colour in (("no_scaling", ORANGE), ("no_projection", GREEN)):
             some = rows[rows["variant"] == variant]
-            axes.plot(some["delta_loss"], some["estimate"], "o", ms=3.5, color=colour, alpha=0.7, label=LABELS[variant])
+            axes.plot(
+                some["delta_loss"],
+                some["estimate"],
+                "o",
+                ms=3.5,
+                color=colour,
+                alpha=0.7,
+                label=VARIANTS[variant].label,
+            )
         ends = [rows["delta_loss"].min(), rows["delta_loss"].max()]
         axes.plot(ends, ends, color=GRID, lw=1, zorder=0)
         axes.set(title=name, xlabel="change of the loss, run exactly", ylabel="first-order estimate")

@@ -17,8 +17,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from ln_probe.analyses import constants
-from ln_probe.analyses.constants import Calibration, Constants, KeySample
+from ln_probe.analyses.constants import Calibration, Constants, KeySample, ellipsoid_arrays, ellipsoids_of_arrays
 from ln_probe.analyses.geometry.compiled import use_processors
 from ln_probe.analyses.machinery.files import remove_listed
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
@@ -236,7 +235,7 @@ class Worker:
             "d_model": int(passes.model.cfg.d_model),
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
-        arrays |= constants.ellipsoid_arrays(found.empirical)
+        arrays |= ellipsoid_arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         arrays |= {f"constants/{part}": getattr(found.constants, part) for part in _CONSTANTS}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
@@ -297,7 +296,7 @@ def calibration(stored: Stored) -> Calibration:
         radii={int(layer): radii for layer, radii in stored.arrays("radii/").items()},
         unsupported={int(layer): why for layer, why in stored.info["unsupported"].items()},
         notes=tuple(stored.info["notes"]),
-        empirical=constants.ellipsoids_of_arrays(stored.arrays("empirical/")),
+        empirical=ellipsoids_of_arrays(stored.arrays("empirical/")),
         sample=None if stored.info["sample"] is None else KeySample(**stored.info["sample"]),
     )
 

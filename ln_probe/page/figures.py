@@ -49,14 +49,6 @@ POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # units of an SVG an inch, its smallest t
 INK = "#000000"
 _VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
 DPI = 192  # pixels per inch of what a notebook gets, which shows them at half that: sharp on dense screens
-COLOURS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "neither": PINK}
-MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "neither": "D"}  # told apart without colour as well
-LABELS = {
-    "intact": "intact",
-    "no_scaling": "without scaling",
-    "no_projection": "without projection",
-    "neither": "without both",
-}
 SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
@@ -181,7 +173,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
             cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"),
             rasterized=shown.size > VECTOR_CELLS,
         )
-        axes.set_title(LABELS[variant], fontsize=10)
+        axes.set_title(VARIANTS[variant].label, fontsize=10)
         for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
             step = -(-len(names) // 8)
             axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
@@ -216,11 +208,11 @@ def entropy_by_layer(report: Report) -> Figure:
         axes.plot(
             rows["layer"] + 0.16 * (place - 1.5),
             rows["entropy_ratio"],
-            MARKERS[variant],
+            VARIANTS[variant].marker,
             ms=4,
             alpha=0.6,
-            color=COLOURS[variant],
-            label=LABELS[variant],
+            color=VARIANTS[variant].color,
+            label=VARIANTS[variant].label,
         )
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
@@ -262,8 +254,8 @@ def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool
             same.append(variant)
     for variants, grouped in lines:
         variant = variants[0]
-        style: dict[str, Any] = {"color": COLOURS[variant], "marker": MARKERS[variant], "ms": 5}
-        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(LABELS[v] for v in variants), **style)
+        style: dict[str, Any] = {"color": VARIANTS[variant].color, "marker": VARIANTS[variant].marker, "ms": 5}
+        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(VARIANTS[v].label for v in variants), **style)
         axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
         dashed = dashed or bool(grouped[hard].notna().any())
     if dashed:
@@ -378,7 +370,7 @@ def _bars(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
         mine = rows[rows["variant"] == variant].drop_duplicates("sites")
         place = mine["sites"].map(names.index).to_numpy(float) + (number - (len(variants) - 1) / 2) * width
         value, low, high = _numbers(mine)
-        axes.barh(place, value, 0.9 * width, color=COLOURS[variant], alpha=0.75, label=LABELS[variant])
+        axes.barh(place, value, 0.9 * width, color=VARIANTS[variant].color, alpha=0.75, label=VARIANTS[variant].label)
         axes.hlines(place, low, high, color="black", lw=1.3)
         for end in (low, high):
             axes.plot(end, place, "|", color="black", ms=5)
@@ -397,8 +389,10 @@ def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
         mine = rows[rows["variant"] == variant].drop_duplicates("sites")
         place = mine["sites"].map(names.index).to_numpy(float) + 0.16 * (number - 1)
         value, low, high = _numbers(mine)
-        axes.vlines(place, low, high, color=COLOURS[variant], lw=1.3)
-        axes.plot(place, value, MARKERS[variant], ms=4, color=COLOURS[variant], label=LABELS[variant])
+        axes.vlines(place, low, high, color=VARIANTS[variant].color, lw=1.3)
+        axes.plot(
+            place, value, VARIANTS[variant].marker, ms=4, color=VARIANTS[variant].color, label=VARIANTS[variant].label
+        )
     name_sites(axes, pd.DataFrame({"site": names}))
     if is_wide(rows):
         axes.set_yscale("symlog", linthresh=threshold(rows))

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.probes.head_columns import BY_HEAD
 from ln_probe.analyses.probes.text import disarmed
 from ln_probe.exhibits import Exhibits
+from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
 from ln_probe.page.figures import SIZE, VECTOR_CELLS, Figure
 from ln_probe.report import Report
 
@@ -47,7 +48,7 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
     for name in BY_HEAD.names[len(_KEY) :]:
         made[name] = False if name == "exact" else math.nan
     _effects(made, effects)
-    intact, frozen = (heads[heads["variant"] == v].set_index(_KEY) for v in ("intact", "no_scaling"))
+    intact, frozen = (heads[heads["variant"] == v].set_index(_KEY) for v in (INTACT.name, SCALING_FROZEN.name))
     for column, (name, change) in _OF_HEADS.items():
         made[name] = intact[column].astype(float).reindex(made.index)
         if change is not None:
@@ -64,12 +65,9 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
 
 def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
     """The columns about the loss: as run, or as estimated."""
-    for variant, name in (
-        ("no_scaling", "delta_loss"),
-        ("no_projection", "delta_loss_no_projection"),
-        ("neither", "delta_loss_neither"),
-    ):
-        rows = effects[effects["variant"] == variant].set_index(_KEY)
+    for variant in edits_of_norms(standard=True):
+        name = "delta_loss" if variant is SCALING_FROZEN else f"delta_loss_{variant.name}"
+        rows = effects[effects["variant"] == variant.name].set_index(_KEY)
         exact, estimate = (rows[c].astype(float).reindex(made.index) for c in ("delta_loss", "estimate"))
         made[name] = exact.fillna(estimate)
         if name == "delta_loss":
@@ -99,9 +97,8 @@ def _measure(name: str, title: str, signed: bool) -> tuple[str, Measure]:
 
 MEASURES = dict(
     (
-        _measure("delta_loss", "Loss without scaling", True),
-        _measure("delta_loss_no_projection", "Loss without projection", True),
-        _measure("delta_loss_neither", "Loss without both", True),
+        _measure("delta_loss", f"Loss {SCALING_FROZEN.label}", True),
+        *(_measure(f"delta_loss_{v.name}", f"Loss {v.label}", True) for v in (PROJECTION_REMOVED, BOTH_REMOVED)),
         _measure("entropy_ratio", "Entropy", False),
         _measure("entropy_change", "Change of entropy", True),
         _measure("attainable", "Attention a key can get", False),

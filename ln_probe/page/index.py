@@ -21,13 +21,10 @@ from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.text import disarmed, shortened
 from ln_probe.comparison import apart, overview, paired, step_of
 from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.page import environment, own_script, policy
 from ln_probe.page.figures import (
-    COLOURS,
     GRID,
-    LABELS,
-    MARKERS,
     SIZE,
     Figure,
     axis_text,
@@ -195,7 +192,6 @@ def _picture(name: str, title: str, figure: Figure, count: int) -> Shown:
 
 
 ROWS = 40  # models drawn: the table has all
-_TERMS = {"no_scaling": "scaling frozen", "no_projection": "projection dropped"}
 _PLACES = {"all": ("at every norm", "o"), "attention": ("at attention alone", "s")}
 
 
@@ -205,7 +201,7 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     rows = []
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         causal = report.causal
-        wanted = causal["variant"].isin(_TERMS) & causal["sites"].isin(_PLACES) & causal["delta_loss"].notna()
+        wanted = causal["variant"].isin(_primary()) & causal["sites"].isin(_PLACES) & causal["delta_loss"].notna()
         for row in causal[wanted & (causal["no_op"].fillna("") == "")].to_dict("records"):
             value, low, high = (float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high"))
             rows.append((name, place, row["sites"], row["variant"], value, low, high, base_loss(row)))
@@ -214,9 +210,13 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
 
 def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     """The same rows of a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
-    rows = table[table["variant"].isin(_TERMS) & table["sites"].isin(_PLACES)]
+    rows = table[table["variant"].isin(_primary()) & table["sites"].isin(_PLACES)]
     made = rows.rename(columns={"difference": "value"}).assign(place=[names.index(n) for n in rows["model"]])
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)
+
+
+def _primary() -> list[str]:
+    return [v.name for v in primary_variants()]
 
 
 def forest(
@@ -232,7 +232,7 @@ def forest(
     """
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
-    terms = [t for t in _TERMS if (rows["variant"] == t).any()]
+    terms = [t for t in _primary() if (rows["variant"] == t).any()]
     figure = Figure(figsize=(1.5 * SIZE[0], 1.3 + 0.36 * len(shown)), layout="constrained")
     panels = figure.subplots(1, max(1, len(terms)), sharey=True, squeeze=False)[0]
     for axes, term in zip(panels, terms, strict=False):
@@ -240,12 +240,12 @@ def forest(
         for number, (sites, (_, mark)) in enumerate(_PLACES.items()):
             some = mine[mine["sites"] == sites]
             place = some["place"].to_numpy(float) + 0.3 * number - 0.15
-            axes.hlines(place, some["low"], some["high"], color=COLOURS[term], lw=1.4)
-            face = "none" if number else COLOURS[term]
-            axes.plot(some["value"], place, mark, ms=5, color=COLOURS[term], markerfacecolor=face)
+            axes.hlines(place, some["low"], some["high"], color=VARIANTS[term].color, lw=1.4)
+            face = "none" if number else VARIANTS[term].color
+            axes.plot(some["value"], place, mark, ms=5, color=VARIANTS[term].color, markerfacecolor=face)
         axes.axvline(0, color=GRID, lw=1)
         axes.axvspan(-LEAST_CHANGE, LEAST_CHANGE, color=GRID, alpha=0.25, lw=0)
-        axes.set_title(_TERMS[term], fontsize=10)
+        axes.set_title(VARIANTS[term].state, fontsize=10)
         wide = mine.assign(delta_loss=mine["value"])
         if is_wide(wide):
             axes.set_xscale("symlog", linthresh=threshold(wide))
@@ -270,21 +270,21 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
     steps_of = np.array([np.nan if s is None else s for s in steps], float)
     rows = rows.assign(step=steps_of[rows["place"].to_numpy(int)], run=[models[p] for p in rows["place"]])
     rows = rows[rows["step"].notna()].sort_values("step", kind="stable")
-    terms = [t for t in _TERMS if (rows["variant"] == t).any()]
+    terms = [t for t in _primary() if (rows["variant"] == t).any()]
     figure = Figure(figsize=(1.5 * SIZE[0], 0.8 * SIZE[1] + 0.6), layout="constrained")
     panels = figure.subplots(1, max(1, len(terms)), squeeze=False)[0]
     for axes, term in zip(panels, terms, strict=False):
         mine = rows[rows["variant"] == term]
         for (_, sites), line in mine.groupby(["run", "sites"], sort=False):
             hollow = sites == "attention"
-            axes.fill_between(line["step"], line["low"], line["high"], color=COLOURS[term], alpha=0.15, lw=0)
-            face = "none" if hollow else COLOURS[term]
+            axes.fill_between(line["step"], line["low"], line["high"], color=VARIANTS[term].color, alpha=0.15, lw=0)
+            face = "none" if hollow else VARIANTS[term].color
             style = "s--" if hollow else "o-"
-            axes.plot(line["step"], line["value"], style, ms=4, color=COLOURS[term], markerfacecolor=face)
+            axes.plot(line["step"], line["value"], style, ms=4, color=VARIANTS[term].color, markerfacecolor=face)
         axes.axhline(0, color=GRID, lw=1)
         if mine["step"].max() > 0:
             axes.set_xscale("symlog", linthresh=max(1.0, float(mine.loc[mine["step"] > 0, "step"].min())))
-        axes.set_title(_TERMS[term], fontsize=10)
+        axes.set_title(VARIANTS[term].state, fontsize=10)
         axes.set_xlabel("training step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(axis="y", color=GRID, alpha=0.35)
@@ -339,7 +339,13 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
         for variant, rows in by_variant(report):
             middle = rows.groupby("layer")[measure].median()
             axes.plot(
-                middle.index / deepest, middle, "-", color=COLOURS[variant], marker=MARKERS[variant], ms=3, lw=1.2
+                middle.index / deepest,
+                middle,
+                "-",
+                color=VARIANTS[variant].color,
+                marker=VARIANTS[variant].marker,
+                ms=3,
+                lw=1.2,
             )
         _title(axes, name)
         axes.set_xlabel("depth", fontsize=8)
@@ -362,7 +368,14 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
                 (step, float(rows[measure].median())) for step, r in found for v, rows in by_variant(r) if v == variant
             ]
             if points and not all(math.isnan(v) for _, v in points):
-                axes.plot(*np.array(points).T, "-", color=COLOURS[variant], marker=MARKERS[variant], ms=3, lw=1.2)
+                axes.plot(
+                    *np.array(points).T,
+                    "-",
+                    color=VARIANTS[variant].color,
+                    marker=VARIANTS[variant].marker,
+                    ms=3,
+                    lw=1.2,
+                )
                 drawn.add(variant)
         if found[-1][0] > 0:
             axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
@@ -394,7 +407,10 @@ def _title(axes: mpl.axes.Axes, name: str) -> None:
 
 def _variant_legend(figure: Figure, variants: Sequence[str]) -> None:
     handles = [
-        mpl.lines.Line2D([], [], color=COLOURS[v], marker=MARKERS[v], ms=4, lw=1.2, label=LABELS[v]) for v in variants
+        mpl.lines.Line2D(
+            [], [], color=VARIANTS[v].color, marker=VARIANTS[v].marker, ms=4, lw=1.2, label=VARIANTS[v].label
+        )
+        for v in variants
     ]
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)

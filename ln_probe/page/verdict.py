@@ -17,10 +17,10 @@ from matplotlib.ticker import MaxNLocator
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect
 from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
+from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report
 
-# The terms, each with what is done to it and how the sentence begins; the places, the widest first.
-_TERMS = {"no_scaling": ("scaling", "frozen", "Freezing"), "no_projection": ("projection", "removed", "Removing")}
+# The places, the widest first.
 _PLACES = {"all": "at every norm", "attention": "at attention alone"}
 # An interval longer than this many times the largest bar is cut off at the edge: it would make all bars invisible.
 _REACH = 2.5
@@ -81,7 +81,9 @@ def verdict(report: Report) -> Verdict | None:
     layers, unit = in_layers(report.provenance), str(report.provenance.get("loss", {}).get("unit", "nats/token"))
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
-        tuple(_sentence(variant, rows, layers, unit) for variant in _TERMS if any(v == variant for v, _ in rows)),
+        tuple(
+            _sentence(v.name, rows, layers, unit) for v in primary_variants() if any(v.name == name for name, _ in rows)
+        ),
         tuple(bar for (variant, sites), row in rows.items() for bar in _bars(variant, sites, row, layers, place)),
         tuple(_notes(report, rows, unit)),
         unit,
@@ -112,7 +114,7 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."
     yield f"Grey band: changes below {LEAST_CHANGE:g}, too small to report as effects."
-    scaling = [r for (variant, _), r in rows.items() if variant == "no_scaling" and not _idle(r)]
+    scaling = [r for (variant, _), r in rows.items() if VARIANTS[variant].freezes_scaling and not _idle(r)]
     if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
         minutes = max(1, round(about["optimal_minutes"]))
         yield f"Loss-optimal constants: not computed (--optimal or optimal=True, about {counted(minutes, 'minute')})."
@@ -120,7 +122,7 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
 
 def _rows(causal: pd.DataFrame) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
     """The rows of the card that have a loss, by variant and place."""
-    for variant in _TERMS:
+    for variant in (v.name for v in primary_variants()):
         for sites in _PLACES:
             mine = causal[(causal["variant"] == variant) & (causal["sites"] == sites)]
             if len(mine) and pd.notna(mine["delta_loss"].iloc[0]):
@@ -147,12 +149,12 @@ def _scale(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]) -> Iterator[Bar]:
     """The bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
-    term, done, _ = _TERMS[variant]
+    term, done = VARIANTS[variant].state.rsplit(" ", 1)
     what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
         yield Bar(term, what, f"not applicable ({why})")
         return
-    both = variant == "no_scaling" and math.isfinite(float(row["delta_loss_optimal"]))
+    both = VARIANTS[variant].freezes_scaling and math.isfinite(float(row["delta_loss_optimal"]))
     for kind, name in (("", ", mean constants" if both else ""), ("_optimal", ", loss-optimal constants")):
         if kind and not both:
             continue
@@ -174,7 +176,7 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
 
 def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str, unit: str) -> str:
     """One sentence or two about a term: at every norm, and at attention alone."""
-    term, _, verb = _TERMS[variant]
+    verb, term = VARIANTS[variant].wording.split(" ", 1)
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
         assert attention is not None

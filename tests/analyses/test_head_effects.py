@@ -16,10 +16,11 @@ import ln_probe
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import head_effects
-from ln_probe.analyses.probes.head_effects import EDITED, HeadEffects, HeadRuns, agreement, table
+from ln_probe.analyses.probes.head_effects import HeadEffects, HeadRuns, agreement, table
 from ln_probe.hooks import without
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.variants import edits_of_norms
 
 TERM = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}
 PROMPTS = torch.tensor([[3, 17, 4, 4, 29, 11, 8, 40], [1, 2, 3, 5, 8, 13, 21, 34]])
@@ -107,7 +108,11 @@ def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.Monkey
     run = every.set_index(["layer", "head"])["nll"].notna().groupby(level=[0, 1]).all()
     assert set(run[run].index) == set(runs.exact)
     assert every["estimate"].notna().all()
-    sizes = every[every["variant"].isin(EDITED)].groupby(["layer", "head"])["estimate"].agg(lambda e: e.abs().max())
+    sizes = (
+        every[every["variant"].isin([v.name for v in edits_of_norms(standard=True)])]
+        .groupby(["layer", "head"])["estimate"]
+        .agg(lambda e: e.abs().max())
+    )
     sizes += runs.measure(0, PROMPTS[1]).groupby(["layer", "head"])["estimate"].agg(lambda e: e.abs().max())
     assert sizes.idxmax() in runs.exact
     assert "3 of 8 heads were run exactly" in runs.notes()[0]

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from ln_probe.exhibits import SiteSample
+from ln_probe.hooks.variants import VARIANTS
 from ln_probe.page import figures, index
 from ln_probe.page.figures import svg
 from ln_probe.report import Report
@@ -141,7 +142,7 @@ def test_interventions_are_bars_for_groups_and_points_for_norms(report: Report, 
     bars = sorted(round(p.get_width(), 6) for p in above.patches)
     assert bars == sorted([0.3, -0.01, 0.31] * 2)
     assert [t.get_text() for t in below.get_xticklabels()] == ["0.ln1"]
-    drawn = [line.get_ydata()[0] for line in below.lines if line.get_label() in figures.LABELS.values()]
+    drawn = [line.get_ydata()[0] for line in below.lines if line.get_label() in {v.label for v in VARIANTS.values()}]
     assert sorted(drawn) == sorted([0.3, -0.01, 0.31])
 
 
@@ -162,11 +163,11 @@ def test_terms_that_do_nothing_are_not_drawn_and_huge_losses_do_not_hide_the_res
 
 def test_long_legends_leave_room_for_the_axes() -> None:
     """Lines that coincide share a label as wide as the figure; matplotlib warned, and drew an axis of no size."""
-    from ln_probe.page.figures import LABELS, SIZE, legend
+    from ln_probe.page.figures import SIZE, legend
 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    for label in (" = ".join(LABELS.values()), "hardest twentieth", "an even share, 1/n = 0.53 %"):
+    for label in (" = ".join(v.label for v in VARIANTS.values()), "hardest twentieth", "an even share, 1/n = 0.53 %"):
         axes.plot([0, 1], [0, 1], label=label)
     legend(axes)
     with warnings.catch_warnings():

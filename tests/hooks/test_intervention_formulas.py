@@ -199,7 +199,7 @@ def test_lab_norms(kind: str, what: str, make_lab: Callable[..., Any]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(NORM_KINDS),
-    variant=st.sampled_from(VARIANTS),
+    variant=st.sampled_from(tuple(VARIANTS)),
     seed=st.integers(0, 10**6),
     shift=st.floats(-5, 5),
     constant=st.floats(0.01, 100),
