@@ -1,4 +1,4 @@
-"""What touches a forward pass: where the norms are, what goes through them, what happens without their terms."""
+"""Hook points, norms, activations and edits of a TransformerLens model."""
 
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without

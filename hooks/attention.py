@@ -1,11 +1,10 @@
-"""How an attention layer turns a norm's output into keys and queries, and which queries it can make at all.
+"""Keys, queries and scores of an attention layer as functions of the output of the norm it reads.
 
     k_j = R_j (W_Kᵀ y_j + b_K)        q_t = R_t (W_Qᵀ y_t + b_Q)        score = q·k / divisor + slope·j
 
 with y the norm's output, R the rotary map of a position (the identity without rotary positions) and a slope per head
-with ALiBi (0 without), over the keys that the query sees (`masks`). Everything is read from the model and checked
-against what the model did: if the softmax of these scores is not its own pattern, the layer is reported as unsupported,
-by name and with the difference, instead of being measured wrongly.
+with ALiBi (0 without), over the keys that the query sees. Everything is read from the model and checked: if the softmax
+of these scores is not the model's own pattern, the layer is reported as unsupported, by name and with the difference.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.capture import is_causal, visible_keys, window_of
+from ln_probe.hooks.model import weight_of
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
-# float64 are no exception: GPT-Neo makes its scores in float32 whatever its format, others keep rotary tables in it.
+# float64 are no exception: GPT-Neo computes its scores in float32 in any format, others keep rotary tables in it.
 PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
 # Below this no other form is tried. (Where scores are tiny, wrong divisors too come near: then the nearest counts.)
 CLEARLY = {torch.float64: 1e-6, torch.float32: 1e-5}
 PATTERN_TOLERANCE_HALF = 5e-2
 
 # Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small
-# beside a forward pass (12 heads of 512 tokens have 3.1 million).
+# next to a forward pass (12 heads of 512 tokens have 3.1 million).
 _PAIRS = 1_000_000
 
 
@@ -78,6 +78,10 @@ class Rotary:
             turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
         return turned
 
+    def cpu(self) -> Rotary:
+        """The same table on the CPU."""
+        return Rotary(self.cos.cpu(), self.sin.cpu(), self.adjacent)
+
     def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
         """The transpose of the rotation: R_pᵀ applied to row p."""
         return Rotary(self.cos, -self.sin, self.adjacent)(x, positions)
@@ -116,8 +120,7 @@ class Heads:
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
         slopes: ALiBi's [head], in nats a position: added to a score is slope·(key's position), which differs from
             −slope·distance by nothing that a softmax sees. None without ALiBi.
-        known: what `reached` found, by norm: it depends on weights alone, so whoever reads a layer anew for every
-            prompt hands it on.
+        known: what `reached` found, by norm: it depends on weights alone, so it can be kept from prompt to prompt.
     """
 
     layer: int
@@ -143,11 +146,15 @@ class Heads:
         """What had to be found out about the scores."""
         return Form(self.divisor, self.slopes)
 
-    def _make(self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor) -> Tensor:
-        made = torch.einsum("pd,hdk->phk", y.double(), W) + b
+    def _project(
+        self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor | None, rotary: Rotary | None
+    ) -> Tensor:
+        values = torch.einsum("pd,hdk->phk", y.double(), W) + b
         if norm is not None:
-            made = _normed(norm, made)
-        return self.rotary(made, positions) if self.rotary is not None else made
+            values = _normed(norm, values)
+        if rotary is None:
+            return values
+        return rotary(values, torch.arange(len(y), device=y.device) if positions is None else positions)
 
     def bias(self, keys: int) -> Float[Tensor, "head key"] | None:
         """What is added to the scores of each key, in nats, but for what all keys of a query share; None: nothing."""
@@ -159,36 +166,27 @@ class Heads:
         self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
     ) -> Float[Tensor, "some query key"]:
         """Attention that these queries pay to these keys, in some of the heads."""
-        bias = self.bias(len(k))
-        return attention_pattern(
-            q[:, some],
-            k[:, some],
-            self.divisor,
-            causal=self.causal,
-            window=self.window,
-            bias=None if bias is None else bias[some],
-        )
+        scores = torch.einsum("qhd,khd->hqk", q[:, some], k[:, some]) / self.divisor
+        if (bias := self.bias(len(k))) is not None:
+            scores = scores + bias[some, None]
+        return visible_softmax(scores, causal=self.causal, window=self.window)
 
-    def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
-        """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
-        return self._make(y, self.W_K, self.b_K, self.k_norm, torch.arange(len(y), device=y.device))
-
-    def keys_at(
-        self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"]
+    def keys(
+        self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"] | None = None
     ) -> Float[Tensor, "key head d_head"]:
-        """The same for norm outputs that stand at some positions alone."""
-        return self._make(y, self.W_K, self.b_K, self.k_norm, positions)
+        """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64.
 
-    def queries_at(
-        self, y: Float[Tensor, "query d_model"], positions: Int[Tensor, " query"]
+        Args:
+            y: the outputs.
+            positions: where they are; None: at 0, 1, 2, …
+        """
+        return self._project(y, self.W_K, self.b_K, self.k_norm, positions, self.rotary)
+
+    def queries(
+        self, y: Float[Tensor, "query d_model"], positions: Int[Tensor, " query"] | None = None, *, rotate: bool = True
     ) -> Float[Tensor, "query head d_head"]:
-        """Queries (before the division by `divisor`) of norm outputs that stand at some positions alone."""
-        return self._make(y, self.W_Q, self.b_Q, self.q_norm, positions)
-
-    def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
-        """Queries before the division by `divisor`; without rotary positions if not `rotate`. float64."""
-        plain = self if rotate else replace(self, rotary=None)
-        return plain._make(y, self.W_Q, self.b_Q, self.q_norm, torch.arange(len(y), device=y.device))
+        """Queries before the division by `divisor`, likewise; without rotary positions if not `rotate`."""
+        return self._project(y, self.W_Q, self.b_Q, self.q_norm, positions, self.rotary if rotate else None)
 
     def keys_ignore_mean(self, site: Site, dtype: torch.dtype) -> bool:
         """Whether W_K sends gain·1, what the norm `site` without projection adds to a vector, to nothing but rounding.
@@ -208,23 +206,23 @@ class Heads:
         What the norm can put out (`Site.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
         a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
         """
-        found = self.reached(site)
-        if found is None:
+        reached = self.reached(site)
+        if reached is None:
             return None
-        center, axes = self.turned(found.center, found.axes, position)
+        center, axes = self.turned(reached.center, reached.axes, position)
         return center / self.divisor, axes / self.divisor
 
     def reached(self, site: Site) -> Reached | None:
         """The same before rotary positions and the divisor."""
         if site.name not in self.known:
-            if self.q_norm is not None:
-                size = self.n_heads, self.W_Q.shape[-1]
-                found = self.q_norm.reachable()
-                found = found and (_per_head(found[0], *size), _per_head(found[1], *size))
+            if self.q_norm is None:
+                outputs = site.reachable(self.W_Q)
+                outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
             else:
-                found = site.reachable(self.W_Q)
-                found = found and (found[0] + self.b_Q.cpu(), found[1])
-            self.known[site.name] = None if found is None else Reached(found[0], _compact(found[1]))
+                size = self.n_heads, self.W_Q.shape[-1]
+                outputs = self.q_norm.reachable()
+                outputs = outputs and (_per_head(outputs[0], *size), _per_head(outputs[1], *size))
+            self.known[site.name] = outputs and Reached(outputs[0], _compact(outputs[1]))
         return self.known[site.name]
 
     def query_directions(
@@ -243,7 +241,7 @@ class Heads:
         for all of them, without rotary positions."""
         if self.rotary is None:
             return center[None], axes[None]
-        table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
+        table = self.rotary.cpu()
         return table.to_each(center[None], positions)[:, 0], table.to_each(axes.T, positions).mT
 
     def turned(
@@ -253,7 +251,7 @@ class Heads:
         if self.rotary is None:
             return center, axes
         here = torch.full((axes.shape[-1],), position)
-        table = Rotary(self.rotary.cos.cpu(), self.rotary.sin.cpu(), self.rotary.adjacent)
+        table = self.rotary.cpu()
         spun = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
         return table(center[None], here[:1])[0], rearrange(spun, "wide head d_head -> head d_head wide")
 
@@ -303,24 +301,10 @@ def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_h
     return compact
 
 
-def _weight(attn: Any, name: str, n_heads: int) -> Tensor:
-    value = getattr(attn, name).detach().double()
-    if value.shape[0] != n_heads:  # grouped queries on the bridge: one key head for several queries
-        value = value.repeat_interleave(n_heads // value.shape[0], dim=0)
-    return cast(Tensor, value)
-
-
-def _bias(attn: Any, name: str, like: Tensor) -> Tensor:
-    try:
-        value = getattr(attn, name, None)
-    except AttributeError:  # the bridge raises where the projection has no bias
-        value = None
-    if value is None:
-        return torch.zeros(like.shape[0], like.shape[-1], dtype=torch.float64, device=like.device)
-    value = value.detach().double()
-    if value.shape[0] != like.shape[0]:
-        value = value.repeat_interleave(like.shape[0] // value.shape[0], dim=0)
-    return cast(Tensor, value)
+def _per_query_head(weight: Tensor, n_heads: int) -> Tensor:
+    """A weight in float64, that of a shared key head once for each of its query heads (as bridges do not show it)."""
+    weight = weight.double()
+    return weight if len(weight) == n_heads else weight.repeat_interleave(n_heads // len(weight), dim=0)
 
 
 def _divisors(attn: Any, d_head: int) -> Iterator[float]:
@@ -428,17 +412,19 @@ def read_heads(
     causal = is_causal(pattern) if causal is None else causal
     if obstacle := _obstacle(module, causal):
         raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
-    try:
-        n_heads = int(module.W_Q.shape[0])
-        W_Q, W_K = _weight(module, "W_Q", n_heads), _weight(module, "W_K", n_heads)
-    except (AttributeError, TypeError) as error:
-        raise UnsupportedAttentionError(f"layer {layer}: {type(attn).__name__} shows no W_Q and W_K") from error
+    W_Q, W_K = weight_of(module, "W_Q"), weight_of(module, "W_K")
+    if W_Q is None or W_K is None:
+        raise UnsupportedAttentionError(f"layer {layer}: {type(attn).__name__} shows no W_Q and W_K")
+    n_heads = len(W_Q)
+    W_Q, W_K = _per_query_head(W_Q, n_heads), _per_query_head(W_K, n_heads)
+    no_bias = W_Q.new_zeros(n_heads, W_Q.shape[-1])
+    b_Q, b_K = (no_bias if (b := weight_of(module, n)) is None else _per_query_head(b, n_heads) for n in ("b_Q", "b_K"))
     plain = Heads(
         layer,
         W_Q,
-        _bias(module, "b_Q", W_Q),
+        b_Q,
         W_K,
-        _bias(module, "b_K", W_K),
+        b_K,
         1.0,
         _rotary(module, cos_sin),
         qk_norms.get("query"),
@@ -482,22 +468,6 @@ def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
     step = max(1, _PAIRS // max(1, queries * keys))
     for first in range(0, n_heads, step):
         yield slice(first, min(first + step, n_heads))
-
-
-def attention_pattern(
-    q: Float[Tensor, "query head d_head"],
-    k: Float[Tensor, "key head d_head"],
-    divisor: float,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    bias: Float[Tensor, "head key"] | None = None,
-) -> Float[Tensor, "head query key"]:
-    """Softmax of q·k / divisor (+ a bias per key) over the keys that each query sees (`masks.visible_keys`)."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) / divisor
-    if bias is not None:
-        scores = scores + bias[:, None]
-    return visible_softmax(scores, causal=causal, window=window)
 
 
 def visible_softmax(

@@ -1,9 +1,8 @@
-"""What flows through a forward pass, a layer at a time: nothing is kept once it has been looked at.
+"""Measure a forward pass one layer at a time, and read prompts out of activation caches.
 
-`stream` runs one prompt and hands every norm's input and every attention layer's input, keys, queries and pattern to
-callbacks while the pass is under way. At most one layer is in memory at once, so peak memory stays near that of a bare
-forward pass (a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead). `stream_together` does it for
-several prompts in one pass.
+`stream` runs one prompt and gives every norm's input and output and every attention layer's input and pattern to
+callbacks during the pass. At most one layer is in memory at once, so peak memory stays near that of a bare forward pass
+(a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead). `stream_together` runs several prompts.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.components import END, Record, SplitError, Wiring, outside_attention, watched
-from ln_probe.hooks.model import HookedModel, blocks, exclusive, n_layers, run
+from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, hooks_on, n_layers, run, tensors_in
 from ln_probe.hooks.norm import Site
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
@@ -104,13 +103,13 @@ class AttentionInput:
 
     Attributes:
         layer: block index.
-        x: input of the norm that attention reads, [pos d_model]; of a site that stands in for one, what attention
-            reads.
+        x: input of the norm that attention reads, [pos d_model]; of a site without a known norm, what
+            attention reads.
         y: that norm's output, [pos d_model]: what attention reads.
         pattern: attention paid, [head query key].
         cos_sin: rotary tables [pos rotary_dim] each where the pass showed them (bridge), else None.
         attn: the attention module.
-        site: the norm before it, or what stands in for one (`Site.stands_in`).
+        site: the norm before it, or what replaces one (`Site.stands_in`).
     """
 
     layer: int
@@ -143,12 +142,12 @@ class _Layer:
 
 OnNorm = Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
 OnAttention = Callable[[AttentionInput], None]
-# The same, told first which of the prompts that run together it is.
+# The same, with the number of the prompt first.
 OnNormOf = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
 OnAttentionOf = Callable[[int, AttentionInput], None]
 
 
-def _finite(site: Site, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
+def _check_finite(site: Site, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # of a position, heads stand together
@@ -204,128 +203,87 @@ def _by_prompt(site: Site, value: Tensor, lengths: Sequence[int]) -> list[Float[
     """Of each prompt its rows, position 0 first, without padding: norms inside a bridge's attention see
     [batch head pos d_head], and some see all of it in one line."""
     longest = max(lengths)
-    if value.ndim == 4 and site.reads in ("query", "key") and value.shape[2] == longest:
+    if value.ndim == 4 and site.is_heads_first(value, longest):
         value = value.transpose(1, 2)
     each = value.reshape(len(lengths), -1, site.d)  # heads of a position stand together
     return [x[: n * (x.shape[0] // longest)] for x, n in zip(each, lengths, strict=True)]
 
 
 class _Pass:
-    """One forward pass under way: what has been seen of the layer that is running, and whom to tell."""
+    """One forward pass: what has been seen of the layer that is running, and the callbacks."""
 
     def __init__(
         self,
+        model: HookedModel,
         sites: Sequence[Site],
         lengths: Sequence[int],
         on_norm: OnNormOf | None,
         on_attention: OnAttentionOf | None,
-        wanted: Collection[int],
+        layers: Collection[int] | None,
     ) -> None:
-        self.sites, self.lengths, self.wanted = sites, lengths, wanted
-        self.on_norm, self.on_attention = on_norm, on_attention
-        self.before = {layer: s for s in sites for layer in s.attention_layers}
+        self.lengths, self.on_norm, self.on_attention = lengths, on_norm, on_attention
+        self.site_of = {layer: s for s in sites for layer in s.attention_layers}
         self.running: dict[int, _Layer] = {}
         self.done: set[str] = set()
+        # A site without a module of its own stands in for a norm: its attention is looked at instead.
+        self.after: list[Hook] = [(site.module, partial(self._norm, site)) for site in sites if not site.bare]
+        self.before: list[Hook] = []
+        self.attentions = attentions(model) if on_attention is not None else {}
+        if layers is not None:
+            self.attentions = {layer: attn for layer, attn in self.attentions.items() if layer in layers}
+        for layer, attn in self.attentions.items():
+            site = self.site_of.get(layer)
+            if site is not None and site.bare:
+                self.before.append((attn, partial(self._bare, layer, site)))
+            children = dict(attn.named_children())
+            shown = [name for name in ("hook_pattern", "hook_cos", "hook_sin") if name in children]
+            self.after += [(children[name], partial(self._keep, layer, name)) for name in shown]
+            self.after.append((attn, partial(self._attention, layer)))
 
-    def pre_hooks(self, model: HookedModel) -> Iterator[tuple[nn.Module, Any]]:
-        """The forward pre-hooks (with keyword arguments) to put on, with their modules: where no norm comes first."""
-        for layer, block in enumerate(blocks(model)) if self.on_attention is not None else ():
-            site, attn = self.before.get(layer), getattr(block, "attn", None)
-            if site is not None and site.bare and layer in self.wanted and isinstance(attn, nn.Module):
-                yield attn, self._bare_hook(layer, site)
-
-    def hooks(self, model: HookedModel) -> Iterator[tuple[nn.Module, Any]]:
-        """The forward hooks to put on, with their modules."""
-        for site in self.sites:
-            if not site.bare:
-                yield site.module, self._norm_hook(site)
-        if self.on_attention is None:
+    def _norm(self, site: Site, _m: nn.Module, args: Any, _kwargs: Any, output: Tensor) -> None:
+        if site.name in self.done:
             return
-        for layer, block in enumerate(blocks(model)):
-            attn = getattr(block, "attn", None)
-            if layer not in self.wanted or not isinstance(attn, nn.Module):
-                continue
-            for name, child in attn.named_children():
-                if name in ("hook_pattern", "hook_cos", "hook_sin"):
-                    yield child, self._keep(layer, name)
-            yield attn, self._attention_hook(layer, attn, self.on_attention)
+        self.done.add(site.name)
+        x, y = args[0].detach(), output.detach()
+        if x.ndim == 4 and site.reads not in ("query", "key"):  # an input for each head: all the same
+            x, y = x[:, :, 0], y[:, :, 0]
+        xs, ys = _by_prompt(site, x, self.lengths), _by_prompt(site, y, self.lengths)
+        for prompt, (of_x, of_y) in enumerate(zip(xs, ys, strict=True)):
+            _check_finite(site, of_x, "input", self.lengths[prompt])
+            _check_finite(site, of_y, "output", self.lengths[prompt])
+            if self.on_norm is not None:
+                self.on_norm(prompt, site, of_x, of_y)
+        read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
+        self.running |= {layer: _Layer(read, ys) for layer in site.attention_layers if layer in self.attentions}
 
-    def _norm_hook(self, site: Site) -> Any:
-        def hook(_m: nn.Module, args: Any, output: Tensor) -> None:
-            if site.name in self.done:
-                return
-            self.done.add(site.name)
-            x, y = args[0].detach(), output.detach()
-            if x.ndim == 4 and site.reads not in ("query", "key"):  # an input for each head: all the same
-                x, y = x[:, :, 0], y[:, :, 0]
-            xs, ys = _by_prompt(site, x, self.lengths), _by_prompt(site, y, self.lengths)
-            for prompt, (of_x, of_y) in enumerate(zip(xs, ys, strict=True)):
-                _finite(site, of_x, "input", self.lengths[prompt])
-                _finite(site, of_y, "output", self.lengths[prompt])
-                if self.on_norm is not None:
-                    self.on_norm(prompt, site, of_x, of_y)
-            read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
-            for layer in site.attention_layers if self.on_attention is not None else ():
-                if layer in self.wanted:
-                    self.running[layer] = _Layer(read, ys)
+    def _bare(self, layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        if (read := what_is_read(args, kwargs, site.d)) is not None:
+            each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
+            for x in each:
+                _check_finite(site, x, "input", len(x))
+            self.running[layer] = _Layer(each, each)
 
-        return hook
+    def _keep(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+        if layer in self.running:
+            self.running[layer].tensors[name] = output.detach()
 
-    def _bare_hook(self, layer: int, site: Site) -> Any:
-        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
-            read = what_is_read(args, kwargs, site.d)
-            if read is not None:
-                each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
-                for x in each:
-                    _finite(site, x, "input", len(x))
-                self.running[layer] = _Layer(each, each)
-
-        return hook
-
-    def _keep(self, layer: int, name: str) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Tensor) -> None:
-            if layer in self.running:
-                self.running[layer].tensors[name] = output.detach()
-
-        return hook
-
-    def _attention_hook(self, layer: int, attn: nn.Module, on_attention: OnAttentionOf) -> Any:
-        def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
-            seen = self.running.pop(layer, None)
-            if seen is None or "hook_pattern" not in seen.tensors:
-                return
-            patterns, tables = seen.tensors["hook_pattern"], [seen.tensors.get(n) for n in ("hook_cos", "hook_sin")]
-            for prompt, length in enumerate(self.lengths):
-                cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :length] for t in tables)
-                on_attention(
-                    prompt,
-                    AttentionInput(
-                        layer,
-                        seen.x[prompt],
-                        seen.y[prompt],
-                        patterns[prompt, :, :length, :length],
-                        None if cos is None or sin is None else (cos, sin),
-                        attn,
-                        self.before[layer],
-                    ),
-                )
-
-        return hook
+    def _attention(self, layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        seen = self.running.pop(layer, None)
+        if seen is None or "hook_pattern" not in seen.tensors or self.on_attention is None:
+            return
+        pattern, tables = seen.tensors["hook_pattern"], [seen.tensors.get(n) for n in ("hook_cos", "hook_sin")]
+        for prompt, n in enumerate(self.lengths):
+            cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :n] for t in tables)
+            cos_sin = None if cos is None or sin is None else (cos, sin)
+            x, y, paid = seen.x[prompt], seen.y[prompt], pattern[prompt, :, :n, :n]
+            self.on_attention(prompt, AttentionInput(layer, x, y, paid, cos_sin, attn, self.site_of[layer]))
 
 
 def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "prompt pos d_model"] | None:
     """What an attention module was given to read for its queries: of the first head where each has an input of its own
     (`use_split_qkv_input`)."""
-    for value in (*args, *kwargs.values()):
-        if (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.shape[-1:] == (d,)
-            and value.ndim in (3, 4)
-        ):
-            read = value.detach()
-            return read if read.ndim == 3 else read[:, :, 0]
-    return None
+    read = next((t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (d,) and t.ndim in (3, 4)), None)
+    return read if read is None or read.ndim == 3 else read[:, :, 0]
 
 
 def stream(
@@ -343,7 +301,7 @@ def stream(
         model: any hooked model.
         tokens: one prompt.
         sites: the model's norms (`find_sites`), and what stands in for norms (`survey`) where it is wanted.
-        on_norm: gets a norm's input and output, once a pass, whatever their number of calls. Norms inside attention
+        on_norm: gets a norm's input and output, once per pass, however often it is called. Norms inside attention
             come flattened over heads, [pos·head d_head].
         on_attention: gets an `AttentionInput` when a layer's attention has run.
         layers: attention layers wanted; None means all.
@@ -370,7 +328,7 @@ def stream_together(
     on_attention: OnAttentionOf | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
-    """Run several prompts in one pass; the callbacks are told first which prompt it is.
+    """Run several prompts in one pass; the callbacks get the number of the prompt first.
 
     Shorter prompts are padded behind their end, which changes nothing before it where attention is causal and positions
     do not depend on how long a prompt is (`hooks.model.stretches_positions`). Callbacks
@@ -384,13 +342,8 @@ def stream_together(
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    wanted = range(len(blocks(model))) if layers is None else layers
-    under_way = _Pass(sites, [len(p) for p in prompts], on_norm, on_attention, wanted)
-    with exclusive(model), ExitStack() as stack:
-        for module, hook in under_way.pre_hooks(model):
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for module, hook in under_way.hooks(model):
-            stack.callback(module.register_forward_hook(hook).remove)
+    watch = _Pass(model, sites, [len(p) for p in prompts], on_norm, on_attention, layers)
+    with exclusive(model), hooks_on(watch.after, watch.before):
         # Padded with a token that each has anyway: nothing that a tokenizer may take for padding.
         run(model, nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=int(prompts[0][-1])))
 
@@ -420,7 +373,7 @@ def is_cache(given: object) -> bool:
 
 
 class CachedPrompt:
-    """One prompt of a cache.
+    """One prompt of an activation cache.
 
     Raises:
         SplitError: it is of another model, or holds several prompts.
@@ -447,9 +400,13 @@ class CachedPrompt:
         value = next((self._values[n] for n in names if isinstance(self._values.get(n), Tensor)), None)
         if value is None:
             return None
-        value = value.detach()
-        found: Tensor = value[0] if self._batched else value
-        return found.reshape(found.shape[0], -1)
+        prompt: Tensor = value.detach()[0] if self._batched else value.detach()
+        return prompt.reshape(len(prompt), -1)
+
+    def _needed(self, names: Sequence[str]) -> Float[Tensor, "pos wide"]:
+        if (rows := self._rows(names)) is None:
+            raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
+        return rows
 
     def length(self) -> int:
         """Positions of the prompt.
@@ -459,51 +416,41 @@ class CachedPrompt:
         """
         return len(self._needed(["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"]))
 
-    def _needed(self, names: Sequence[str]) -> Float[Tensor, "pos wide"]:
-        found = self._rows(names)
-        if found is None:
-            raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
-        return found
-
-    def _sources(self, wiring: Wiring, place: str) -> Iterator[tuple[Any, list[str]]]:
-        wanted = {s for at in (*wiring.norms_within(place), place) for s in wiring.at(at)}
-        post = any(s.name.endswith("ln2_post") for s in self.model_sites)
-        for source, module in watched(self.model):
-            if source not in wanted:
-                continue
-            names = [str(module.name)] if getattr(module, "name", None) else []
-            if source.kind == "mlp" and not post:  # (behind a post-norm `hook_mlp_out` is the norm's output)
-                names.append(f"blocks.{source.layer}.hook_mlp_out")
-            yield source, names or [f"blocks.{source.layer}.mlp.hook_out"]
-
-    model_sites: Sequence[Site] = ()
-
-    def record(self, positions: Sequence[int], sites: Sequence[Site], wiring: Wiring, place: str) -> Record:
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str) -> Record:
         """What is needed to divide what is read at `place` among its parts.
 
         Raises:
             SplitError: the cache lacks something, by name.
         """
-        self.model_sites = outside_attention(sites)
-        rows = torch.tensor(positions)
-        seen = {source: self._needed(names)[rows].cpu() for source, names in self._sources(wiring, place)}
-        inputs = {name: self._needed(self._input_of(name))[rows].cpu() for name in (*wiring.norms_within(place), place)}
+        sites, rows, passed = outside_attention(wiring.sites), torch.tensor(positions), wiring.norms_within(place)
+        wanted = {source for at in (*passed, place) for source in wiring.at(at)}
+        post = any(s.name.endswith("ln2_post") for s in sites)
+        seen = {}
+        for source, module in watched(self.model):
+            if source in wanted:
+                names = [str(module.name)] if getattr(module, "name", None) else []
+                if source.kind == "mlp" and not post:  # (behind a post-norm `hook_mlp_out` is the norm's output)
+                    names.append(f"blocks.{source.layer}.hook_mlp_out")
+                names = names or [f"blocks.{source.layer}.mlp.hook_out"]
+                seen[source] = self._needed(names)[rows].cpu()
+        inputs = {name: self._needed(self._input_of(name, sites))[rows].cpu() for name in (*passed, place)}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype)
 
-    def _input_of(self, place: str) -> list[str]:
+    def _input_of(self, place: str, sites: Sequence[Site]) -> list[str]:
+        """The points that may show what is read at a place."""
         last = f"blocks.{n_layers(self.model) - 1}"
         if place == END:
             return ["unembed.hook_in", f"{last}.hook_resid_post", f"{last}.hook_out"]
-        block = place.rsplit(".", 1)[0]
-        stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(place.rsplit(".", 1)[-1], "")
-        found = [f"{place}.hook_in"]
-        if any(s.attention_layers and s.layer not in s.attention_layers for s in self.model_sites):
-            return found  # norms behind attention and MLP: no point of the stream is what they read
-        if block != place and stream:
-            found.append(f"{block}.{stream}")
-        return found if block != place else [*found, f"{last}.hook_resid_post"]
+        block, leaf = place.rsplit(".", 1)[0], place.rsplit(".", 1)[-1]
+        stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf, "")
+        names = [f"{place}.hook_in"]
+        if any(s.attention_layers and s.layer not in s.attention_layers for s in sites):
+            return names  # norms behind attention and MLP: no point of the stream is what they read
+        if block == place:
+            return [*names, f"{last}.hook_resid_post"]
+        return [*names, f"{block}.{stream}"] if stream else names
 
     def normalized(self, place: str, position: int) -> Float[Tensor, " d"] | None:
         """What the norm there put out before gain and bias, as the pass had it; None if it is not in the cache."""
-        found = self._rows([f"{place}.hook_normalized"])
-        return None if found is None else found[position].double().cpu()
+        rows = self._rows([f"{place}.hook_normalized"])
+        return None if rows is None else rows[position].double().cpu()

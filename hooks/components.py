@@ -1,29 +1,49 @@
-"""What writes to the residual stream: embeddings, positions, every head, every MLP, and the biases beside them.
+"""The residual stream as a sum: embeddings, positions, heads, MLPs, neurons and biases.
 
-A *source* is what one module writes (embeddings, positions, an attention layer, an MLP) or what a norm inside the
-stream makes of it (post-norm blocks). A *part* is the finest piece of a source that is told apart: a head, a neuron, a
-bias. Heads are read off `z`, the value that attention moved before its output map: head h writes z_h W_O_h.
+A *source* is what one module writes (embeddings, positions, an attention layer, an MLP), or the output of a norm inside
+the stream (post-norm blocks). A *part* is the finest piece of a source: a head, a neuron, a bias. Head h writes
+z_h W_O_h, with `z` the heads' outputs before the output map.
+
+`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config:
+
+    blocks.1.ln1   reads  embed + pos_embed + blocks.0.attn + blocks.0.mlp          (pre-norm, sequential)
+    blocks.0.ln2   reads  embed                                                     (parallel attention and MLP)
+    blocks.0.ln2   reads  embed + norm(blocks.0.ln1_post)                           (a norm of attention's output)
+    blocks.0.ln2   reads  norm(blocks.0.ln1) + blocks.0.mlp                         (post-norm blocks)
+
+At each place the stream is the one at an earlier place plus recent writes, by least squares over a few tokens; a sum
+that does not close to rounding is rejected. Factors (scaled embeddings, scaled residual branches) are fitted with it.
+
+`Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
+back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, blocks, context_length, device_of, run, vocabulary_size
+from ln_probe.hooks.model import (
+    ABSENT,
+    HookedModel,
+    blocks,
+    dtype_of,
+    hooks_on,
+    probe_tokens,
+    run,
+    tensors_in,
+    weight_of,
+)
 from ln_probe.hooks.norm import Site
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 KINDS_OF_PARTS = ("embedding", "position", "head", "mlp", "neuron", "bias", "norm bias", "unembedding bias")
-# What a bridge raises where an architecture has no such weight.
-_ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -61,20 +81,11 @@ class Part:
     index: int = -1
 
 
-def weight(owner: object, name: str) -> Tensor | None:
-    """A weight by its TransformerLens name; None where the module has none."""
-    try:
-        value = getattr(owner, name, None)
-    except _ABSENT:
-        return None
-    return value.detach() if isinstance(value, Tensor) else None
-
-
 def _child(owner: object, *path: str) -> nn.Module | None:
     for name in path:
         try:
             owner = getattr(owner, name, None)
-        except _ABSENT:
+        except ABSENT:
             return None
     return owner if isinstance(owner, nn.Module) else None
 
@@ -87,7 +98,9 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         own = _child(model, name)
         scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
         module = own if scaled else _child(own, "hook_out") or _child(model, f"hook_{name}")
-        if module is not None and (name == "embed" or _child(model, name) is not None or _has_table(model, name)):
+        # The laboratory's sinusoidal positions are a table without a module.
+        table = name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
+        if module is not None and (name == "embed" or own is not None or table):
             yield Source(name), module
     for layer, block in enumerate(blocks(model)):
         if (z := _child(block, "attn", "hook_z")) is not None:
@@ -98,11 +111,6 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
             yield Source("mlp", layer), out
 
 
-def _has_table(model: HookedModel, name: str) -> bool:
-    """Whether positions without a module of their own are added (the laboratory's sinusoidal ones)."""
-    return name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
-
-
 def attention_output(attn: nn.Module) -> nn.Module:
     """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
     return _child(attn, "o", "hook_out") or attn
@@ -111,7 +119,7 @@ def attention_output(attn: nn.Module) -> nn.Module:
 def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
     """Where an MLP's neurons show what they give, and what each writes per unit; None where there is no such place."""
     mlp = _child(blocks(model)[layer], "mlp")
-    point, out = _child(mlp, "hook_post"), weight(mlp, "W_out")
+    point, out = _child(mlp, "hook_post"), weight_of(mlp, "W_out")
     return None if point is None or out is None or out.ndim != 2 else (point, out)
 
 
@@ -122,29 +130,26 @@ class Writers:
         self.model = model
         self.d_model = int(model.cfg.d_model)
 
-    def _owner(self, source: Source) -> Any:
-        return _child(blocks(self.model)[source.layer], source.kind)
-
     def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"]:
         """W_O of a layer, in the precision of `like`.
 
         Raises:
             SplitError: the layer shows none.
         """
-        found = weight(_child(blocks(self.model)[layer], "attn"), "W_O")
-        if found is None or found.ndim != 3:
+        W_O = weight_of(_child(blocks(self.model)[layer], "attn"), "W_O")
+        if W_O is None or W_O.ndim != 3:
             raise SplitError(
                 f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be told apart"
             )
-        return found.to(like)
+        return W_O.to(like)
 
     def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
         """b_O of an attention layer, b_out of an MLP; None where there is none (some worlds show zeros then)."""
         name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
-        found = None if name is None else weight(self._owner(source), name)
-        if found is None or found.numel() != self.d_model or not bool(found.any()):
+        bias = None if name is None else weight_of(_child(blocks(self.model)[source.layer], source.kind), name)
+        if bias is None or bias.numel() != self.d_model or not bool(bias.any()):
             return None
-        return found.to(like).reshape(-1)
+        return bias.to(like).reshape(-1)
 
     def split(self, layer: int, z: Float[Tensor, "*row wide"]) -> Float[Tensor, "*row head d_head"]:
         """z by head, whichever way the world keeps it."""
@@ -191,15 +196,19 @@ def closes_below(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """What is read where.
+    """Of what every norm's input is a sum.
 
     Attributes:
+        writers: the weights with which the model's sources write.
+        sites: the model's norms.
         reads: of each norm outside attention, and of END, the sources of its input with their factors.
         open: places where the sum does not close: how much is left over, and since where, in words.
         single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
             exact to float32 only.
     """
 
+    writers: Writers
+    sites: Sequence[Site]
     reads: Mapping[str, Expression]
     open: Mapping[str, str]
     single: frozenset[str] = frozenset()
@@ -223,12 +232,8 @@ class Wiring:
 
     def norms_within(self, place: str) -> list[str]:
         """The norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
-        found: dict[str, None] = {}
-        for source in self.at(place):
-            if source.kind == "norm":
-                found |= dict.fromkeys(self.norms_within(source.site))
-                found[source.site] = None
-        return list(found)
+        sites = [source.site for source in self.at(place) if source.kind == "norm"]
+        return list(dict.fromkeys(name for site in sites for name in (*self.norms_within(site), site)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +241,7 @@ class _Place:
     name: str
     expression: dict[Source, float]
     value: Tensor
-    writes: int = 0  # that had been seen by then
+    writes: int = 0  # before it
     norms: int = 0
 
 
@@ -246,26 +251,32 @@ class _Search:
     def __init__(self, dtype: torch.dtype) -> None:
         self.limit = closes_below(dtype)
         self.snap = _SNAP if dtype in CLOSES else _SNAP_HALF
-        self.forgotten = [0, 0]  # writes and norms
+        self.oldest = -1  # the first layer whose writes are fitted
         self.writes: list[tuple[Source, Tensor]] = []
         self.norms: list[tuple[Source, Tensor]] = []
         self.places: list[_Place] = []
         self.open: dict[str, str] = {}
 
-    def forget_before(self, layer: int) -> None:
-        writes, norms = len(self.writes), len(self.norms)
-        self.writes = [(s, v) for s, v in self.writes if s.layer >= layer - 1 or not self.places]
-        self.norms = [(s, v) for s, v in self.norms if s.layer >= layer - 1]
-        self.forgotten[0] += writes - len(self.writes)
-        self.forgotten[1] += norms - len(self.norms)
+    def begin_block(self, layer: int) -> None:
+        """From here on only what the last two blocks wrote is fitted."""
+        if self.places:
+            self.oldest = layer - 1
+
+    def _recent(self, written: Sequence[tuple[Source, Tensor]]) -> list[tuple[Source, Tensor]]:
+        return [(source, value) for source, value in written if source.layer >= self.oldest]
+
+    def _starts(self, value: Tensor) -> tuple[_Place, ...]:
+        """The places that the stream can be continued from, the last one first."""
+        return (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
 
     def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
         if (plain := self._plain(value)) is not None:
             self._put(name, plain, value)
             return plain
         best = 1.0
-        for known in (self.writes, [*self.writes, *self.norms]):
-            for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
+        writes = self._recent(self.writes)
+        for known in (writes, [*writes, *self._recent(self.norms)]):
+            for start in self._starts(value):
                 expression, left = self._fit(start, known, value)
                 if left <= self.limit:
                     self._put(name, expression, value)
@@ -280,16 +291,14 @@ class _Search:
         return None
 
     def _put(self, name: str, expression: dict[Source, float], value: Tensor) -> None:
-        counts = (gone + len(there) for gone, there in zip(self.forgotten, (self.writes, self.norms), strict=True))
-        self.places.append(_Place(name, expression, value, *counts))
+        self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
 
     def _plain(self, value: Tensor) -> dict[Source, float] | None:
         """The stream at an earlier place plus all that was written since, or plus what norms put out: what
         nearly every model does, with factors of 1 that no rounding can bend. The nearest of those that close."""
         best, found = self.limit, None
-        for start in (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value))):
-            since = self.writes[max(0, start.writes - self.forgotten[0]) :]
-            normed = self.norms[max(0, start.norms - self.forgotten[1]) :]
+        for start in self._starts(value):
+            since, normed = self.writes[start.writes :], self.norms[start.norms :]
             for added in (since, normed[-1:], normed):
                 if not added and not start.expression:
                     continue
@@ -308,6 +317,7 @@ class _Search:
         """`value` as `start` plus a combination of what is known; and what is left over, relatively."""
         rest = (value - start.value).flatten()
         found: dict[Source, float] = dict(start.expression)
+        largest = max(float(start.value.abs().max()), float(value.abs().max()), 1e-300)
         if known:
             columns = torch.stack([v.flatten() for _, v in known], dim=1)
             size = columns.norm(dim=0).clamp_min(1e-300)
@@ -319,10 +329,7 @@ class _Search:
             for (source, _), factor in zip(known, factors.tolist(), strict=True):
                 found[source] = found.get(source, 0.0) + factor
             rest = rest - columns @ factors
-            largest = max(float(start.value.abs().max()), float((columns * factors).abs().max()))
-        else:
-            largest = float(start.value.abs().max())
-        largest = max(largest, float(value.abs().max()), 1e-300)
+            largest = max(largest, float((columns * factors).abs().max()))
         return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
 
 
@@ -333,95 +340,74 @@ def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
         model: any hooked model, in evaluation mode.
         sites: its norms (`find_sites`).
     """
-    length = min(TOKENS, context_length(model))
-    dtype = next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
-    search, writers = _Search(dtype), Writers(model)
+    writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
+    search = _Search(dtype)
     reads: dict[str, Expression] = {}
-    done: set[int] = set()
     single: set[str] = set()
-
-    def first(hook: Any) -> Any:
-        """Once a pass: HookedTransformer calls a norm for queries, keys and values."""
-
-        def once(module: nn.Module, *rest: Any) -> None:
-            if id(module) not in done:
-                done.add(id(module))
-                hook(*rest)
-
-        return once
-
-    def on_write(source: Source) -> Any:
-        def hook(_args: Any, output: Any) -> None:
+    for key, given, output in _events(model, writers, sites, tokens):
+        if isinstance(key, Source):
             try:
-                made = writers.written(source, flat(output, length).double())
+                written = writers.written(key, output)
             except (SplitError, RuntimeError):  # a layer without W_O: whatever reads it stays open, and says so
-                return
-            if made.shape[-1] == writers.d_model:
-                search.writes.append((source, made))
-
-        return first(hook)
-
-    def on_norm(site: Site) -> Any:
-        def hook(args: Any, output: Tensor) -> None:
-            x, y = (flat(t, length)[:, : site.d].double() for t in (args[0], output))  # (of the first head)
-            if (expression := search.see(site.name, x)) is not None:
-                reads[site.name] = expression
-            search.norms.append((Source("norm", site.layer, site.name), y))
-            off = float((site.affine(site.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+                continue
+            if written.shape[-1] == writers.d_model:
+                search.writes.append((key, written))
+        elif isinstance(key, Site):
+            x, y = given[:, : key.d], output[:, : key.d]  # (of the first head)
+            if (expression := search.see(key.name, x)) is not None:
+                reads[key.name] = expression
+            search.norms.append((Source("norm", key.layer, key.name), y))
+            off = float((key.affine(key.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
             if dtype == torch.float64 and off > CLOSES[dtype]:
-                single.add(site.name)
+                single.add(key.name)
                 search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-
-        return first(hook)
-
-    def on_block(layer: int) -> Any:
-        def hook(args: Any, kwargs: Any) -> None:
-            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
-            search.forget_before(layer)
-            search.see(f"blocks.{layer}", flat(x, length).double())
-
-        return first(hook)
-
-    def at_the_end(args: Any, kwargs: Any) -> None:
-        x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
-        if x.shape[-1] != writers.d_model:
+        elif isinstance(key, int):
+            search.begin_block(key)
+            search.see(f"blocks.{key}", given)
+        elif given.shape[-1] != writers.d_model:
             search.open[END] = (
-                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a "
+                f"what the unembedding reads is {given.shape[-1]} wide, and the residual stream {writers.d_model}: a "
                 "projection stands between them (as in OPT-350m), so what is written to the stream is no part of a "
                 "logit"
             )
-            return
-        expression = search.see(END, flat(x, length).double())
-        if expression is not None:
+        elif (expression := search.see(END, given)) is not None:
             reads[END] = expression
-
-    tokens = torch.linspace(1, vocabulary_size(model) - 1, length).long()[None].to(device_of(model))
-    with ExitStack() as stack:
-        for source, module in watched(model):
-            stack.callback(module.register_forward_hook(on_write(source)).remove)
-        for site in sites:
-            if site.reads not in ("query", "key") and site.d == writers.d_model:
-                stack.callback(site.module.register_forward_hook(on_norm(site)).remove)
-        for layer, block in enumerate(blocks(model)):
-            stack.callback(block.register_forward_pre_hook(on_block(layer), with_kwargs=True).remove)
-        unembed = getattr(model, "unembed", None)
-        if isinstance(unembed, nn.Module):
-            stack.callback(unembed.register_forward_pre_hook(first(at_the_end), with_kwargs=True).remove)
-        run(model, tokens, return_type="logits")
-    return Wiring(reads, search.open, frozenset(single))
+    return Wiring(writers, sites, reads, search.open, frozenset(single))
 
 
-def summed(
-    expression: Expression, values: Mapping[Source, Float64[Tensor, "row d_model"]]
-) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, "row d_model"]]:
-    """The sum of the sources' values, and the sum of their absolute values (what rounding is relative to)."""
-    terms = [factor * values[source] for source, factor in expression.items()]
-    return torch.stack(terms).sum(0), torch.stack([t.abs() for t in terms]).sum(0)
+# A source and its output, a norm with its input and output, a block (by its number) or END with its input.
+_Event = tuple[Source | Site | int | str, Tensor, Tensor]
+
+
+def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens: Int[Tensor, " pos"]) -> list[_Event]:
+    """What happens to the stream in one pass, in its order, in float64; each module is looked at once."""
+    events: list[_Event] = []
+    done: set[int] = set()  # HookedTransformer calls a norm for queries, keys and values
+
+    def look(key: Source | Site | int | str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+            if isinstance(key, int) or id(module) not in done:
+                done.add(id(module))
+                given = None if isinstance(key, Source) else tensors_in(args, kwargs)[0]
+                both = (torch.empty(0) if v is None else flat(v, len(tokens)).double() for v in (given, output))
+                events.append((key, *both))
+
+        return hook
+
+    stream = [s for s in outside_attention(sites) if s.d == writers.d_model]
+    after = [(module, look(source)) for source, module in watched(model)]
+    after += [(site.module, look(site)) for site in stream]
+    before = [(block, look(layer)) for layer, block in enumerate(blocks(model))]
+    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
+        before.append((unembed, look(END)))
+    with hooks_on(after, before):
+        run(model, tokens[None], return_type="logits")
+    return events
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What was seen at some positions of one prompt.
+    """Activations at some positions of one prompt.
 
     Attributes:
         seen: what each source's module showed (z of attention layers), a row per position.
@@ -456,33 +442,25 @@ def record(
     inputs: dict[str, Tensor] = {}
     active: dict[int, Tensor] = {}
 
-    def keep(into: dict[Any, Tensor], key: Any) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Any) -> None:
-            if key not in into:
-                into[key] = flat(output, length)[rows].cpu()
+    def keep(into: dict[Any, Tensor], key: Any) -> Callable[..., None]:
+        def hook(_m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+            if key not in into and output:
+                into[key] = flat(output[0], length)[rows].cpu()
+            elif key not in into:
+                x = tensors_in(args, kwargs)[0]
+                into[key] = flat(x, length)[rows, : x.shape[-1]].cpu()  # (of the first head)
 
         return hook
 
-    def keep_input(name: str) -> Any:
-        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
-            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
-            if name not in inputs:
-                inputs[name] = flat(x, length)[rows, : x.shape[-1]].cpu()  # (of the first head)
-
-        return hook
-
-    with ExitStack() as stack:
-        for source, module in watched(model):
-            stack.callback(module.register_forward_hook(keep(seen, source)).remove)
-        for site in outside_attention(sites):
-            stack.callback(site.module.register_forward_pre_hook(keep_input(site.name), with_kwargs=True).remove)
-        unembed = getattr(model, "unembed", None)
-        if isinstance(unembed, nn.Module):
-            stack.callback(unembed.register_forward_pre_hook(keep_input(END), with_kwargs=True).remove)
-        for layer in neurons:
-            if (found := neurons_of(model, layer)) is None:
-                raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-            stack.callback(found[0].register_forward_hook(keep(active, layer)).remove)
+    after = [(module, keep(seen, source)) for source, module in watched(model)]
+    before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
+    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
+        before.append((unembed, keep(inputs, END)))
+    for layer in neurons:
+        if (shown := neurons_of(model, layer)) is None:
+            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+        after.append((shown[0], keep(active, layer)))
+    with hooks_on(after, before):
         logits: Tensor = run(model, tokens[None], return_type="logits")
     return Record(seen, inputs, active, logits[0, rows].cpu(), next(iter(inputs.values())).dtype)
 
@@ -497,31 +475,29 @@ class Split:
     """The parts of what one prompt's norms read, in float64 on the CPU.
 
     Args:
-        writers, wiring: of the model.
-        sites: its norms.
+        wiring: of the model.
         record: of the prompt.
     """
 
-    writers: Writers
     wiring: Wiring
-    sites: Sequence[Site]
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, chosen: Sequence[int]) -> Split:
         """The same at some of the recorded positions."""
-        at, seen = list(chosen), self.record
-        few = Record(
-            {s: v[at] for s, v in seen.seen.items()},
-            {n: v[at] for n, v in seen.inputs.items()},
-            {n: v[at] for n, v in seen.neurons.items()},
-            None if seen.logits is None else seen.logits[at],
-            seen.dtype,
+        at, every = list(chosen), self.record
+        few = replace(
+            every,
+            seen={s: v[at] for s, v in every.seen.items()},
+            inputs={n: v[at] for n, v in every.inputs.items()},
+            neurons={n: v[at] for n, v in every.neurons.items()},
+            logits=None if every.logits is None else every.logits[at],
         )
-        return Split(self.writers, self.wiring, self.sites, few, self._weights)
+        return Split(self.wiring, few, self._weights)
 
     def site(self, name: str) -> Site:
-        return next(s for s in self.sites if s.name == name)
+        """A norm by its name."""
+        return next(s for s in self.wiring.sites if s.name == name)
 
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
         """The vectors that are read there."""
@@ -540,9 +516,9 @@ class Split:
         """
         worst = 0.0
         for at in (*self.wiring.norms_within(place), place):
-            values = {s: self._value(s) for s in self.wiring.at(at)}
-            made, size = summed(self.wiring.at(at), values)
-            left = float((made - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
+            terms = torch.stack([factor * self._value(source) for source, factor in self.wiring.at(at).items()])
+            largest = max(float(terms.abs().sum(0).max()), 1e-300)
+            left = float((terms.sum(0) - self.input(at)).abs().max()) / largest
             limit = self.wiring.bound(at, self.record.dtype)
             if not left <= limit:
                 raise SplitError(
@@ -555,7 +531,7 @@ class Split:
 
     def _value(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
-            return self.writers.written(source, self.record.seen[source].double())
+            return self.wiring.writers.written(source, self.record.seen[source].double())
         site, x = self.site(source.site), self.input(source.site)
         return site.affine(site.project(x) / self.sigma(source.site))
 
@@ -566,22 +542,20 @@ class Split:
             place: a norm's name, or END.
             f: what is read, at every recorded position.
         """
-        found: dict[Part, Tensor] = {}
+        values: dict[Part, Tensor] = {}
         for source, factor in self.wiring.at(place).items():
             for part, value in self._read(source, factor * f).items():
-                found[part] = found[part] + value if part in found else value
-        return found
+                values[part] = values[part] + value if part in values else value
+        return values
 
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
         if source.kind == "norm":
             site = self.site(source.site)
             gain = f if site.gain is None else f * site.gain.detach().cpu().double()
-            found = self.read(source.site, site.project(gain) / self.sigma(source.site)[:, None])
+            values = self.read(source.site, site.project(gain) / self.sigma(source.site)[:, None])
             if site.bias is not None:
-                bias = site.bias.detach().cpu().double()
-                part = Part(f"{site.name} bias", "norm bias", site.layer)
-                found = {**found, part: f @ bias}
-            return found
+                values[Part(f"{site.name} bias", "norm bias", site.layer)] = f @ site.bias.detach().cpu().double()
+            return values
         seen = self.record.seen[source].double()
         if source.kind == "attn":
             return self._heads(source, seen, f)
@@ -593,23 +567,23 @@ class Split:
     def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         layer = source.layer
         if layer not in self._weights:
-            self._weights[layer] = self.writers.heads(layer, z)
+            self._weights[layer] = self.wiring.writers.heads(layer, z)
         pulled = einsum(f, self._weights[layer], "row reading d, head k d -> row reading head k")
-        values = einsum(self.writers.split(layer, z), pulled, "row head k, row reading head k -> head row reading")
+        values = einsum(
+            self.wiring.writers.split(layer, z), pulled, "row head k, row reading head k -> head row reading"
+        )
         found = {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
-        if (bias := self.writers.bias(source, z)) is not None:
+        if (bias := self.wiring.writers.bias(source, z)) is not None:
             found[Part(f"L{layer} b_O", "bias", layer)] = f @ bias
         return found
 
     def _mlp(self, source: Source, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        layer, bias = source.layer, self.writers.bias(source, out)
-        found = {}
-        if bias is not None:
-            found[Part(f"L{layer} b_out", "bias", layer)] = f @ bias
+        layer, bias = source.layer, self.wiring.writers.bias(source, out)
+        of_bias = {} if bias is None else {Part(f"L{layer} b_out", "bias", layer): f @ bias}
         whole = einsum(out if bias is None else out - bias, f, "row d, row reading d -> row reading")
         if layer not in self.record.neurons:
-            return {Part(f"L{layer} mlp", "mlp", layer): whole, **found}
-        _, W_out = neurons_of(self.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
+            return {Part(f"L{layer} mlp", "mlp", layer): whole, **of_bias}
+        _, W_out = neurons_of(self.wiring.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
         pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
         active = self.record.neurons[layer].double()
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
@@ -619,4 +593,4 @@ class Split:
                 f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
                 "for whole MLPs"
             )
-        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)} | found
+        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)} | of_bias

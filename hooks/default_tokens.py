@@ -24,6 +24,7 @@ from ln_probe.hooks.model import (
     HookedModel,
     context_length,
     device_of,
+    dtype_of,
     evaluating,
     missing_head,
     run,
@@ -145,12 +146,8 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
     left = getattr(model, "__dict__", {})
     values.append(left.get("special_token_ids", {}).get(kind))
     values.append([i for i, name in left.get("token_names", {}).items() if name.lower() in _SPECIAL_NAMES[kind]])
-    found: list[int] = []
-    for value in values:
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, int) and 0 <= each < vocabulary_size(model) and each not in found:
-                found.append(each)
-    return found
+    ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value])]
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary_size(model)))
 
 
 class UnsampledError(ValueError):
@@ -286,8 +283,7 @@ def _check_cache(model: HookedModel, row: Int[Tensor, " pos"], log_probs: Float[
     logits = run(model, row[None], return_type="logits")[0, :-1].float().cpu()
     expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
     difference = float((log_probs - expected).abs().max())
-    dtype = next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
-    if not difference <= CACHE_BOUND[dtype] * max(1.0, float(logits.abs().max())):
+    if not difference <= CACHE_BOUND[dtype_of(model)] * max(1.0, float(logits.abs().max())):
         raise _CacheError(
             f"with one, this model gives other logits than in whole passes (the log-probability of a token differs by "
             f"{difference:.2g} nats)"

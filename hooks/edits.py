@@ -1,8 +1,10 @@
-"""The mechanism of an intervention: a torch forward hook on the norm's module that returns another output.
+"""Edit norms with torch forward hooks that replace a norm's output.
 
-Of the ways to edit a norm it is the one that works in every TransformerLens world: in-place edits of `hook_scale` and
-`hook_normalized` are silently lost on a bridge whose norms call the original module. For queries, keys or values alone,
-what that projection of attention reads is replaced instead, and the norm's output is left as it is.
+In-place edits of `hook_scale` and `hook_normalized` are lost on a bridge whose norms call the original module; a
+forward hook on the norm's module works in every model class. `PartEdit` replaces what one projection of attention
+(queries, keys or values) reads. `HeadEdit` changes what single heads read: attention runs once on the changed output,
+of which only these heads' outputs (z) are kept, and once on the norm's own output, where the kept z is put in.
+`LinearEdit` holds sigma, so that the norm is linear in its input and gradients are Jᵀg = P(gain·g) / sigma.
 """
 
 from __future__ import annotations
@@ -10,23 +12,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, blocks
+from ln_probe.hooks.model import HookedModel, at_least_float32, attentions, blocks, hooks_on, tensors_in
 from ln_probe.hooks.norm import Site
 
 _READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
+# What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
 _CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class Positions:
-    """Where position 0 is in the forward pass that is running; of a whole prompt, until `watching` says otherwise."""
+    """Which vectors that pass through a norm belong to position 0: attention sinks live there, so it is kept apart.
+
+    A norm is handed tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
+    forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left.
+    """
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, int] | None = None  # batch and positions of the pass
         self.padded: Tensor | None = None  # padding in front of each row of the batch
@@ -44,72 +55,53 @@ class Positions:
         else:
             batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
         start = torch.zeros(batch, dtype=torch.long) if self.padded is None else self.padded[:batch].cpu()
-        mine = torch.arange(self.offset, self.offset + length)[None] == start[:, None]
-        if x.ndim == 4 and is_heads_first(site, x, length):
-            found = mine[:, None, :, None]
-        elif x.ndim == 4:
-            found = mine[:, :, None, None]
+        first = torch.arange(self.offset, self.offset + length)[None] == start[:, None]
+        if x.ndim == 4:
+            first = first[:, None, :, None] if site.is_heads_first(x, length) else first[:, :, None, None]
         elif x.ndim == 3:
-            found = mine[:, :, None]
+            first = first[:, :, None]
         else:
-            rows = x.shape[0]
-            found = mine.flatten().repeat_interleave(max(1, rows // max(1, mine.numel())))[:, None]
-        return found.to(x.device).expand(*x.shape[:-1], 1)
+            first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
+        return first.to(x.device).expand(*x.shape[:-1], 1)
 
-    def _began(self, layer: int | None, values: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = (*values, *(named.get(n) for n in _READ))
+    @contextmanager
+    def watch(self, model: HookedModel) -> Iterator[None]:
+        """While it lasts, note where every forward pass begins."""
+        whole = {id(m): m for m in (model, getattr(model, "original_model", None)) if isinstance(m, nn.Module)}
+        at = [(module, None) for module in whole.values()] + [(b, layer) for layer, b in enumerate(blocks(model))]
+        with hooks_on(before=[(module, partial(self._begin, layer)) for module, layer in at]):
+            try:
+                yield
+            finally:
+                self._reset()
+
+    def _begin(self, layer: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *(kwargs.get(n) for n in _READ))
         read = next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)
         if read is not None:
             self.shape = int(read.shape[0]), int(read.shape[1])
-        if layer is None:  # the whole model: whatever an earlier pass left is over
+        if layer is None:  # the whole model: a new pass
             self.offset, self.padded = 0, None
-        caches = [named[n] for n in _CACHES if named.get(n) is not None]
+        caches = [kwargs[n] for n in _CACHES if kwargs.get(n) is not None]
         if caches:
-            self.offset = _length(caches[0], layer)
-        elif layer is not None and "past_kv_cache_entry" in named:
+            self.offset = _cached_tokens(caches[0], layer)
+        elif layer is not None and "past_kv_cache_entry" in kwargs:
             self.offset = 0
-        mask = named.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padded = (mask != 0).long().argmax(-1)
 
 
-def is_heads_first(site: Site, x: Float[Tensor, "a b c d"], length: int) -> bool:
-    """Whether a norm of queries or keys sees [batch head pos d_head], as inside a bridge's attention."""
-    return site.reads in ("query", "key") and x.shape[2] == length
-
-
-def _length(cache: Any, layer: int | None) -> int:
+def _cached_tokens(cache: Any, layer: int | None) -> int:
     """How many tokens a cache holds: TransformerLens's entry or list of entries, or Hugging Face's."""
     if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
         return int(keys.shape[1])
     if callable(length := getattr(cache, "get_seq_length", None)):
         return int(length() if layer is None else length(layer))
     try:
-        return _length(cache[0], layer)
+        return _cached_tokens(cache[0], layer)
     except (TypeError, IndexError, KeyError):
         return 0
-
-
-@contextmanager
-def watching(model: HookedModel, positions: Positions) -> Iterator[None]:
-    """While it lasts, `positions` knows where every forward pass begins."""
-
-    def hook(layer: int | None) -> Any:
-        def began(_m: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> None:
-            positions._began(layer, values, named)
-
-        return began
-
-    whole = {id(m): m for m in (model, getattr(model, "original_model", None)) if isinstance(m, nn.Module)}
-    with ExitStack() as stack:
-        for module in whole.values():
-            stack.callback(module.register_forward_pre_hook(hook(None), with_kwargs=True).remove)
-        for layer, block in enumerate(blocks(model)):
-            stack.callback(block.register_forward_pre_hook(hook(layer), with_kwargs=True).remove)
-        try:
-            yield
-        finally:
-            positions.__init__()  # type: ignore[misc]  # as if nothing had run
 
 
 # From a norm's input and output to another output.
@@ -128,10 +120,6 @@ class InterventionError(ValueError):
 
 class LostEditError(InterventionError):
     """An edit that does not reach what the model computes (names the site)."""
-
-
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
 
 class Edit:
@@ -154,11 +142,14 @@ class Edit:
         if self.suspended:
             return None
         self.calls += 1
-        return self.change(_input(args, kwargs), output)
+        return self.change(tensors_in(args, kwargs)[0], output)
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off."""
         stack.callback(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
+
+    def finish(self) -> None:
+        """Raise LostEditError if what was computed was not read; called when the `with` block ends without an error."""
 
 
 class PartEdit(Edit):
@@ -181,10 +172,45 @@ class PartEdit(Edit):
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         if not self.suspended:
             self.calls += 1
-            self.waiting.append((output, self.change(_input(args, kwargs), output)))
+            self.waiting.append((output, self.change(tensors_in(args, kwargs)[0], output)))
 
-    def replacement(self, attn: nn.Module, read: Tensor) -> Tensor | None:
+    def install(self, model: HookedModel, stack: ExitStack) -> None:
+        super().install(model, stack)
+        for attn in attentions(model).values():
+            module, hook = self._reader(attn)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(attn.register_forward_hook(self._check_read).remove)
+
+    def _reader(self, attn: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+        """The module that projects this part in an attention layer, and the pre-hook that replaces what it reads.
+
+        Raises:
+            InterventionError: no module projects this part alone.
+        """
+        name, projection = INPUTS[self.part], dict(attn.named_children()).get(_PROJECTION[self.part])
+        if name in inspect.signature(attn.forward).parameters:  # HookedTransformer and lab models
+
+            def replace_input(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+                new = self._instead(attn, kwargs.get(name, args[0] if args else None))
+                return None if new is None else (args, {**kwargs, name: new})
+
+            return attn, replace_input
+        if projection is not None:  # a bridge, whether its original projects them one by one or at once
+
+            def replace_first(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+                new = self._instead(attn, args[0] if args else None)
+                return None if new is None else ((new, *args[1:]), kwargs)
+
+            return projection, replace_first
+        raise InterventionError(
+            f"{type(attn).__name__} has no projection of {self.part} of its own, so only={self.part!r} cannot be had "
+            "for this architecture: edit the whole norm with only=None"
+        )
+
+    def _instead(self, attn: nn.Module, read: object) -> Tensor | None:
         """What the projection in `attn` should read instead of `read`, if that is this norm's output."""
+        if not isinstance(read, Tensor):
+            return None
         # HookedTransformer calls the norm for queries, keys and values in this order.
         own = self.waiting[-3:][PARTS.index(self.part) :][:1] if len(self.waiting) >= len(PARTS) else []
         for output, changed in (*own, *reversed(self.waiting)):
@@ -193,6 +219,18 @@ class PartEdit(Edit):
                 self.reader = attn
                 return changed
         return None
+
+    def _check_read(self, attn: nn.Module | None = None, *_: object) -> None:
+        """Raise LostEditError if a changed output was not read, by this attention layer or (None) by any."""
+        if self.waiting and self.reader is attn:
+            raise LostEditError(
+                f"{self.site.name}: the edit for {self.part} alone was lost, because no projection of {self.part} read "
+                "this norm's output as it is (split or repeated per head on the way?): switch use_split_qkv_input and "
+                "use_attn_in off, or edit the whole norm with only=None"
+            )
+
+    def finish(self) -> None:
+        self._check_read()
 
 
 def edits_on(module: nn.Module) -> list[Edit]:
@@ -219,69 +257,16 @@ def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
 
     Raises:
         InterventionError: a part of attention cannot be reached alone.
-        LostEditError: on leaving, if an edit of a part was computed and nobody read it.
+        LostEditError: on leaving, if no projection read an edit that was computed.
     """
-    part_edits = [e for e in edits if isinstance(e, PartEdit)]
     with ExitStack() as stack:
         for positions in {id(e.positions): e.positions for e in edits if e.positions is not None}.values():
-            stack.enter_context(watching(model, positions))
+            stack.enter_context(positions.watch(model))
         for edit in edits:
             edit.install(model, stack)
-        attentions = [a for b in blocks(model) if isinstance(a := getattr(b, "attn", None), nn.Module)]
-        for attn in attentions:
-            for part in PARTS:
-                if mine := [e for e in part_edits if e.part == part]:
-                    for remove in _watch_part(attn, part, mine):
-                        stack.callback(remove)
         yield
-        if unread := next((e for e in part_edits if e.waiting and e.reader is None), None):
-            raise LostEditError(_unread(unread))
-
-
-def _unread(edit: PartEdit) -> str:
-    return (
-        f"{edit.site.name}: the edit for {edit.part} alone was lost, because no projection of {edit.part} read this "
-        "norm's output as it is (split or repeated per head on the way?): switch use_split_qkv_input and use_attn_in "
-        "off, or edit the whole norm with only=None"
-    )
-
-
-def _watch_part(attn: nn.Module, part: str, edits: Sequence[PartEdit]) -> Iterator[Callable[[], None]]:
-    """Put hooks where this attention layer projects a part; the functions that remove them."""
-    name = INPUTS[part]
-
-    def replaced(read: object) -> Tensor | None:
-        if not isinstance(read, Tensor):
-            return None
-        return next((new for e in edits if (new := e.replacement(attn, read)) is not None), None)
-
-    def on_attention(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-        new = replaced(kwargs.get(name, args[0] if args else None))
-        return None if new is None else (args, {**kwargs, name: new})
-
-    def on_projection(_m: nn.Module, args: Any) -> Any:
-        new = replaced(args[0] if args else None)
-        return None if new is None else (new, *args[1:])
-
-    def afterwards(_m: nn.Module, _args: Any, _output: Any) -> None:
-        if lost := next((e for e in edits if e.reader is attn and e.waiting), None):
-            raise LostEditError(_unread(lost))
-
-    projection = dict(attn.named_children()).get(_PROJECTION[part])
-    if name in inspect.signature(attn.forward).parameters:  # HookedTransformer and lab models
-        yield attn.register_forward_pre_hook(on_attention, with_kwargs=True).remove
-    elif projection is not None:  # a bridge, whether its original projects them one by one or at once
-        yield projection.register_forward_pre_hook(on_projection).remove
-    else:
-        raise InterventionError(
-            f"{type(attn).__name__} has no projection of {part} of its own, so only={part!r} cannot be had for this "
-            "architecture: edit the whole norm with only=None"
-        )
-    yield attn.register_forward_hook(afterwards).remove
-
-
-# What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
-_KV_ARGUMENTS = ("past_kv_cache_entry", "past_key_values", "past_key_value", "layer_past")
+        for edit in edits:
+            edit.finish()
 
 
 def attention_of(model: HookedModel, layer: int) -> nn.Module:
@@ -290,22 +275,21 @@ def attention_of(model: HookedModel, layer: int) -> nn.Module:
     Raises:
         InterventionError: it has none.
     """
-    found = getattr(blocks(model)[layer], "attn", None)
-    if not isinstance(found, nn.Module):
+    if layer not in (there := attentions(model)):
         raise InterventionError(f"block {layer} has no attention whose heads could be edited")
-    return found
+    return there[layer]
 
 
 def z_point(model: HookedModel, layer: int) -> nn.Module:
-    """The hook point that shows what the heads of a block hand on, [batch pos head d_head] or flat over heads.
+    """The hook point of the heads' outputs in a block, [batch pos head d_head] or flat over heads.
 
     Raises:
         InterventionError: there is none.
     """
-    found = model.hook_dict.get(f"blocks.{layer}.attn.hook_z")
-    if found is None:
+    point: nn.Module | None = model.hook_dict.get(f"blocks.{layer}.attn.hook_z")
+    if point is None:
         raise InterventionError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
-    return found  # type: ignore[no-any-return]
+    return point
 
 
 def head_count(model: HookedModel, layer: int) -> int:
@@ -354,9 +338,9 @@ def z_instead(
             "are made of (positional_embedding_type='shortformer' adds position embeddings to it). Edit the whole norm "
             "with heads=None"
         )
-    for name in _KV_ARGUMENTS:
+    for name in _CACHES:
         if named.get(name) is not None:
-            if _kept(named[name], layer):
+            if _cached_tokens(named[name], layer):
                 raise InterventionError(
                     "single heads cannot be edited while attention goes on from keys it has kept: switch the cache off "
                     "(use_past_kv_cache=False)"
@@ -369,16 +353,6 @@ def z_instead(
     finally:
         handle.remove()
     return seen[0] if seen else None
-
-
-def _kept(cache: Any, layer: int) -> bool:
-    """Whether a cache holds keys for this layer already."""
-    keys = getattr(cache, "past_keys", None)
-    if isinstance(keys, Tensor):  # HookedTransformer's
-        return keys.shape[1] > 0
-    layers = getattr(cache, "layers", ())  # Hugging Face's
-    held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
-    return isinstance(held, Tensor) and held.numel() > 0
 
 
 class HeadEdit(Edit):
@@ -407,8 +381,7 @@ class HeadEdit(Edit):
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         if not self.suspended and not self._inside:
             self.calls += 1
-            x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-            self.waiting.append((x, output))
+            self.waiting.append((tensors_in(args, kwargs)[0], output))
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
@@ -480,21 +453,16 @@ class LinearEdit(Edit):
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """The sigma that is held on these inputs."""
         if self.given is None:
-            return self.site.sigma(_wide(x.detach()))
-        return fitted(self.site, self.given, x).to(_wide(x))
+            return self.site.sigma(at_least_float32(x.detach()))
+        return fitted(self.site, self.given, x).to(at_least_float32(x))
 
     def _linear(self, x: Tensor, y: Tensor) -> Tensor:
-        wide = _wide(x)
+        wide = at_least_float32(x)
         linear = self.site.affine(self.site.project(wide) / self.sigma(wide)).to(y.dtype)
         if self.given is not None:
             return linear
         # 0 + y is y, bit for bit, and its gradient is that of `linear`
         return (linear - linear.detach()) + y.detach()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: sigma of a 16-bit vector would be rounded to three digits."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:

@@ -1,8 +1,8 @@
-"""Is a folded or centred model still the same function as the raw one, and if not, where do they part?
+"""Compare a folded or centred model with the raw one.
 
-Folding and centring change weights and must change nothing else: log-probabilities stay, and so does what every norm
-makes of its input before gain and bias (TransformerLens, `ProcessWeights`). Known to go wrong: a square W_in (d_mlp ==
-d_model) is folded the wrong way round; a model with RMSNorm is not centred without harm.
+Folding and centring must change weights and nothing else: log-probabilities stay, and so does what every norm computes
+before gain and bias (TransformerLens, `ProcessWeights`). Known failures: a square W_in (d_mlp == d_model) is folded the
+wrong way round; centring changes a model with RMSNorm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.model import OneLine, check_model, context_length, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.model import (
+    HookedModel,
+    OneLine,
+    check_model,
+    context_length,
+    dtype_of,
+    evaluating,
+    run,
+    vocabulary_size,
+)
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
 
@@ -80,22 +89,20 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"]
     if tokens is None:
         length = min(PROBE_TOKENS, context_length(one), context_length(two))
         tokens = torch.randint(vocabulary_size(one), (length,), generator=torch.Generator().manual_seed(0))
-    before, after = _behaviour(raw, tokens), _behaviour(processed, tokens)
-    dtypes = {next(p.dtype for _, p in m.named_parameters()) for m in (one, two)}
-    bound = max(PROCESSING_BOUND[t] for t in dtypes)
-    shared = [name for name in before.normalized if name in after.normalized]
-    by_site = {n: relative_difference(after.normalized[n], before.normalized[n]) for n in shared}
-    log_probs = [m.logits.log_softmax(-1) for m in (before, after)]
-    found = Equivalence(
-        log_prob_difference=float((log_probs[0] - log_probs[1]).abs().max()),
-        logits_difference=relative_difference(centred(after.logits), centred(before.logits)),
+    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, tokens) for m in (one, two))
+    bound = max(PROCESSING_BOUND[dtype_of(m)] for m in (one, two))
+    shared = [name for name in before if name in after]
+    by_site = {n: relative_difference(after[n], before[n]) for n in shared}
+    equivalence = Equivalence(
+        log_prob_difference=float((raw_logits.log_softmax(-1) - logits.log_softmax(-1)).abs().max()),
+        logits_difference=relative_difference(centred(logits), centred(raw_logits)),
         normalized_difference=by_site,
         bound=bound,
         parts_at=next((n for n in shared if not by_site[n] <= bound), ""),
     )
-    if not found.holds:
-        raise NotEquivalentError(_explain(found, shared, one.cfg, two.cfg))
-    return found
+    if not equivalence.holds:
+        raise NotEquivalentError(_explain(equivalence, shared, one.cfg, two.cfg))
+    return equivalence
 
 
 def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
@@ -114,23 +121,17 @@ def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_
     return logits - logits.mean(-1, keepdim=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _Behaviour:
-    logits: Float[Tensor, "pos d_vocab"]
-    normalized: dict[str, Float[Tensor, "_ _"]]  # rows and length differ from norm to norm
-
-
-def _behaviour(model: object, tokens: Int[Tensor, " pos"]) -> _Behaviour:
-    hooked = check_model(model)
+def _logits_and_normalized(model: HookedModel, tokens: Int[Tensor, " pos"]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits of a prompt, and what each norm makes of its input before gain and bias; float64."""
     normalized: dict[str, Tensor] = {}
 
     def keep(site: Site, x: Tensor, _y: Tensor) -> None:
         normalized[site.name] = site.normalize(x.double()).cpu()
 
-    with evaluating(hooked):
-        stream(hooked, tokens, find_sites(hooked), on_norm=keep)
-        logits = run(hooked, tokens[None].to(device_of(hooked)), return_type="logits")[0]
-    return _Behaviour(logits.double().cpu(), normalized)
+    with evaluating(model):
+        stream(model, tokens, find_sites(model), on_norm=keep)
+        logits = run(model, tokens[None], return_type="logits")[0]
+    return logits.double().cpu(), normalized
 
 
 def _explain(found: Equivalence, sites: list[str], raw: object, processed: object) -> str:

@@ -1,11 +1,15 @@
-"""Switch a term of LayerNorm off in a running model, and prove that the edit took.
+"""Remove a term of LayerNorm from a running model.
 
     with without(model, "scaling", sites="attention"):
         loss = model(tokens, return_type="loss")
 
-Whatever runs inside (a forward pass, a loss, `generate`, `run_with_cache`, `run_with_hooks`) runs on the edited model;
-afterwards the model is what it was, bit for bit. Removing scale at frozen size: Heimersheim 2024, "You can remove
-GPT2's LayerNorm by fine-tuning"; projection and scaling as terms: Brody, Alon & Yahav 2023.
+Every pass inside (a loss, `generate`, `run_with_cache`, `run_with_hooks`) runs on the edited model; afterwards the
+model is unchanged, bit for bit. Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning";
+projection and scaling as terms: Brody, Alon & Yahav 2023.
+
+Edits of a norm can be lost without a message: a bridge's norm may ignore what its hook points return, attention may
+normalize on its own (`use_split_qkv_input`), a compiled model may not call the module at all. So `prove` tests each
+site first: a strong perturbation, sent through the same mechanism, must change the model's output.
 """
 
 from __future__ import annotations
@@ -44,12 +48,12 @@ from ln_probe.hooks.model import (
     OneLine,
     active_dropout,
     check_model,
-    context_length,
+    dtype_of,
     evaluating,
     exclusive,
     n_layers,
+    probe_tokens,
     run,
-    vocabulary_size,
 )
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.optimal_constants import fit
@@ -65,7 +69,7 @@ from ln_probe.hooks.scales import (
     divisors_of,
     mean_sigmas,
 )
-from ln_probe.hooks.sites import Survey, class_of, known, survey
+from ln_probe.hooks.sites import class_of, survey
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     VARIANT_WITHOUT,
@@ -76,21 +80,7 @@ from ln_probe.hooks.variants import (
     takes_scaling,
 )
 
-__all__ = [
-    "FROZEN",
-    "GROUPS",
-    "PARTS",
-    "SCALES",
-    "Intervention",
-    "InterventionError",
-    "LostEditError",
-    "NoOpWarning",
-    "make_edit",
-    "members",
-    "why_nothing",
-    "without",
-]
-
+Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
 
@@ -131,7 +121,7 @@ def without(
     *,
     sites: str | Sequence[str] = "attention",
     scale: str | float | Mapping[str, object] = FROZEN,
-    tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]] | None = None,
+    tokens: Rows | None = None,
     only: str | None = None,
     seed: int = 0,
     heads: Sequence[tuple[int, int]] | None = None,
@@ -147,20 +137,17 @@ def without(
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
             ("final"), every norm ("all", norms inside attention included), or names.
-        scale: c, what is divided by instead of sigma. "frozen": two numbers a site, its mean sigma at position 0 and
-            over the other calibration tokens, in the unedited model; "uniform": the second of them everywhere, which
-            leaves an attention sink's vectors as much too long as its sigma is larger; "resampled": each token gets the
-            sigma of another token drawn at random (position 0 of one at position 0); "optimal": the two numbers a site
-            that minimize the model's next-token loss with all these norms edited together. A bundled model brings them
-            for "attention" and "all"; otherwise they are fitted on entering, which takes minutes (hundreds of forward
-            and backward passes over `tokens`): to use them again, pass `divisors` of what this yields. Also a mapping
-            from site names:
-            constants measured before, such as `report.constants.of(i)`; a number: that number everywhere (`matched` is
-            then False).
+        scale: c, what is divided by instead of sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
+            over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
+            "resampled": each token gets the sigma of another token drawn at random (position 0 of one at position 0).
+            "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
+            together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
+            which takes minutes (pass `divisors` of what this yields to use them again). A mapping from site names:
+            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
+            is then False).
         tokens: tokens that the first four are measured or fitted on, [batch pos], or a list of rows of their own
-            lengths. None: the model's default prompts,
-            those that `analyze` measures (a bundled model's held-out text, the bundled passages, or sequences sampled
-            from a model without a tokenizer).
+            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, the bundled
+            passages, or sequences sampled from a model without a tokenizer).
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
@@ -193,20 +180,21 @@ def without(
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with exclusive(hooked), suspended(hooked):
-        looked_at = survey(hooked)
-        found = known(looked_at)
-        by_site = None if heads is None else _of_heads(hooked, found, heads, sites, only)
-        chosen = choose(found, sites if by_site is None else list(by_site))
+        facts = survey(hooked)
+        norms = facts.norms()
+        by_site = None if heads is None else _of_heads(hooked, norms, heads, sites, only)
+        chosen = choose(norms, sites if by_site is None else list(by_site))
         _refuse_twice(chosen)
         if only is not None:
             _refuse_other_readers(chosen, only)
-        make = (
-            _edits_of_heads(by_site) if by_site is not None else Edit if only is None else partial(PartEdit, part=only)
-        )
+        make: Callable[..., Edit] = Edit if only is None else partial(PartEdit, part=only)
+        if by_site is not None:
+            make = partial(_edit_of_heads, by_site)
         prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, chosen, variant, scale, tokens, seed)
-    _warn(hooked, what, chosen, no_ops, _left_out(looked_at, sites))
+    left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
+    _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()
     edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
@@ -214,11 +202,6 @@ def without(
     pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
     with exclusive(hooked), installed(hooked, edits):  # a thread that wants the model meanwhile waits
         yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
-
-
-def _left_out(found: Survey, sites: str | Sequence[str]) -> list[Site]:
-    """What a group would hold if it were a norm."""
-    return members(found.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
 
 
 def _of_heads(
@@ -263,8 +246,14 @@ def _of_heads(
     return by_site
 
 
-def _edits_of_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]]) -> Callable[..., Edit]:
-    return lambda site, change, label, where=None: HeadEdit(site, change, label, where, heads=by_site[site.name])
+def _edit_of_heads(
+    by_site: Mapping[str, Mapping[int, Sequence[int]]],
+    site: Site,
+    change: Change,
+    label: str,
+    where: Positions | None = None,
+) -> Edit:
+    return HeadEdit(site, change, label, where, heads=by_site[site.name])
 
 
 def members(found: Sequence[Site], group: str) -> list[Site]:
@@ -344,7 +333,7 @@ def _divisors(
     chosen: Sequence[Site],
     variant: str,
     scale: str | float | Mapping[str, object],
-    tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]] | None,
+    tokens: Rows | None,
     seed: int,
 ) -> Mapping[str, Constant | Resampled]:
     """What each of these sites that scales divides by instead of its sigma."""
@@ -450,23 +439,22 @@ def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
     TransformerLens centres the weights that read a norm when it folds the norm into them (`fold_ln`): in such a model
     taking projection away changes nothing, although the norm's output changes.
     """
-    found = {}
+    ignored = {}
     sites = [s for s in sites if s.projects]
-    limit = ignored_below(_dtype(model))
+    limit = ignored_below(dtype_of(model))
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
             some = sites[at : at + SITES_AT_ONCE]
             noise, shift = (
-                _moves(_perturbed(model, [Edit(s, c, "sentinel") for s, c in zip(some, changes, strict=True)]))
-                for changes in (
-                    [_perturbation(s, i, len(some) + 2) for i, s in enumerate(some, start=1)],
-                    [_perturbation(s, i, len(some) + 2, along=_gain(s)) for i, s in enumerate(some, start=1)],
-                )
-            )
-            for row, site in enumerate(some, start=1):
-                if float(shift[row]) <= limit * float(noise[row]):
-                    found[site.name] = MEAN_IGNORED
-    return found
+                _moves(_perturbed(model, [
+                    Edit(s, _perturbation(s, row, len(some) + 2, along=along(s)), "sentinel")
+                    for row, s in enumerate(some, start=1)
+                ]))
+                for along in (lambda _: None, _gain)
+            )  # fmt: skip
+            silent = [s for row, s in enumerate(some, start=1) if float(shift[row]) <= limit * float(noise[row])]
+            ignored |= {site.name: MEAN_IGNORED for site in silent}
+    return ignored
 
 
 def _gain(site: Site) -> Tensor:
@@ -475,9 +463,9 @@ def _gain(site: Site) -> Tensor:
 
 def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> Float[Tensor, "row values"]:
     """Logits of a batch with a row for each edit, between two rows that no edit touches."""
-    tokens = torch.linspace(1, vocabulary_size(model) - 1, min(TOKENS, context_length(model))).long()
+    tokens = probe_tokens(model, TOKENS).expand(len(edits) + 2, -1)
     with installed(model, edits):
-        logits: Tensor = run(model, tokens.expand(len(edits) + 2, -1), return_type="logits")
+        logits: Tensor = run(model, tokens, return_type="logits")
     return logits.double().flatten(1)
 
 
@@ -497,7 +485,7 @@ def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}
     change = _moves(logits)
-    rounding = UNITS * torch.finfo(_dtype(model)).eps * float(logits[0].abs().max())
+    rounding = UNITS * torch.finfo(dtype_of(model)).eps * float(logits[0].abs().max())
     threshold = max(NOISE_FACTOR * float(change[-1]), rounding)
     found = {}
     for row, (site, edit) in enumerate(zip(sites, edits, strict=True), start=1):
@@ -516,10 +504,6 @@ def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -
                 "use_split_qkv_input on a bridge), or it ignores it (weights that are zero)"
             )
     return found
-
-
-def _dtype(model: HookedModel) -> torch.dtype:
-    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
 
 
 def _perturbation(

@@ -17,15 +17,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, fitted, held, suspended
+from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, edits_on, fitted, suspended
 from ln_probe.hooks.interventions import prove
-from ln_probe.hooks.model import HookedModel, check_model, run
+from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
 
@@ -66,10 +67,7 @@ class _Linearized:
                 map (both tried out on entering); names it.
         """
         hooked = check_model(model)
-        with suspended(hooked):
-            sites = _sites(hooked)
-            given = _given(sites, sigma)
-            prove(hooked, sites)
+        sites, given = _proved(hooked, sigma)
         edits = [LinearEdit(s, None) for s in sites]
         with ExitStack() as stack:
             with suspended(hooked):  # (other edits, not these)
@@ -91,13 +89,10 @@ class _Linearized:
             TypeError, InterventionError, LostEditError: as above.
         """
         hooked = check_model(model)
-        with suspended(hooked):
-            sites = _sites(hooked)
-            given = _given(sites, sigma)
-            prove(hooked, sites)
-            with warnings.catch_warnings(), cast(Any, hooked).hooks(fwd_hooks=_points(sites, {})):
-                warnings.simplefilter("ignore")  # a bridge says that it recomputes the norm: that is what is tried out
-                _prove_gradients(hooked, sites)
+        sites, given = _proved(hooked, sigma)
+        with suspended(hooked), warnings.catch_warnings(), cast(Any, hooked).hooks(fwd_hooks=_points(sites, {})):
+            warnings.simplefilter("ignore")  # a bridge warns that it recomputes the norm: that is what is tried out
+            _prove_gradients(hooked, sites)
         return _points(sites, given)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
@@ -108,22 +103,14 @@ class _Linearized:
             tokens: [pos] or [batch pos].
         """
         hooked = check_model(model)
-        sites = _sites(hooked)
-        found: dict[str, Tensor] = {}
+        sigmas: dict[str, Tensor] = {}
 
-        def keep(site: Site) -> Any:
-            def hook(_m: Any, args: Any, _output: Any) -> None:
-                x = args[0].detach()
-                wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-                found.setdefault(site.name, site.sigma(wide)[..., 0])
+        def keep(site: Site, _m: Any, args: Any, _kwargs: Any, _output: Any) -> None:
+            sigmas.setdefault(site.name, site.sigma(at_least_float32(args[0].detach()))[..., 0])
 
-            return hook
-
-        with ExitStack() as stack:
-            for site in sites:
-                stack.callback(site.module.register_forward_hook(keep(site)).remove)
+        with hooks_on([(site.module, partial(keep, site)) for site in _sites(hooked)]):
             run(hooked, tokens if tokens.ndim == 2 else tokens[None])
-        return found
+        return sigmas
 
 
 linearized = _Linearized()
@@ -133,13 +120,18 @@ def _sites(model: HookedModel) -> list[Site]:
     sites = find_sites(model)
     if not sites:
         raise InterventionError("the model has no normalization: it is linear there already")
-    if twice := [s for s in sites if held(s.module) is not None or _asleep(s)]:
+    if twice := [s for s in sites if any(isinstance(edit, LinearEdit) for edit in edits_on(s.module))]:
         raise InterventionError(f"{twice[0].name} is linearized already: leave that `with` block first")
     return sites
 
 
-def _asleep(site: Site) -> bool:
-    return any(isinstance(hook, LinearEdit) for hook in site.module._forward_hooks.values())
+def _proved(model: HookedModel, sigma: Sigma) -> tuple[list[Site], dict[str, Tensor]]:
+    """The norms of a model at which an edit reaches the output, and the sigmas that were given for some of them."""
+    with suspended(model):
+        sites = _sites(model)
+        given = _given(sites, sigma)
+        prove(model, sites)
+    return sites, given
 
 
 def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
@@ -148,7 +140,7 @@ def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
             raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
         return {}
     names = [s.name for s in sites]
-    found = {}
+    given = {}
     for name, value in sigma.items():
         if name not in names:
             raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {', '.join(names)}")
@@ -157,17 +149,17 @@ def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
         if not bool(((value > 0) & torch.isfinite(value)).all()):
             least = float(value.min())
             raise InterventionError(f"sigma of {name} must be positive and finite everywhere, its least is {least:g}")
-        found[name] = value.detach()
-    return found
+        given[name] = value.detach()
+    return given
 
 
 def _holding(site: Site, given: Tensor | None) -> Any:
-    def hook(scale: Tensor, hook: Any) -> Tensor:
-        return (
-            scale.detach() if given is None else fitted(site, given, scale.expand(*scale.shape[:-1], site.d)).to(scale)
-        )
+    def hold(scale: Tensor, hook: Any) -> Tensor:
+        if given is None:
+            return scale.detach()
+        return fitted(site, given, scale.expand(*scale.shape[:-1], site.d)).to(scale)
 
-    return hook
+    return hold
 
 
 def _points(sites: Sequence[Site], given: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
@@ -180,7 +172,7 @@ def _prove_gradients(model: HookedModel, sites: Sequence[Site]) -> None:
     Raises:
         LostEditError: it is not; names the norm.
     """
-    dtype, device = next(((p.dtype, p.device) for _, p in model.named_parameters()), (torch.float32, "cpu"))
+    dtype, device = dtype_of(model), device_of(model)
     for site in sites:
         generator = torch.Generator().manual_seed(0)
         x, g = (torch.randn(1, 2, site.d, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(2))

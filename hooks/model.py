@@ -1,15 +1,15 @@
-"""What ln_probe asks of a model: little enough that every TransformerLens world gives it.
+"""What ln_probe needs of a model.
 
-`HookedTransformer` (TransformerLens 3.9), `TransformerBridge` (3.9 and 4.x) and the laboratory's own models are all
-served through these few names; nothing here imports a model class.
+`HookedTransformer` (TransformerLens 3.9), `TransformerBridge` (3.9 and 4.x) and the laboratory's models all provide it;
+no model class is imported here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
@@ -65,16 +65,14 @@ def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
     for path, module in model.named_modules():
-        name = path.replace("_original_component.", "")  # what a bridge wraps: says nothing to a reader
         kind = f"{type(module).__module__}.{type(module).__name__}"
         if _QUANTIZED.search(kind):
-            raise ValueError(_quantized(f"{name} is a {kind}"))
+            raise ValueError(_quantized(f"{plain_path(path)} is a {kind}"))
     first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
-        name = path.replace("_original_component.", "")
         if parameter.dtype not in _MEASURABLE:
-            raise ValueError(_quantized(f"{name} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        first.setdefault(parameter.device, name)
+            raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
+        first.setdefault(parameter.device, plain_path(path))
     meta = first.get(torch.device("meta"))
     if meta is not None:
         raise ValueError(
@@ -89,6 +87,11 @@ def check_weights(model: nn.Module) -> None:
         raise ValueError(
             f"the model's weights are on several devices ({where}): move it to one, model.to('{next(iter(first))}')"
         )
+
+
+def plain_path(path: str) -> str:
+    """Return the path of a module or parameter without the names that a bridge inserts for what it wraps."""
+    return path.replace("_original_component.", "")
 
 
 def device_obstacle(device: torch.device) -> str:
@@ -115,12 +118,63 @@ def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
+def attentions(model: HookedModel) -> dict[int, nn.Module]:
+    """The attention modules of a model, by layer; blocks without attention are left out."""
+    each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
+    return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
+
+
 def n_layers(model: HookedModel) -> int:
     return len(blocks(model))
 
 
 def device_of(model: HookedModel | nn.Module) -> torch.device:
     return next((p.device for _, p in model.named_parameters()), torch.device("cpu"))
+
+
+def dtype_of(model: HookedModel | nn.Module) -> torch.dtype:
+    """The format of a model's floating-point parameters; float32 where it has none."""
+    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
+
+
+def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """16-bit values as float32: the sigma of a 16-bit vector would be rounded to three digits."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def weight_of(owner: object, name: str) -> Tensor | None:
+    """A weight by its TransformerLens name; None where the module has none."""
+    try:
+        value = getattr(owner, name, None)
+    except ABSENT:
+        return None
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+# What a bridge raises where an architecture has no such weight.
+ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The floating-point tensors among the arguments of a module's call."""
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+Hook = tuple[nn.Module, Callable[..., Any]]
+
+
+@contextmanager
+def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterator[None]:
+    """Put forward hooks (`after`) and forward pre-hooks (`before`) on modules while the `with` block lasts.
+
+    Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs), as PyTorch calls them `with_kwargs`.
+    """
+    with ExitStack() as stack:
+        for module, hook in before:
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for module, hook in after:
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 # Names under which Hugging Face configs keep the largest number of positions.
@@ -161,6 +215,11 @@ def vocabulary_size(model: HookedModel) -> int:
     return int(model.cfg.d_vocab)
 
 
+def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
+    """Token ids spread evenly over the vocabulary, for a short pass; at most the context."""
+    return torch.linspace(1, vocabulary_size(model) - 1, min(length, context_length(model))).long()
+
+
 def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str | None = None) -> Any:
     """One forward pass without gradients; logits unless `return_type` says otherwise."""
     with torch.no_grad():
@@ -181,10 +240,15 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+def _configs(model: HookedModel | nn.Module) -> list[Any]:
+    """The Hugging Face configs of a model and of its original, and its TransformerLens config."""
+    original = getattr(model, "original_model", None)
+    return [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
+
+
 def stretches_positions(model: HookedModel | nn.Module) -> bool:
     """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
-    configs = (getattr(m, "config", None) for m in (model, getattr(model, "original_model", None)))
-    for config in (*configs, getattr(model, "cfg", None)):
+    for config in _configs(model):
         for name in ("rope_parameters", "rope_scaling"):
             if any(kind in str(getattr(config, name, "")) for kind in ("longrope", "dynamic")):
                 return True
@@ -209,8 +273,7 @@ _LOGIT_CHANGES = {  # config entries by which logits are capped or scaled, and t
 
 def transformed_logits(model: HookedModel) -> str:
     """What the model does to W_U's logits (a soft cap, a factor), as its config says it; empty if nothing."""
-    configs = (getattr(m, "config", None) for m in (model, getattr(model, "original_model", None)))
-    for config in (getattr(model, "cfg", None), *configs):
+    for config in reversed(_configs(model)):
         for name, plain in _LOGIT_CHANGES.items():
             value = getattr(config, name, None)
             if isinstance(value, int | float) and value not in (plain, 0.0):
@@ -222,9 +285,8 @@ def logit_factor(model: HookedModel) -> float:
     """What W_U's logits are multiplied by, as the config says it (Granite divides by `logits_scaling`); 1 if nothing is
     said."""
     factor = 1.0
-    configs = [getattr(m, "config", None) for m in (model, getattr(model, "original_model", None))]
     for name, power in (("logit_scale", 1.0), ("lm_head_multiplier", 1.0), ("logits_scaling", -1.0)):
-        values = (getattr(config, name, None) for config in (*configs, getattr(model, "cfg", None)))
+        values = (getattr(config, name, None) for config in _configs(model))
         value = next((v for v in values if isinstance(v, int | float) and v > 0), 1.0)
         factor *= float(value) ** power
     return factor
@@ -239,19 +301,11 @@ def read_unembedding(
     not to be written to. Rows past the tokens that are really used (padded vocabularies) are left out where the config
     tells.
     """
-    try:
-        weight = cast(Any, model).W_U
-    except AttributeError:
-        weight = None
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
+    weight, bias = weight_of(model, "W_U"), weight_of(model, "b_U")
+    if weight is None or weight.ndim != 2:
         return None
-    try:
-        bias = cast(Any, model).b_U
-    except AttributeError:
-        bias = None
-    held = weight.detach().cpu()
-    rows = (held if held.dtype in (torch.float32, torch.float64) else held.float()).numpy().T
-    lift = bias.detach().double().cpu().numpy() if isinstance(bias, Tensor) else None
+    rows = at_least_float32(weight.cpu()).numpy().T
+    lift = None if bias is None else bias.double().cpu().numpy()
     size = min(len(rows), vocabulary_size(model))
     return rows[:size], None if lift is None else lift[:size]
 

@@ -9,8 +9,6 @@ no P, a norm that does not scale has a constant for sigma. The formula is writte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, OneLine, device_of
+from ln_probe.hooks.model import HookedModel, OneLine, device_of, dtype_of, hooks_on
 
 KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none", "unknown")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
@@ -30,8 +28,8 @@ class Terms(OneLine):
 
     Attributes:
         x: the vectors.
-        mean_component: mu·1, the part of x along the ones-vector; a norm without projection leaves it in.
-        projected: what is left of x, Px (x itself where the norm does not project).
+        mean_component: mu·1, the part of x along the all-ones direction; a norm without projection leaves it in.
+        projected: Px, x without it (x itself where the norm does not project).
         sigma: the divisor.
         normalized: projected / sigma.
         gain, bias: the affine part; None where the norm has none.
@@ -51,7 +49,7 @@ class Terms(OneLine):
         return 1.0 / self.sigma
 
     def total(self) -> Float64[Tensor, "*batch d"]:
-        """What the pieces stand for, the norm's output: gain * normalized + bias."""
+        """The norm's output: gain * normalized + bias."""
         return _affine(self.normalized, self.gain, self.bias)
 
     def summands(self) -> dict[str, Float64[Tensor, "*batch d"]]:
@@ -126,6 +124,10 @@ class Site(OneLine):
     @property
     def scales(self) -> bool:
         return self.kind in ("layernorm", "rmsnorm", "scaling_only")
+
+    def is_heads_first(self, x: Float[Tensor, "a b c d"], length: int) -> bool:
+        """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention."""
+        return self.reads in ("query", "key") and x.shape[2] == length
 
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Px, or x itself where the norm does not project."""
@@ -225,6 +227,8 @@ class UnknownNormError(SiteError):
 
 @dataclass(frozen=True)
 class _Answers:
+    """What a norm makes of some vectors, float64."""
+
     normalized: Tensor
     scale: Tensor
     out: Tensor
@@ -243,57 +247,38 @@ def _ask(module: nn.Module, x: Tensor) -> _Answers:
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
             seen.setdefault(name, output.detach().reshape(x.shape[0], -1).double())
 
         return hook
 
-    children = dict(module.named_children())
-    with ExitStack() as stack, torch.no_grad():
-        for name in ("hook_scale", "hook_normalized"):
-            handle = children[name].register_forward_hook(keep(name))
-            stack.callback(handle.remove)
+    points = dict(module.named_children())
+    with torch.no_grad(), hooks_on([(points[name], keep(name)) for name in ("hook_scale", "hook_normalized")]):
         out = module(x[None])
     return _Answers(seen["hook_normalized"], seen["hook_scale"], out.detach().reshape(x.shape[0], -1).double())
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Trial:
     """A norm's answers to four vectors of a size, to the same shifted, and tripled, and to zero."""
 
-    rows: Tensor
-    base: _Answers
-    shifted: _Answers
-    tripled: _Answers
-    at_zero: _Answers
+    def __init__(self, module: nn.Module, model: HookedModel, dtype: torch.dtype, size: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = size * torch.randn(4, _length(module, model), generator=generator, dtype=torch.float64)
+        self.rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device_of(model), dtype)
+        answers = _ask(module, self.rows)
+        self.base, self.shifted, self.tripled, self.at_zero = (
+            _Answers(answers.normalized[at], answers.scale[at], answers.out[at])
+            for at in (slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 13))
+        )
 
     @property
     def scales(self) -> bool:
         return _close(self.tripled.normalized, self.base.normalized)
 
-
-def _answers(module: nn.Module, model: HookedModel, dtype: torch.dtype, size: float) -> _Asked:
-    generator = torch.Generator().manual_seed(0)
-    x = size * torch.randn(4, _length(module, model), generator=generator, dtype=torch.float64)
-    rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device_of(model), dtype)
-    found = _ask(module, rows)
-    parts = (_Answers(found.normalized[i : i + 4], found.scale[i : i + 4], found.out[i : i + 4]) for i in (0, 4, 8, 12))
-    return _Asked(rows, *parts)
-
-
-def _larger(first: _Asked, module: nn.Module, model: HookedModel, dtype: torch.dtype) -> Iterator[_Asked]:
-    """The answers to vectors of growing size, as long as the format holds them."""
-    yield first
-    for size in SIZES[1:]:
-        if 100 * size < torch.finfo(dtype).max:
-            yield _answers(module, model, dtype, size)
-
-
-def _normalized(asked: _Asked, projects: bool, eps: float, radius: float) -> Tensor:
-    """What a norm with this eps makes of the vectors, before gain and bias."""
-    kept = asked.rows[:4].double()
-    kept = kept - kept.mean(-1, keepdim=True) if projects else kept
-    return kept / (kept.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(kept.shape[-1])
+    def kept(self, projects: bool) -> Tensor:
+        """The four vectors, without their means where the norm projects."""
+        x = self.rows[:4].double()
+        return x - x.mean(-1, keepdim=True) if projects else x
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -308,86 +293,78 @@ def _parameters(module: nn.Module, d: int) -> tuple[Tensor | None, Tensor | None
     return values[0], values[1]
 
 
+_KIND = {  # by whether it projects and whether it scales
+    (True, True): "layernorm",
+    (False, True): "rmsnorm",
+    (True, False): "projection_only",
+    (False, False): "none",
+}
+
+
 def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]:
-    """kind, gain, bias, eps, radius, constant_scale of one norm, from its answers."""
-    d = _length(module, model)
+    """Return d, kind, gain, bias, eps, radius and constant_scale of one norm, from its answers to a few vectors.
+
+    Nothing is taken from its class, which a bridge hides: does adding a multiple of (1, …, 1) change the output
+    (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias?
+
+    Raises:
+        SiteError: NaN or infinite parameters or answers.
+        UnknownNormError: it is none of the norms that ln_probe knows.
+    """
+    d, called = _length(module, model), f"{name} ({type(module).__name__})"
     gain, bias = _parameters(module, d)
     for label, tensor in (("gain", gain), ("bias", bias)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
-    dtype = gain.dtype if gain is not None else next((p.dtype for _, p in model.named_parameters()), torch.float32)
-    first = _answers(module, model, dtype, SIZES[0])
+    dtype = dtype_of(model) if gain is None else gain.dtype
+    sizes = [size for size in SIZES if size == SIZES[0] or 100 * size < torch.finfo(dtype).max]
+    first = _Trial(module, model, dtype, sizes[0])
     projects = d > 1 and _close(first.shifted.normalized, first.base.normalized)
-    answers = next((a for a in _larger(first, module, model, dtype) if a.scales), first)
-    scales = answers.scales
-    if not scales and not _close(first.tripled.normalized, 3 * first.base.normalized):
-        raise UnknownNormError(
-            f"{name} ({type(module).__name__}) neither keeps nor triples 3x: not a norm ln_probe knows"
-        )
-    rows, base = answers.rows, answers.base
-    kept = rows[:4].double()
-    kept = kept - kept.mean(-1, keepdim=True) if projects else kept
-    kind = {
-        (True, True): "layernorm",
-        (False, True): "rmsnorm",
-        (True, False): "projection_only",
-        (False, False): "none",
-    }[projects, scales]
+    larger = (_Trial(module, model, dtype, size) for size in sizes[1:])
+    trial = first if first.scales else next((t for t in larger if t.scales), first)
+    if not trial.scales and not _close(first.tripled.normalized, 3 * first.base.normalized):
+        raise UnknownNormError(f"{called} neither keeps nor triples 3x: not a norm ln_probe knows")
+    kind = _KIND[projects, trial.scales]
     if kind == "rmsnorm" and getattr(module, "kind", None) == "scaling_only":
         kind = "scaling_only"  # the laboratory's name for it
     radius, eps, constant = math.nan, 0.0, math.nan
-    if scales:
+    if trial.scales:
         # scale² = (mean(kept²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-        at_zero = float(answers.at_zero.scale[0, 0]) ** 2
-        stretch = float(((base.scale[:, 0] ** 2 - at_zero) / kept.pow(2).mean(-1)).mean())
+        at_zero = float(trial.at_zero.scale[0, 0]) ** 2
+        stretch = float(((trial.base.scale[:, 0] ** 2 - at_zero) / trial.kept(projects).pow(2).mean(-1)).mean())
         declared = getattr(module, "radius", None)
         radius = float(declared) if declared is not None else math.sqrt(d)
         if abs(math.sqrt(d / stretch) / radius - 1) > SAME_OUTPUT:
-            raise UnknownNormError(
-                f"{name} ({type(module).__name__}) normalizes to length {math.sqrt(d / stretch):.4g}, not {radius:.4g}"
-            )
+            raise UnknownNormError(f"{called} normalizes to length {math.sqrt(d / stretch):.4g}, not {radius:.4g}")
         eps = float(at_zero / stretch)
-        if answers is not first and not _close(first.base.normalized, _normalized(first, projects, eps, radius)):
+        kept = first.kept(projects)
+        expected = kept / (kept.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
+        if trial is not first and not _close(first.base.normalized, expected):
             raise UnknownNormError(
-                f"{name} ({type(module).__name__}) keeps 3x of long vectors alone, and does not divide shorter ones by "
-                f"sqrt(mean + eps) with eps {eps:.3g}: not a norm ln_probe knows"
+                f"{called} keeps 3x of long vectors alone, and does not divide shorter ones by sqrt(mean + eps) with "
+                f"eps {eps:.3g}: not a norm ln_probe knows"
             )
-        declared_eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), None)
-        eps = declared_eps if declared_eps is not None else eps
+        eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
     else:
-        constant = float(base.scale[0, 0])
-    # Gemma stores its gain as an offset from 1: told by the output, not by the class.
-    if gain is not None and not _affine_holds(base, gain, bias):
-        if not _affine_holds(base, 1 + gain, bias):
+        constant = float(trial.base.scale[0, 0])
+    if gain is not None and not _affine_holds(trial.base, gain, bias):
+        gain = 1 + gain  # Gemma stores its gain as an offset from 1
+        if not _affine_holds(trial.base, gain, bias):
             raise UnknownNormError(
-                f"{name} ({type(module).__name__}): output is not gain·normalized + bias for its parameters; "
-                "ln_probe does not know this norm"
+                f"{called}: output is not gain·normalized + bias for its parameters; ln_probe does not know this norm"
             )
-        gain = 1 + gain
-    if not all(torch.isfinite(t).all() for a in (answers.base, answers.at_zero) for t in (a.out, a.scale)):
+    if not all(torch.isfinite(t).all() for a in (trial.base, trial.at_zero) for t in (a.out, a.scale)):
         raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
     return {
-        "d": d,
-        "kind": kind,
-        "gain": gain,
-        "bias": bias,
-        "eps": eps,
-        "radius": radius,
-        "constant_scale": constant,
-    }
+        "d": d, "kind": kind, "gain": gain, "bias": bias, "eps": eps, "radius": radius, "constant_scale": constant,
+    }  # fmt: skip
 
 
 def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
-    predicted = answers.normalized * gain.double()
-    if bias is not None:
-        predicted = predicted + bias.double()
-    return _close(predicted, answers.out)
+    return _close(_affine(answers.normalized, gain, bias), answers.out)
 
 
-def _declared_eps(module: nn.Module, model: HookedModel) -> Iterator[float]:
-    inner = getattr(module, "original_component", None)
-    for owner in (module, inner, model.cfg):
-        for name in ("eps", "variance_epsilon", "layer_norm_epsilon"):
-            value = getattr(owner, name, None)
-            if isinstance(value, float):
-                yield value
+def _declared_eps(module: nn.Module, model: HookedModel) -> list[float]:
+    owners = (module, getattr(module, "original_component", None), model.cfg)
+    names = ("eps", "variance_epsilon", "layer_norm_epsilon")
+    return [e for owner in owners for name in names if isinstance(e := getattr(owner, name, None), float)]

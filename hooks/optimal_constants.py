@@ -224,6 +224,10 @@ TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
 _TRIAL = 1.1
 
 
+_Vector = Float64[np.ndarray, " constant"]  # a number for each constant, in the order first, rest of each norm
+_Bounds = Float64[np.ndarray, "constant 2"]
+
+
 class GradientError(ValueError):
     """A loss that has no gradient at the constants, so that they cannot be fitted."""
 
@@ -297,7 +301,7 @@ def fit(
     weight = sum(wanted.weight(row) for row in counted)
     batches = list(_batches(counted, vocabulary_size(model)))
 
-    def mean_loss(logs: Float64[np.ndarray, " constant"]) -> tuple[float, Float64[np.ndarray, " constant"]]:
+    def mean_loss(logs: _Vector) -> tuple[float, _Vector]:
         constants = _constants(names, logs)
         total, gradient = 0.0, np.zeros(len(logs))
         for rows in batches:
@@ -405,7 +409,18 @@ def loss_and_gradients(
         name: (0.0, 0.0) if g is None else (float(g[0]), float(g[1])) for name, g in zip(leaves, found, strict=True)
     }
     total = float(loss.detach())
-    _refuse_blocked(model, sites, rows, constants, variant, wanted, total, gradients)
+    # A gradient of exactly 0 is right where nothing reads the norm (an output matrix of zeros, as some models start),
+    # and wrong where the model rounds what it computes from the norm: then the constant does change the loss.
+    if blocked := [name for name, pair in gradients.items() if pair == (0.0, 0.0)]:
+        moved = {n: Constant(_TRIAL * constants[n].first, _TRIAL * constants[n].rest) for n in blocked}
+        with torch.no_grad():
+            other = float(edited_loss(model, sites, rows, {**constants, **moved}, variant, wanted))
+        if other != total:
+            raise GradientError(
+                f"{blocked[0]}: its constant changes the loss, but the gradient of {wanted.name} is 0 there, so "
+                "constants cannot be fitted: the model rounds its activations or stops gradients. Use the mean "
+                'constants (scale="frozen")'
+            )
     return total, gradients
 
 
@@ -422,35 +437,6 @@ def edited_loss(
     edits = [make_edit(s, variant, divisors.get(s.name), positions) for s in sites]
     with exclusive(model), evaluating(model), installed(model, edits):
         return objective.sums(model(rows, return_type="logits"), rows).sum()
-
-
-def _refuse_blocked(
-    model: HookedModel,
-    sites: Sequence[Site],
-    rows: Int[Tensor, "batch pos"],
-    constants: Mapping[str, Constant],
-    variant: str,
-    objective: Objective,
-    loss: float,
-    gradients: Mapping[str, tuple[float, float]],
-) -> None:
-    """Refuse a gradient of 0 at a norm whose constant does change the loss; costs a pass where there is such a norm.
-
-    A gradient of exactly 0 is right where nothing reads the norm (an output matrix of zeros, as some models start), and
-    wrong where the model rounds what it computes from the norm.
-    """
-    silent = [name for name, pair in gradients.items() if pair == (0.0, 0.0)]
-    if not silent:
-        return
-    moved = {n: Constant(_TRIAL * constants[n].first, _TRIAL * constants[n].rest) for n in silent}
-    with torch.no_grad():
-        other = float(edited_loss(model, sites, rows, {**constants, **moved}, variant, objective))
-    if other != loss:
-        raise GradientError(
-            f"{silent[0]}: its constant changes the loss, but the gradient of {objective.name} is 0 there, so "
-            "constants cannot be fitted: the model rounds its activations or stops gradients. Use the mean constants "
-            '(scale="frozen")'
-        )
 
 
 def frozen_sites(sites: Sequence[Site], variant: str) -> list[Site]:
@@ -490,9 +476,9 @@ def _constants(names: Sequence[str], logs: Float64[np.ndarray, " constant"]) -> 
 def _descend(
     names: Sequence[str],
     label: str,
-    mean_loss: Callable[[Float64[np.ndarray, " constant"]], tuple[float, Float64[np.ndarray, " constant"]]],
-    start: Float64[np.ndarray, " constant"],
-    bounds: Float64[np.ndarray, "constant 2"],
+    mean_loss: Callable[[_Vector], tuple[float, _Vector]],
+    start: _Vector,
+    bounds: _Bounds,
 ) -> Descent:
     """Minimize the loss from one start; the lowest point that was evaluated counts."""
     logs, gradient = start, np.zeros_like(start)
@@ -529,27 +515,19 @@ def _descend(
         reason = f"no step lowers the loss by {LEAST_FALL:g}"
     else:
         reason = f"{len(losses)} evaluations"
-    if (held := _held(gradient, logs, bounds)).any():
-        at_bound = dict.fromkeys(names[int(i) // 2] for i in np.flatnonzero(held))
-        reason += f"; at {REACH:g} times or a {REACH:g}th of the mean: {', '.join(at_bound)}"
+    if (at_bound := np.flatnonzero(_at_bound(gradient, logs, bounds))).size:
+        held = dict.fromkeys(names[int(i) // 2] for i in at_bound)
+        reason += f"; at {REACH:g} times or a {REACH:g}th of the mean: {', '.join(held)}"
     return Descent(
         label, len(losses), losses[0], min(losses), largest, largest <= GRADIENT, reason, _constants(names, logs)
     )
 
 
-def _held(
-    gradient: Float64[np.ndarray, " constant"],
-    logs: Float64[np.ndarray, " constant"],
-    bounds: Float64[np.ndarray, "constant 2"],
-) -> Bool[np.ndarray, " constant"]:
+def _at_bound(gradient: _Vector, logs: _Vector, bounds: _Bounds) -> Bool[np.ndarray, " constant"]:
     """Which constants are at a bound that their derivative pushes them beyond: it cannot be followed."""
     return ((logs <= bounds[:, 0]) & (gradient > 0)) | ((logs >= bounds[:, 1]) & (gradient < 0))
 
 
-def _largest(
-    gradient: Float64[np.ndarray, " constant"],
-    logs: Float64[np.ndarray, " constant"],
-    bounds: Float64[np.ndarray, "constant 2"],
-) -> float:
+def _largest(gradient: _Vector, logs: _Vector, bounds: _Bounds) -> float:
     """The largest derivative that can be followed."""
-    return float(np.abs(np.where(_held(gradient, logs, bounds), 0.0, gradient)).max())
+    return float(np.abs(np.where(_at_bound(gradient, logs, bounds), 0.0, gradient)).max())

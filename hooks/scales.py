@@ -1,8 +1,8 @@
-"""What stands for a norm's scaling once it is taken away: two constants, its mean sigma at position 0 and elsewhere.
+"""Replace sigma by constants: for each norm, its mean sigma at position 0 and at the other positions.
 
-Position 0 has its own because attention sinks live there: in SmolLM2-135M their sigma is hundreds of times the others',
-so one constant for both makes their vectors hundreds of times too long and measures that (Heimersheim 2024 treats the
-first position apart for the same reason). Beside them (`scale=` of `without`):
+Position 0 has its own constant because attention sinks are there: in SmolLM2-135M their sigma is hundreds of times the
+others', and a single constant would make their vectors hundreds of times too long (Heimersheim 2024 treats the first
+position separately for the same reason). Values of `scale=` in `without`:
 
     frozen      the two constants
     uniform     the constant of the other positions everywhere

@@ -1,6 +1,10 @@
-"""Has a weight changed? Checksums of the bits of a model's parameters and buffers, and what shows a change at no cost.
+"""Protect a model while it is measured: foreign hooks, other threads, and changes of its weights.
 
-PyTorch counts in-place edits of a tensor (`_version`), but not those through `.data`: only its bits show these.
+A hook is foreign if neither TransformerLens nor ln_probe nor the loader installed it; accelerate's belong to the model.
+`Cover` moves every module's hooks into dictionaries of ours, to which only the covering thread may add; the originals
+come back at the end, so handles that a user holds stay valid, and hooks that were added meanwhile are removed.
+`Fingerprint` compares the bits of parameters and buffers: PyTorch counts in-place edits (`_version`), but not those
+through `.data`.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,8 +25,8 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from ln_probe.hooks.edits import Edit, LinearEdit
-from ln_probe.hooks.model import HookedModel, blocks, stretches_positions
+from ln_probe.hooks.edits import Edit, LinearEdit, edits_on
+from ln_probe.hooks.model import HookedModel, blocks, plain_path, stretches_positions
 
 _ROW = 4096  # words summed at a time: GPT-2's weights take a tenth of a second on one core
 
@@ -72,42 +76,29 @@ class Fingerprint:
     def __init__(self, model: HookedModel | nn.Module) -> None:
         self.model = cast(nn.Module, model)
         self._own = "inv_freq" if stretches_positions(model) else None
-        self._tensors = dict(self._named())
-        self._sums = _sums(list(self._tensors.values()))
-        self._states = [_state(t) for t in self._tensors.values()]
+        self._sums = _sums(self._named())
+        self.renew()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        both = chain(self.model.named_parameters(), self.model.named_buffers())
-        for path, tensor in both:
+        for path, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
             if tensor.device.type != "meta" and (self._own is None or self._own not in path):
-                yield path, tensor
+                yield plain_path(path), tensor
 
     def touched(self) -> str:
         """The first tensor that was written to in place or given other memory since; empty if none was.
 
         Neither edits through `.data` nor tensors that were replaced show here.
         """
-        pairs = zip(self._tensors.items(), self._states, strict=True)
-        return _bare_path(next((name for (name, tensor), state in pairs if _state(tensor) != state), ""))
+        return next((name for name, (tensor, state) in self._states.items() if _state(tensor) != state), "")
 
     def changed(self) -> str:
         """The first tensor that does not hold what it held, bit for bit, or is there no more, or is new."""
-        now = dict(self._named())
-        if other := next((n for n in (*self._tensors, *now) if (n in now) != (n in self._tensors)), ""):
-            return _bare_path(other)
-        sums = _sums(list(now.values()))
-        before = [self._sums[place] for place in map(list(self._tensors).index, now)]
-        return _bare_path(next((n for n, a, b in zip(now, before, sums, strict=True) if a != b), ""))
+        now = _sums(self._named())
+        return next((name for name in (*self._sums, *now) if self._sums.get(name) != now.get(name)), "")
 
     def renew(self) -> None:
         """Take the present versions for known: what was written since was written back."""
-        self._tensors = dict(self._named())
-        self._states = [_state(t) for t in self._tensors.values()]
-
-
-def _bare_path(path: str) -> str:
-    """Without what a bridge wraps: that says nothing to a reader."""
-    return path.replace("_original_component.", "")
+        self._states = {name: (tensor, _state(tensor)) for name, tensor in self._named()}
 
 
 def _state(tensor: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
@@ -115,12 +106,9 @@ def _state(tensor: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
     return version, tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
-def _sums(tensors: list[Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
-    """Checksums with formats and shapes."""
-    if not tensors:
-        return []
-    found = torch.stack([checksum(t).cpu() for t in tensors]).tolist()
-    return [(s, t.dtype, t.shape) for s, t in zip(found, tensors, strict=True)]
+def _sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, torch.dtype, torch.Size]]:
+    """Checksums with formats and shapes, by name."""
+    return {name: (int(checksum(tensor)), tensor.dtype, tensor.shape) for name, tensor in named}
 
 
 # Where torch keeps the hooks of a module, and what they are called; and those of all modules of the process.
@@ -202,15 +190,15 @@ def global_hooks(store: str) -> dict[int, Any]:
 
 def edits_under_way(model: HookedModel | nn.Module) -> tuple[list[Edit], list[LinearEdit]]:
     """The edits of `without` that a model is under, and those of `linearized`."""
-    found = [e for _, m in model.named_modules() for e in m._forward_hooks.values() if isinstance(e, Edit)]
-    linear = [e for e in found if isinstance(e, LinearEdit)]
-    return [e for e in found if not isinstance(e, LinearEdit)], linear
+    edits = [edit for _, module in model.named_modules() for edit in edits_on(module)]
+    linear = [edit for edit in edits if isinstance(edit, LinearEdit)]
+    return [edit for edit in edits if not isinstance(edit, LinearEdit)], linear
 
 
 def described(module: nn.Module, path: str, store: str, key: int) -> str:
     """A hook in words: its kind, its function and where it is."""
-    hook = getattr(module, store)[key]
-    return f"a {KINDS[store]} {name_of(user_hooks(module).get(key, hook))} at {_name(path, module)}"
+    hook = user_hooks(module).get(key, getattr(module, store)[key])
+    return f"a {KINDS[store]} {name_of(hook)} at {_name(path, module)}"
 
 
 def user_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
@@ -261,7 +249,7 @@ def _in(name: str, packages: Sequence[str]) -> bool:
 def _name(path: str, module: nn.Module) -> str:
     """What a hook point calls itself, else the path of the module; the model itself has none."""
     own = getattr(module, "name", None) if hasattr(module, "fwd_hooks") else None
-    return str(own) if own else path.replace("_original_component.", "") or "the model"
+    return str(own) if own else plain_path(path) or "the model"
 
 
 _LISTS = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
@@ -388,7 +376,7 @@ class Cover:
         with ExitStack() as stack:
             for path, module in modules:
                 mine = [f for f in self.foreign if f.module is module]
-                self._taken.append(_Taken(path.replace("_original_component.", ""), module, self, mine))
+                self._taken.append(_Taken(plain_path(path), module, self, mine))
                 stack.callback(lambda taken: taken.back(self._level), self._taken[-1])
             for each in self.foreign:
                 if each.module is None:

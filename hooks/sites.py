@@ -1,29 +1,47 @@
-"""Where a model normalizes: every norm, what it computes, who reads it, in what state it is.
+"""Find every norm of a model: what it computes, who reads it, and whether its weights are raw, folded or centred.
 
 A *site* is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
-("blocks.0.ln1" in every TransformerLens world). What it computes is told by its answers (`norm_formula`), who reads it
-by one short forward pass: whose input equals the site's output.
+("blocks.0.ln1" in every model class). `norm.describe` identifies its formula; one short forward pass shows its readers:
+the modules whose input equals its output. `survey` also lists what attention reads where there is no known norm.
 
-Not everything that stands there is a norm. `survey` also gives what stands in for one: a module whose formula is none
-that ln_probe knows (DyT), or nothing at all, where attention reads the stream itself.
+*Folded*: the norm's gain and bias were moved into the weights that read it (TransformerLens `fold_ln`), so it has none,
+or a gain of exactly 1. *Centred*: every weight that writes to the residual stream before the norm has mean 0 over
+d_model (`center_writing_weights`), so that its projection is a no-op by construction. A class or a config is no
+evidence, because a bridge in compatibility mode keeps them: the weights and the stream itself must show it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ln_probe.hooks.components import Wiring, find_wiring
 from ln_probe.hooks.edits import edits_on
-from ln_probe.hooks.model import HookedModel, blocks, check_model, exclusive, n_layers, run, vocabulary_size, world
-from ln_probe.hooks.norm import KINDS, READERS, SAME_OUTPUT, Site, SiteError, Terms, UnknownNormError, describe
+from ln_probe.hooks.model import (
+    HookedModel,
+    attentions,
+    blocks,
+    check_model,
+    evaluating,
+    exclusive,
+    hooks_on,
+    n_layers,
+    plain_path,
+    probe_tokens,
+    run,
+    tensors_in,
+    weight_of,
+    world,
+)
+from ln_probe.hooks.norm import READERS, Site, SiteError, UnknownNormError, describe
 
 STATES = ("raw", "folded", "centred", "folded+centred")
 
@@ -33,9 +51,6 @@ STATES = ("raw", "folded", "centred", "folded+centred")
 CENTRED = 1e-5
 CENTRED_HALF = 5e-3  # 16-bit formats: their own rounding, 2^-9 per entry at most
 _ROWS = 1024  # vectors looked at at once: 6 MB in float64 at d 768
-
-# What the bridge raises where an architecture has no such weight.
-_ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def centred_bound(dtype: torch.dtype) -> float:
@@ -77,19 +92,9 @@ def off_centre(weight: Float[Tensor, "*shape"], dim: int = -1) -> float:
     return largest / math.sqrt(square / rows.numel()) if square else 0.0
 
 
-def _read(owner: object, name: str) -> Tensor | None:
-    try:
-        value = getattr(owner, name, None)
-    except _ABSENT:
-        return None
-    return value if isinstance(value, Tensor) else None
-
-
 def _weight(owner: object, path: str, layer: int, part: str, *, dim: int = -1) -> Weight | None:
-    value = _read(owner, path.rsplit(".", 1)[-1])
-    if value is None:
-        return None
-    return Weight(path, layer, part, off_centre(value, dim), centred_bound(value.dtype))
+    value = weight_of(owner, path.rsplit(".", 1)[-1])
+    return None if value is None else Weight(path, layer, part, off_centre(value, dim), centred_bound(value.dtype))
 
 
 def _embeddings(model: HookedModel) -> Iterable[Weight]:
@@ -107,17 +112,15 @@ def writing_weights(model: HookedModel) -> list[Weight]:
 
     A block part whose output weight the model does not show (a mixture of experts) is listed with `off_centre` NaN.
     """
-    found = list(_embeddings(model))
+    weights = list(_embeddings(model))
     for layer, block in enumerate(blocks(model)):
         for part, child, names in (("attention", "attn", ("W_O", "b_O")), ("mlp", "mlp", ("W_out", "b_out"))):
-            owner = getattr(block, child, None)
-            if owner is None:
+            if (owner := getattr(block, child, None)) is None:
                 continue
-            shown = [_weight(owner, f"blocks.{layer}.{child}.{n}", layer, part) for n in names]
-            if shown[0] is None:
-                shown[0] = Weight(f"blocks.{layer}.{child}.{names[0]}", layer, part, math.nan, 0.0)
-            found += [w for w in shown if w is not None]
-    return found
+            paths = [f"blocks.{layer}.{child}.{name}" for name in names]
+            weight, bias = (_weight(owner, path, layer, part) for path in paths)
+            weights += [weight or Weight(paths[0], layer, part, math.nan, 0.0), *([bias] if bias else [])]
+    return weights
 
 
 def reading_weights(model: HookedModel, reads: str, layers: Sequence[int]) -> list[Weight]:
@@ -146,43 +149,29 @@ def reading_weights(model: HookedModel, reads: str, layers: Sequence[int]) -> li
 _READ_BY_ATTENTION = ("W_Q", "W_K", "W_V")
 
 
-def _before(layer: int, reads: str, writing: Sequence[Weight], parallel: bool) -> list[Weight]:
-    """Those that write before a norm of block `layer`: its own attention too, unless that reads the norm or runs beside
-    the MLP."""
-    found = [w for w in writing if w.layer < layer]
-    if not parallel and "attention" not in reads.split("+"):
-        found += [w for w in writing if w.layer == layer and w.part == "attention"]
-    return found
-
-
-def _folded(
-    model: HookedModel, projects: bool, gain: Tensor | None, bias: Tensor | None, readers: Sequence[Weight]
-) -> tuple[bool, str]:
+def _folded(model: HookedModel, site: Site, readers: Sequence[Weight]) -> tuple[bool, str]:
+    """Whether a norm's gain and bias were folded into the weights that read it, and the evidence."""
+    gain, bias = site.gain, site.bias
     if (gain is not None and not bool((gain == 1).all())) or (bias is not None and not bool((bias == 0).all())):
         return False, ""
     unit = "gain is exactly 1" + (" and bias 0" if bias is not None else "")
     if gain is None:
-        found, reason = True, "no gain or bias of its own"
+        reason = "no gain or bias of its own"
     elif getattr(model, "compatibility_mode", False) is True:
-        found, reason = True, f"{unit}, in a {world(model)} in compatibility mode"
-    elif projects and readers and all(w.centred for w in readers):
-        found, reason = True, f"{unit}, and what reads it is centred as folding leaves it"
+        reason = f"{unit}, in a {world(model)} in compatibility mode"
+    elif site.projects and readers and all(w.centred for w in readers):
+        reason = f"{unit}, and what reads it is centred as folding leaves it"
     else:
         return False, f"{unit}, but nothing shows that they were folded away: untrained or frozen?"
-    if projects and (wrong := [w for w in readers if not w.centred]) and len(wrong) < len(readers):
+    if site.projects and (wrong := [w for w in readers if not w.centred]) and len(wrong) < len(readers):
         reason += f"; {wrong[0].name} is not centred as the others that read it are"
-    return found, reason
+    return True, reason
 
 
 def state_of(
     model: HookedModel,
-    *,
-    layer: int,
-    reads: str,
+    site: Site,
     reading_layers: Sequence[int],
-    projects: bool,
-    gain: Float[Tensor, " d"] | None,
-    bias: Float[Tensor, " d"] | None,
     x: Float[Tensor, "*batch d"] | None,
     writing: Sequence[Weight],
 ) -> tuple[str, str]:
@@ -190,30 +179,28 @@ def state_of(
 
     Args:
         model: any hooked model.
-        layer: the norm's block.
-        reads: who takes its output.
-        reading_layers: the blocks that do.
-        projects: whether it centres.
-        gain, bias: its affine part as it acts, or None.
+        site: the norm.
+        reading_layers: the blocks that take its output.
         x: some of its inputs; None if it never ran.
         writing: `writing_weights(model)`.
     """
-    plain = gain is None or bool((gain == 1).all())  # else the weights that read it are not worth looking at
-    readers = reading_weights(model, reads, reading_layers) if projects and plain else []
-    folded, reason = _folded(model, projects, gain, bias, readers)
+    plain = site.gain is None or bool((site.gain == 1).all())  # else the weights that read it are not worth looking at
+    readers = reading_weights(model, site.reads, reading_layers) if site.projects and plain else []
+    folded, reason = _folded(model, site, readers)
     reasons = [reason] if reason else []
     centred = False
-    inside = reads in ("query", "key") or (x is not None and x.shape[-1] != int(model.cfg.d_model))
     if x is not None:
         stream = x.double()
         share = float(stream.mean(-1).abs().max() / stream.pow(2).mean().sqrt().clamp_min(1e-300))
         centred = share <= centred_bound(x.dtype)
         reasons.append(f"|mean| of its input is at most {share:.1e} of its RMS")
-    if not inside:
-        before = _before(layer, reads, writing, bool(getattr(model.cfg, "parallel_attn_mlp", False)))
+    if site.reads not in ("query", "key") and (x is None or x.shape[-1] == int(model.cfg.d_model)):
+        before = [w for w in writing if w.layer < site.layer]
+        # Its own block's attention writes before it too, unless that reads the norm or runs beside the MLP.
+        if "attention" not in site.reads.split("+") and not getattr(model.cfg, "parallel_attn_mlp", False):
+            before += [w for w in writing if w.layer == site.layer and w.part == "attention"]
         hidden = [w for w in before if math.isnan(w.off_centre)]
-        wrong = [w for w in before if w.off_centre > w.bound]
-        if wrong:
+        if wrong := [w for w in before if w.off_centre > w.bound]:
             worst = max(wrong, key=lambda w: w.off_centre)
             reasons.append(f"{worst.name}, which writes to it, is not centred (|mean| {worst.off_centre:.1e} of RMS)")
             centred = False
@@ -225,167 +212,115 @@ def state_of(
     return STATES[folded + 2 * centred], "; ".join(reasons)
 
 
-__all__ = [
-    "KINDS",
-    "READERS",
-    "SAME_OUTPUT",
-    "Site",
-    "SiteError",
-    "Survey",
-    "Terms",
-    "UnknownNormError",
-    "find_sites",
-    "site_modules",
-    "survey",
-]
-
 PROBE_TOKENS = 3
 _LISTED = 6  # layers named one by one in a sentence
 
 
 def site_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
     """Modules that normalize, by hook name, in the order of `named_modules`."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for _, module in model.named_modules():
         children = dict(module.named_children())
-        if "hook_scale" in children and "hook_normalized" in children:
-            name = getattr(children["hook_scale"], "name", None)
-            if name:
-                found.setdefault(str(name).rsplit(".", 1)[0], module)
-    return found
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+        name = getattr(children.get("hook_scale"), "name", None)
+        if name and "hook_normalized" in children:
+            modules.setdefault(str(name).rsplit(".", 1)[0], module)
+    return modules
 
 
 Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
 
 
-@contextmanager
-def _readers_watched(model: HookedModel, skip: set[int]) -> Iterator[dict[Reader, list[Tensor]]]:
-    """Inputs of everything inside attention, MLPs and the unembedding, by which of them it belongs to."""
-    seen: dict[Reader, list[Tensor]] = {}
-    with ExitStack() as stack:
-        roots: list[tuple[Reader, Any]] = []
-        for layer, block in enumerate(blocks(model)):
-            roots += [
-                (("attention", layer), getattr(block, "attn", None)),
-                (("mlp", layer), getattr(block, "mlp", None)),
-            ]
-        roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
-        taken = set(skip)  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
-        for reader, root in sorted(roots, key=lambda item: item[0][0] != "attention"):
-            for module in root.modules() if isinstance(root, nn.Module) else ():
-                if id(module) in taken or type(module).__name__ == "HookPoint":
-                    continue
-                taken.add(id(module))
-
-                def watch(_m: nn.Module, args: Any, kwargs: Any, reader: Reader = reader) -> None:
-                    seen.setdefault(reader, []).extend(t.detach() for t in _first_tensor(args, kwargs))
-
-                handle = module.register_forward_pre_hook(watch, with_kwargs=True)
-                stack.callback(handle.remove)
-        yield seen
-
-
-def _layer(name: str, model: HookedModel, order: dict[str, int]) -> int:
-    match = re.match(r"blocks\.(\d+)\.", name)
-    if match:
-        return int(match[1])
-    first = min((place for other, place in order.items() if other.startswith("blocks.")), default=len(order))
-    return 0 if order.get(name, len(order)) < first else n_layers(model)  # after the embedding, or at the end
-
-
-@dataclass
-class _Seen:
-    """What one pass over a few tokens shows.
+class _ShortPass:
+    """One pass over a few tokens, watching norms, other modules that may stand where a norm would, and all readers.
 
     Attributes:
         inputs: of every module watched, by name.
         outputs: likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
-        readers: inputs of everything inside attention, MLPs and the unembedding.
+        read: inputs of everything inside attention, MLPs and the unembedding, by reader.
         blocks: what each block was given.
+        readers: who takes each module's output.
     """
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    readers: dict[Reader, list[Tensor]] = field(default_factory=dict)
-    blocks: dict[int, list[Tensor]] = field(default_factory=dict)
+    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.read: dict[Reader, list[Tensor]] = {}
+        self.blocks: dict[int, list[Tensor]] = {}
+        after = [(module, partial(self._ran, name)) for name, module in {**norms, **others}.items()]
+        before = [(block, partial(self._given, self.blocks, layer)) for layer, block in enumerate(blocks(model))]
+        before += [(module, partial(self._given, self.read, reader)) for reader, module in _reading(model, norms)]
+        with hooks_on(after, before):
+            run(model, probe_tokens(model, PROBE_TOKENS)[None], return_type="logits")
+        d_model = int(model.cfg.d_model)
+        for name in [n for n in others if n in self.outputs]:
+            x, y = self.inputs[name], self.outputs[name][0]
+            if x.shape != y.shape or x.shape[-1:] != (d_model,) or torch.equal(x, y):
+                del self.inputs[name], self.outputs[name]  # it leaves its input as it is (dropout, Identity)
+        self.order = {name: place for place, name in enumerate(self.outputs)}
+        self.readers: dict[str, list[Reader]] = {name: [] for name in self.outputs}
+        for reader, inputs in self.read.items():
+            if taken := self._taken(inputs):
+                self.readers[taken[-1]].append(reader)
+
+    def _ran(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = tensors_in(args, kwargs)
+        if given and isinstance(output, Tensor):
+            self.inputs.setdefault(name, given[0].detach())
+            self.outputs.setdefault(name, []).append(output.detach())
+
+    def _given(self, into: dict[Any, list[Tensor]], key: Any, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        into.setdefault(key, []).extend(t.detach() for t in tensors_in(args, kwargs))
+
+    def _taken(self, inputs: Sequence[Tensor]) -> list[str]:
+        """The modules whose outputs are among a reader's inputs. The last one that ran counts: a block's input often
+        comes along for the residual sum (BLOOM, BERT)."""
+        outside = {name: made for name, made in self.outputs.items() if ".attn." not in name}
+        # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
+        places = {t.data_ptr() for t in inputs}
+        if same := [n for n, made in outside.items() if any(t.data_ptr() in places for t in made)]:
+            return same
+        flat = [t.flatten() for t in inputs]
+        return [n for n, made in outside.items() if any(torch.equal(t, made[0].flatten()) for t in flat)]
+
+    def layer(self, name: str, model: HookedModel) -> int:
+        """The block of a module; one after the embedding is in 0, one at the end has the number of layers."""
+        if match := re.match(r"blocks\.(\d+)\.", name):
+            return int(match[1])
+        last = len(self.order)
+        first = min((place for other, place in self.order.items() if other.startswith("blocks.")), default=last)
+        return 0 if self.order.get(name, last) < first else n_layers(model)
 
 
-def _short_run(model: HookedModel, modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> _Seen:
-    """One pass over a few tokens, watching norms, the `others` that may stand where a norm would, and all readers."""
-    seen = _Seen()
-    with ExitStack() as stack:
-        for name, module in (modules | others).items():
-
-            def keep(_m: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                given = _first_tensor(args, kwargs)
-                if given and isinstance(output, Tensor):
-                    seen.inputs.setdefault(name, given[0].detach())
-                    seen.outputs.setdefault(name, []).append(output.detach())
-
-            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
-        for layer, block in enumerate(blocks(model)):
-
-            def begin(_m: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> None:
-                seen.blocks[layer] = [t.detach() for t in _first_tensor(args, kwargs)]
-
-            stack.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        with _readers_watched(model, {id(m) for m in modules.values()}) as seen.readers:
-            tokens = torch.linspace(1, vocabulary_size(model) - 1, PROBE_TOKENS).long()[None]
-            run(model, tokens, return_type="logits")
-    for name in others:  # one that leaves its input as it is (dropout, Identity) stands for nothing
-        if name in seen.outputs and not _changes(seen.inputs[name], seen.outputs[name][0], int(model.cfg.d_model)):
-            del seen.inputs[name], seen.outputs[name]
-    return seen
+def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
+    """Every module inside attention, MLPs and the unembedding but norms, with the reader it belongs to."""
+    roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
+    roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
+    roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
+    taken = {id(module) for module in norms.values()}
+    for reader, root in roots:  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            if id(module) not in taken and type(module).__name__ != "HookPoint":
+                taken.add(id(module))
+                yield reader, module
 
 
-def _changes(x: Tensor, y: Tensor, d_model: int) -> bool:
-    """Whether a module makes another stream of a stream."""
-    return x.shape == y.shape and x.shape[-1:] == (d_model,) and not torch.equal(x, y)
-
-
-def _others(model: HookedModel, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _others(model: HookedModel, norms: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Modules that may stand where a norm would, by name: outside attention, MLPs and known norms, and around none."""
     roots = [getattr(b, part, None) for b in blocks(model) for part in ("attn", "mlp")]
     roots += [getattr(model, name, None) for name in ("embed", "pos_embed", "unembed")]
-    inside = {id(m) for r in (*roots, *modules.values()) if isinstance(r, nn.Module) for m in r.modules()}
-    known = {id(r) for r in (*roots, *modules.values()) if isinstance(r, nn.Module)}
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():  # (gives each module once)
-        if (
-            id(module) in inside
-            or type(module).__name__ == "HookPoint"
-            or any(id(m) in known for m in module.modules())
-        ):
-            continue
-        found[path.replace("_original_component.", "")] = module
-    return found
+    parts = [r for r in (*roots, *norms.values()) if isinstance(r, nn.Module)]
+    inside, known = {id(m) for r in parts for m in r.modules()}, {id(r) for r in parts}
+    return {
+        plain_path(path): module
+        for path, module in model.named_modules()  # (gives each module once)
+        if id(module) not in inside
+        and type(module).__name__ != "HookPoint"
+        and not any(id(m) in known for m in module.modules())
+    }
 
 
-def _readers(outputs: dict[str, list[Tensor]], seen: dict[Reader, list[Tensor]]) -> dict[str, list[Reader]]:
-    """Who takes each site's output. Of several sites that a reader sees, the last one that ran: a block's input often
-    comes along for the residual sum (BLOOM, BERT)."""
-    found: dict[str, list[Reader]] = {name: [] for name in outputs}
-    for reader, inputs in seen.items():
-        # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
-        places = {t.data_ptr() for t in inputs}
-        taken = [n for n, made in outputs.items() if ".attn." not in n and any(t.data_ptr() in places for t in made)]
-        if not taken:
-            flat = [t.flatten() for t in inputs]
-            taken = [
-                n
-                for n, made in outputs.items()
-                if ".attn." not in n and any(torch.equal(t, made[0].flatten()) for t in flat)
-            ]
-        if taken:
-            found[taken[-1]].append(reader)
-    return found
-
-
-def _reads(name: str, readers: list[Reader]) -> str:
+def _reads(name: str, readers: Sequence[Reader]) -> str:
+    """One of READERS."""
     leaf = name.rsplit(".", 1)[-1]
     if ".attn." in name:  # QK-norm: inside attention, so its output never enters it from outside
         return "query" if leaf.startswith("q") else "key" if leaf.startswith("k") else "other"
@@ -394,19 +329,38 @@ def _reads(name: str, readers: list[Reader]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
-    """What a model has where norms are, in the order of the forward pass.
+class ModelFacts:
+    """What is known about where a model normalizes, gathered once; sites come in the order of the forward pass.
 
     Attributes:
+        model: the model.
         sites: its norms.
         unknown: modules that stand between the stream and what reads it, and are no norm that ln_probe knows (kind
             "unknown"); one that nothing names is looked at where attention reads it.
         bare: for every block whose attention reads the stream itself, a site of kind "none".
     """
 
+    model: HookedModel
     sites: tuple[Site, ...]
     unknown: tuple[Site, ...] = ()
     bare: tuple[Site, ...] = ()
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        """Of what every norm's input is a sum; costs one short pass in evaluation mode, the first time."""
+        with evaluating(self.model):
+            return find_wiring(self.model, self.sites)
+
+    def norms(self) -> list[Site]:
+        """The norms of the model.
+
+        Raises:
+            UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
+        """
+        for site in self.unknown:
+            if "hook_scale" in dict(site.module.named_children()):
+                raise UnknownNormError(site.evidence)
+        return list(self.sites)
 
     @property
     def read(self) -> tuple[Site, ...]:
@@ -456,22 +410,10 @@ def find_sites(model: object) -> list[Site]:
         SiteError: a norm with NaN parameters, or one that is under an intervention.
         UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
     """
-    return known(survey(model))
+    return survey(model).norms()
 
 
-def known(found: Survey) -> list[Site]:
-    """The norms of a survey.
-
-    Raises:
-        UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
-    """
-    for site in found.unknown:
-        if "hook_scale" in dict(site.module.named_children()):
-            raise UnknownNormError(site.evidence)
-    return list(found.sites)
-
-
-def survey(model: object) -> Survey:
+def survey(model: object) -> ModelFacts:
     """Every norm of `model`, and what stands in for norms where there is none that ln_probe knows.
 
     Costs the same as `find_sites`.
@@ -483,95 +425,78 @@ def survey(model: object) -> Survey:
         return _survey(check_model(model))
 
 
-def _survey(hooked: HookedModel) -> Survey:
-    modules = site_modules(hooked)
-    for name, module in modules.items():
+def _survey(model: HookedModel) -> ModelFacts:
+    norms = site_modules(model)
+    for name, module in norms.items():
         if active := [e for e in edits_on(module) if not e.suspended]:
             raise SiteError(
                 f"{name} is under an intervention ({active[0].label}), so the model cannot be looked at as it is: "
                 "leave the `with` block first"
             )
-    others = _others(hooked, modules)
-    seen = _short_run(hooked, modules, others)
-    order = {name: place for place, name in enumerate(seen.outputs)}
-    readers = _readers(seen.outputs, seen.readers)
-    writing = writing_weights(hooked) if modules else []
-    sites, unknown = [], []
-    for name, module in sorted(modules.items(), key=lambda item: order.get(item[0], len(order))):
-        layer, taken = _layer(name, hooked, order), readers.get(name, [])
+    others = _others(model, norms)
+    seen = _ShortPass(model, norms, others)
+    writing = writing_weights(model) if norms else []
+    sites, unknown, bare = list[Site](), list[Site](), list[Site]()
+
+    def stand_in(name: str, module: nn.Module, why: str) -> Site:
+        """What stands in for a module that is no known norm; `why` begins with its class."""
+        readers = seen.readers.get(name, [])
+        return _stand_in(
+            model, "unknown", name, seen.layer(name, model), _reads(name, readers), module, why, _attention(readers)
+        )
+
+    for name, module in sorted(norms.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
+        readers = seen.readers.get(name, [])
         try:
-            facts = describe(name, module, hooked)
+            formula = describe(name, module, model)
         except UnknownNormError as error:
-            unknown.append(_unknown(name, module, layer, _reads(name, taken), taken, hooked, str(error)))
+            unknown.append(stand_in(name, module, str(error)))
             continue
-        layers_reading = sorted({place for what, place in taken if what != "unembed"})
-        reads = _reads(name, taken)
-        state, evidence = state_of(
-            hooked,
-            layer=layer,
-            reads=reads,
-            reading_layers=layers_reading,
-            projects=facts["kind"] in ("layernorm", "projection_only"),
-            gain=facts["gain"],
-            bias=facts["bias"],
-            x=seen.inputs.get(name),
-            writing=writing,
-        )
-        sites.append(
-            Site(
-                name=name,
-                layer=layer,
-                reads=reads,
-                state=state,
-                evidence=evidence,
-                module=module,
-                attention_layers=_attention(taken),
-                **facts,
-            )
-        )
-    for name in order:
-        if name in others and readers[name]:
-            what = f"{class_of(others[name])}: it has no hook points of a norm"
-            layer, taken = _layer(name, hooked, order), readers[name]
-            unknown.append(_unknown(name, others[name], layer, _reads(name, taken), taken, hooked, what))
-    bare: list[Site] = []
-    for layer, block in enumerate(blocks(hooked)):
-        given = seen.readers.get(("attention", layer), [])
-        if given and not any(("attention", layer) in taken for taken in readers.values()):
-            site = _without_norm(layer, block, given, seen.blocks.get(layer, []), hooked)
+        layer, reads, by = seen.layer(name, model), _reads(name, readers), _attention(readers)
+        site = Site(name, layer, reads=reads, state="raw", evidence="", module=module, attention_layers=by, **formula)
+        reading = sorted({place for what, place in readers if what != "unembed"})
+        state, evidence = state_of(model, site, reading, seen.inputs.get(name), writing)
+        sites.append(replace(site, state=state, evidence=evidence))
+    for name in seen.order:
+        if name in others and seen.readers[name]:
+            why = f"{class_of(others[name])}: it has no hook points of a norm"
+            unknown.append(stand_in(name, others[name], why))
+    for layer, attn in attentions(model).items():
+        read = seen.read.get(("attention", layer), [])
+        if read and not any(("attention", layer) in readers for readers in seen.readers.values()):
+            site = _without_norm(model, layer, attn, read, seen.blocks.get(layer, []))
             (bare if site.kind == "none" else unknown).append(site)
-    return Survey(tuple(sites), tuple(unknown), tuple(bare))
+    return ModelFacts(model, tuple(sites), tuple(unknown), tuple(bare))
 
 
 def _attention(readers: Sequence[Reader]) -> tuple[int, ...]:
     return tuple(sorted(place for what, place in readers if what == "attention"))
 
 
-def _unknown(
-    name: str, module: nn.Module, layer: int, reads: str, readers: Sequence[Reader], model: HookedModel, why: str
+def _stand_in(
+    model: HookedModel,
+    kind: str,
+    name: str,
+    layer: int,
+    reads: str,
+    module: nn.Module,
+    why: str,
+    attention_layers: tuple[int, ...],
+    bare: bool = False,
 ) -> Site:
-    """What stands in for a module that is no known norm; `why` begins with its class."""
     d = int(model.cfg.d_model)
-    return Site(
-        name, layer, "unknown", reads, "raw", why, module, d, None, None, 0.0, math.nan, 1.0, _attention(readers)
-    )
+    return Site(name, layer, kind, reads, "raw", why, module, d, None, None, 0.0, math.nan, 1.0, attention_layers, bare)
 
 
 def _without_norm(
-    layer: int, block: nn.Module, read: Sequence[Tensor], stream: Sequence[Tensor], model: HookedModel
+    model: HookedModel, layer: int, attn: nn.Module, read: Sequence[Tensor], stream: Sequence[Tensor]
 ) -> Site:
     """What stands in where no module makes what attention reads: the stream, or something made in between."""
-    attn = getattr(block, "attn", None)
-    assert isinstance(attn, nn.Module)
-    name, d = f"blocks.{layer}.attn", int(model.cfg.d_model)
     flat = [t.flatten() for t in stream]
-    plain = any(torch.equal(t.flatten(), s) for t in read for s in flat if t.shape[-1:] == (d,))
-    kind = "none" if plain else "unknown"
-    why = (
-        "no norm: attention reads what the block was given"
-        if plain
-        else f"what {class_of(attn)} reads: no module's output, and not what the block was given"
-    )
-    return Site(
-        name, layer, kind, "attention", "raw", why, attn, d, None, None, 0.0, math.nan, 1.0, (layer,), bare=True
-    )
+    d = int(model.cfg.d_model)
+    if any(torch.equal(t.flatten(), s) for t in read for s in flat if t.shape[-1:] == (d,)):
+        kind, why = "none", "no norm: attention reads what the block was given"
+    else:
+        kind = "unknown"
+        why = f"what {class_of(attn)} reads: no module's output, and not what the block was given"
+    return _stand_in(model, kind, f"blocks.{layer}.attn", layer, "attention", attn, why, (layer,), bare=True)

@@ -51,16 +51,23 @@ from ln_probe.hooks.components import (
     Split,
     Writers,
     attention_output,
-    find_wiring,
     record,
     watched,
-    weight,
 )
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.linearized import linearized
-from ln_probe.hooks.model import HookedModel, blocks, check_model, evaluating, logit_factor, missing_head, n_layers
+from ln_probe.hooks.model import (
+    HookedModel,
+    blocks,
+    check_model,
+    evaluating,
+    logit_factor,
+    missing_head,
+    n_layers,
+    weight_of,
+)
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.sites import survey
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
@@ -163,8 +170,8 @@ def attribute_logits(
     if reason := missing_head(hooked):
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
     with evaluating(hooked):
-        sites = find_sites(hooked)
-        wiring = find_wiring(hooked, sites)
+        facts = survey(hooked)
+        sites, wiring = facts.norms(), facts.wiring
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
         where = END if final is None else final.name
         wiring.at(where)  # raises before the prompt runs
@@ -176,7 +183,7 @@ def attribute_logits(
                 raise AttributionError("neurons are not read from a cache: pass tokens")
             cached = CachedPrompt(hooked, tokens)
             at = place(position, cached.length())
-            seen = cached.record([at], sites, wiring, where)
+            seen = cached.record([at], wiring, where)
             own = _logits_of_cache(hooked, cached, final, where, at, seen)
             own *= logit_factor(hooked)
             cap = soft_cap(hooked)  # these logits are made before it
@@ -187,7 +194,7 @@ def attribute_logits(
             assert seen.logits is not None
             own, cap = _uncapped(hooked, seen.logits[0].double(), seen)
         factor = _factor(hooked, own, seen)
-    split = Split(Writers(hooked), wiring, sites, seen)
+    split = Split(wiring, seen)
     split.check(where)
     chosen = [int(own[: outputs(hooked)].argmax())] if target is None else token_ids(hooked, target)
     other: Any = against
@@ -232,7 +239,7 @@ def _uncapped(
     model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record
 ) -> tuple[Float64[Tensor, " d_vocab"], float]:
     """Logits before their soft cap, and the cap; as they are, and 0, if the model is seen not to have one."""
-    cap, W_U, b_U = soft_cap(model), weight(model, "W_U"), weight(model, "b_U")
+    cap, W_U, b_U = soft_cap(model), weight_of(model, "W_U"), weight_of(model, "b_U")
     if not cap or W_U is None:
         return logits, 0.0
     plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
@@ -245,7 +252,7 @@ def _uncapped(
 
 def _factor(model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record) -> float:
     """What the model multiplies W_U's logits by: what its config says, where the logits are seen to have it."""
-    factor, W_U, b_U = logit_factor(model), weight(model, "W_U"), weight(model, "b_U")
+    factor, W_U, b_U = logit_factor(model), weight_of(model, "W_U"), weight_of(model, "b_U")
     if factor == 1.0 or W_U is None or END not in seen.inputs:
         return factor
     plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
@@ -260,7 +267,7 @@ def _logits_of_cache(
     y = None if final is None else cached.normalized(where, at)
     x = seen.inputs[where][0].double()
     out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()
-    W_U, b_U = weight(model, "W_U"), weight(model, "b_U")
+    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     assert W_U is not None
     logits = out.to(W_U) @ W_U if W_U.dtype == torch.float64 else (out.float().to(W_U) @ W_U).double()
     return (logits if b_U is None else logits + b_U).double().cpu()

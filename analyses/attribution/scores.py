@@ -23,10 +23,10 @@ from torch import Tensor
 from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, place, prompt
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.components import Part, Split, Writers, find_wiring, record
+from ln_probe.hooks.components import Part, Split, record
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.sites import survey
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 AT_ONCE = 16  # positions whose parts are held at once
@@ -222,13 +222,14 @@ def attribute_scores(
     layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
     q_at, k_at = place(query, len(ids), "query"), place(key, len(ids), "key")
     with evaluating(hooked):
-        sites = find_sites(hooked)
+        facts = survey(hooked)
+        sites = facts.norms()
         site = next((s for s in sites if layer in s.attention_layers), None)
         if site is None:
             raise AttributionError(
                 f"attention of layer {layer} reads no norm, so there is no norm to attribute through"
             )
-        wiring = find_wiring(hooked, sites)
+        wiring = facts.wiring
         wiring.at(site.name)  # raises before the prompt runs
         seen, heads = _heads(hooked, ids, sites, layer)
         head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
@@ -238,7 +239,7 @@ def attribute_scores(
             raise AttributionError(f"query {q_at} does not see key {k_at}: it sees {_ranges(visible)}")
         other = _against(against, len(ids), visible, q_at)
         rows = sorted({q_at, k_at, *(other or ())})
-        split = Split(Writers(hooked), wiring, sites, record(hooked, ids, rows, sites))
+        split = Split(wiring, record(hooked, ids, rows, sites))
     split.check(site.name)
     typical = float(site.sigma(seen.x[visible].double()).median())
 

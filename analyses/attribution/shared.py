@@ -14,9 +14,8 @@ from markupsafe import Markup
 from torch import Tensor
 
 from ln_probe.hooks.capture import is_cache
-from ln_probe.hooks.components import weight
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size
+from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size, weight_of
 
 MEAN = "mean"
 # A token by id or text, or several: their mean logit.
@@ -166,7 +165,7 @@ def _said(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
 
 def _mean_column(model: HookedModel, ids: list[int] | None) -> tuple[Float64[Tensor, " d_model"], float]:
     """Mean over tokens (None: the vocabulary) of the columns of W_U, and of b_U."""
-    W_U, b_U = weight(model, "W_U"), weight(model, "b_U")
+    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
     size = outputs(model)
@@ -181,7 +180,7 @@ def outputs(model: HookedModel) -> int:
     """How many tokens have a logit: `d_vocab_out` where a model says so (its outputs may be others than its inputs)."""
     declared = getattr(model.cfg, "d_vocab_out", None)
     size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
-    W_U = weight(model, "W_U")
+    W_U = weight_of(model, "W_U")
     return size if W_U is None else min(size, int(W_U.shape[1]))
 
 

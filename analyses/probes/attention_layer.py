@@ -15,8 +15,8 @@ from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.positions import QuerySets
 from ln_probe.hooks.attention import Heads, visible_softmax
 from ln_probe.hooks.capture import AttentionInput
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import MEAN_IGNORED, PROJECTION_REMOVED, VARIANTS, no_op, normalized
 
 

@@ -27,8 +27,8 @@ from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.schema import Part, Table
 from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import SCALING_FROZEN
 
 # Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,

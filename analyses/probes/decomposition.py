@@ -26,7 +26,7 @@ from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.probes.text import percent
-from ln_probe.hooks.sites import Site
+from ln_probe.hooks.norm import Site
 
 
 class Decomposition(Probe):

@@ -41,13 +41,13 @@ from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.hooks.capture import is_causal, window_of
 from ln_probe.hooks.edits import Edit, Positions
-from ln_probe.hooks.interventions import GROUPS, lost_edits, make_edit, members, why_nothing
+from ln_probe.hooks.interventions import GROUPS, lost_edits, members, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
-from ln_probe.hooks.sites import Site
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant
+from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, make_edit
 
 MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")

@@ -48,9 +48,9 @@ from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_t
 from ln_probe.hooks.edits import Change, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.sites import Site
 from ln_probe.hooks.variants import SCALING_FROZEN, edits_of_norms, make_edit
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")

@@ -167,7 +167,7 @@ class _Prompt:
         constant = attended.constant.rest  # the other tokens', at position 0 too
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
-        change = heads.keys_at(unscaled, positions) - heads.keys_at(seen.y[positions].double(), positions)
+        change = heads.keys(unscaled, positions) - heads.keys(seen.y[positions].double(), positions)
         delta = _scores(heads, seen.y[len(seen.y) - rows.shape[1] :], change, chosen, len(seen.y))
         weight = rows[..., positions].double()
         rest = torch.ones(self.length, len(wanted), dtype=rows.dtype, device=rows.device)
@@ -273,7 +273,7 @@ def _scores(
         back = torch.einsum("hdk,nhk->hdn", heads.W_Q[chosen], change[:, chosen])
         lift = torch.einsum("hk,nhk->hn", heads.b_Q[chosen], change[:, chosen])
         return (torch.matmul(y.double(), back) + lift[:, None]) / heads.divisor
-    q = heads.queries_at(y, torch.arange(length - len(y), length, device=y.device))
+    q = heads.queries(y, torch.arange(length - len(y), length, device=y.device))
     return torch.einsum("qhd,khd->hqk", q[:, chosen], change[:, chosen]) / heads.divisor
 
 

@@ -36,15 +36,13 @@ from ln_probe.hooks.components import (
     Source,
     Split,
     SplitError,
-    Writers,
     find_wiring,
     flat,
     outside_attention,
     record,
     watched,
-    weight,
 )
-from ln_probe.hooks.model import run
+from ln_probe.hooks.model import run, weight_of
 from ln_probe.hooks.norm import Site
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
@@ -97,7 +95,7 @@ class _Watching(Observer):
         self.by_name = {s.name: s for s in outside_attention(view.sites)}
         # norms whose output stands in the stream (post-norms): their inputs are needed later
         self.within = {s.site for expression in self.wiring.reads.values() for s in expression if s.kind == "norm"}
-        self.writers = Writers(view.model)
+        self.writers = self.wiring.writers
         self.open = {n: why for n, why in self.wiring.open.items() if n in wanted}
         self.rows: dict[tuple[str, Part], int] = {}
         self.sums: list[Float64[np.ndarray, "place measure"]] = []
@@ -331,7 +329,7 @@ class _WatchingLogits(Observer):
         self.final = next((s for s in reversed(view.sites) if "unembed" in s.reads.split("+")), None)
         self.where = END if self.final is None else self.final.name
         self.wiring = find_wiring(view.model, view.sites)
-        W_U, b_U = weight(view.model, "W_U"), weight(view.model, "b_U")
+        W_U, b_U = weight_of(view.model, "W_U"), weight_of(view.model, "b_U")
         try:
             self.wiring.at(self.where)
         except SplitError as error:
@@ -351,7 +349,7 @@ class _WatchingLogits(Observer):
             return
         known = list(range(len(tokens) - 1))
         seen = record(self.model, tokens, known, self.view.sites)
-        split = Split(Writers(self.model), self.wiring, self.view.sites, seen)
+        split = Split(self.wiring, seen)
         split.check(self.where)
         for first in range(0, len(known), AT_ONCE):
             some = known[first : first + AT_ONCE]

@@ -16,7 +16,8 @@ import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import unembedding
 from ln_probe.analyses.probes.columns import UNEMBEDDING
-from ln_probe.hooks.sites import Site, find_sites
+from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import find_sites
 
 
 def a_final_norm(d: int = 6) -> Site:

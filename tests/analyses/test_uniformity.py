@@ -13,7 +13,7 @@ import torch
 
 from ln_probe.analyses.probes import uniformity as uniformity
 from ln_probe.analyses.probes.attention_layer import variant_outputs
-from ln_probe.hooks.attention import Heads, Rotary, attention_pattern
+from ln_probe.hooks.attention import Heads, Rotary
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
 
@@ -49,7 +49,7 @@ def test_planted_query_attends_uniformly() -> None:
     k = heads.keys(site.affine(outputs["intact"]))
     s = uniformity.scores(q, k, heads.divisor)
     assert float(uniformity.score_spread(s)[0, 0]) < 1e-10
-    ratio = uniformity.entropy_ratio(attention_pattern(q, k, heads.divisor))
+    ratio = uniformity.entropy_ratio(heads.pattern(q, k))
     assert float(ratio[0, 0]) == pytest.approx(1.0, abs=1e-12)
     # arccos resolves an angle of 0 to the square root of float64
     assert float(uniformity.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-5

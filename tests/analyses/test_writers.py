@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.attribution import attribute_logits
-from ln_probe.hooks.components import Split, Writers, find_wiring, outside_attention, record
+from ln_probe.hooks.components import Split, find_wiring, outside_attention, record
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)
@@ -50,7 +50,7 @@ def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any])
     assert writers.groupby("site")["share"].sum().sub(1).abs().max() <= 1e-6
     assert writers.groupby("site")["mu_share"].sum().sub(1).abs().max() <= 1e-9
     rows = list(range(len(TOKENS)))
-    split = Split(Writers(model), find_wiring(model, find_sites(model)), sites, record(model, TOKENS, rows, sites))
+    split = Split(find_wiring(model, find_sites(model)), record(model, TOKENS, rows, sites))
     basis = torch.eye(32, dtype=torch.float64).expand(len(rows), -1, -1)
     for site in (sites[1], sites[-1]):
         intact = scales(model, site)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.transformer import alibi_slopes
-from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, attention_pattern, read_heads
+from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
@@ -46,7 +46,7 @@ def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., A
             torch.testing.assert_close(k, theirs, rtol=1e-4, atol=1e-4)
         if not (arch == "neo" and seen.layer == 1):  # a local window: beyond this comparison
             torch.testing.assert_close(
-                attention_pattern(q, k, heads.divisor, causal=arch != "bert"),
+                heads.pattern(q, k),
                 seen.pattern.double(),
                 rtol=1e-3,
                 atol=1e-5,
@@ -69,7 +69,7 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callabl
         if not options.get("use_qk_norm"):
             theirs = theirs.repeat_interleave(heads.n_heads // theirs.shape[1], dim=1)
             torch.testing.assert_close(heads.keys(seen.y), theirs, rtol=1e-4, atol=1e-5)
-        ours = attention_pattern(heads.queries(seen.y), heads.keys(seen.y), heads.divisor)
+        ours = heads.pattern(heads.queries(seen.y), heads.keys(seen.y))
         torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ln_probe.hooks.components import END, Split, SplitError, Writers, find_wiring, outside_attention, record
+from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention, record
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)
@@ -32,7 +32,7 @@ KINDS = {
 def split_of(model: Any, tokens: Tensor = TOKENS, rows: list[int] = ROWS) -> Split:
     sites = find_sites(model)
     wiring = find_wiring(model, sites)
-    return Split(Writers(model), wiring, sites, record(model, tokens, rows, sites))
+    return Split(wiring, record(model, tokens, rows, sites))
 
 
 @pytest.mark.parametrize("arch", KINDS)
@@ -42,7 +42,7 @@ def test_every_norm_reads_its_parts(arch: str, make_bridge: Callable[..., Any]) 
     assert set(expression.values()) == {1.0}
     assert " + ".join(sorted(map(str, expression))) == " + ".join(sorted(KINDS[arch].split(" + ")))
     f = torch.randn(len(ROWS), 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for site in outside_attention(split.sites):
+    for site in outside_attention(split.wiring.sites):
         if arch == "bert" and site.name == "ln_final":  # behind the head's own map and activation
             with pytest.raises(
                 SplitError, match=r"written after blocks.1.ln2(_post)?, the last place where the sum closes"
@@ -112,7 +112,7 @@ def test_an_edit_that_was_active_is_noticed(make_lab: Callable[..., Any]) -> Non
     sites = find_sites(model)
     wiring = find_wiring(model, sites)
     model.blocks[1].register_forward_pre_hook(lambda _m, args: (args[0] + 0.01,))
-    split = Split(Writers(model), wiring, sites, record(model, TOKENS, ROWS, sites))
+    split = Split(wiring, record(model, TOKENS, ROWS, sites))
     assert split.check("blocks.0.ln2") < 1e-6
     with pytest.raises(SplitError, match=r"read at blocks.1.ln1 do not add up to it: .* Something else wrote"):
         split.check("blocks.1.ln1")
@@ -120,7 +120,7 @@ def test_an_edit_that_was_active_is_noticed(make_lab: Callable[..., Any]) -> Non
 
 def test_a_stream_without_norms_ends_somewhere_too(make_lab: Callable[..., Any]) -> None:
     split = split_of(make_lab(norm=None, norm_mlp=None, norm_final=None))
-    assert split.sites == []
+    assert split.wiring.sites == []
     assert split.check(END) <= 5e-7
     with pytest.raises(SplitError, match=r"ln_final is no norm of the residual stream: there are the end"):
         split.check("ln_final")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ln_probe.analyses.geometry.compiled import room
-from ln_probe.hooks.attention import attention_pattern
+from ln_probe.analyses.probes.uniformity import scores
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import changed_output
 
@@ -30,7 +30,7 @@ def test_wrong_shapes_are_refused(make_lab: Callable[..., Any]) -> None:
     assert "parameter 'y'" in refused(lambda: changed_output(site, "no_scaling", x, y, 1.0))
     assert "parameter 'x'" in refused(lambda: site.sigma(torch.zeros(3, 32, dtype=torch.long)))
     q, k = torch.zeros(4, 2, 8), torch.zeros(5, 3, 8)
-    assert "parameter 'k'" in refused(lambda: attention_pattern(q, k, 1.0))
+    assert "parameter 'k'" in refused(lambda: scores(q, k, 1.0))
     assert refused(lambda: changed_output(site, "no_scaling", x, x, 1.0)) == ""
 
 
