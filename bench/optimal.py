@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses.machinery.files import sha256_of_file
+from ln_probe.analyses.files import sha256_of_file
 from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.interventions import members, without
 from ln_probe.hooks.objective import Objective

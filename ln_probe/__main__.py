@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command. Ctrl-C while its modules are imported ends it in a sentence, too."""
     try:
-        from ln_probe.analyses.machinery.worker import stop_on_signals
+        from ln_probe.analyses.processes import stop_on_signals
 
         stop_on_signals()
         from ln_probe.cli import main as command

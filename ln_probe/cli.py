@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
-from ln_probe.analyses.machinery.worker import check_stopped, stop_on_signals
+from ln_probe.analyses.files import Undo, temporary_folder
 from ln_probe.analyses.probes.text import encodable
-from ln_probe.batch import commands, endings
-from ln_probe.batch.options import count_option
+from ln_probe.analyses.processes import check_stopped, stop_on_signals
+from ln_probe.batch import exits
+from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, writable
+from ln_probe.batch.options import (
+    Execution,
+    Folder,
+    Out,
+    Output,
+    ReportOptions,
+    Workers,
+    check_targets,
+    claiming,
+    count_option,
+    run_of,
+    settings_of,
+    slice_of,
+    takes,
+    targets_of,
+)
+
+if TYPE_CHECKING:
+    from ln_probe.batch.pool import Display, Engine, Schedule
+    from ln_probe.batch.run import Claimed, Run, Slice, Unit
+    from ln_probe.batch.suite import Target
 
 
 class _Commands(typer.core.TyperGroup):
@@ -30,7 +56,7 @@ class _Commands(typer.core.TyperGroup):
                 check_stopped()  # a module that was interrupted while it was imported raises anything
                 raise
         except KeyboardInterrupt as stop:
-            raise endings.interrupted(stop) from None
+            raise exits.interrupted(stop) from None
 
 
 app = typer.Typer(
@@ -52,12 +78,12 @@ def main() -> None:
     except (SystemExit, GeneratorExit):
         raise
     except KeyboardInterrupt as stop:
-        sys.exit(endings.interrupted(stop).exit_code)
+        sys.exit(exits.interrupted(stop).exit_code)
     except BaseException as error:  # a tokenizer written in Rust raises PanicException, which is no Exception
-        if endings.traceback_wanted():
+        if exits.traceback_wanted():
             raise
-        typer.echo(f"ln-probe: {endings.last_words(error)}", err=True)
-        sys.exit(endings.SOME_FAILED)
+        typer.echo(f"ln-probe: {exits.last_words(error)}", err=True)
+        sys.exit(exits.SOME_FAILED)
     finally:  # from here on there is nothing left to save
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -71,7 +97,7 @@ def root(
         import ln_probe
 
         typer.echo(f"ln-probe {ln_probe.__version__}")
-        raise typer.Exit(endings.DONE)
+        raise typer.Exit(exits.DONE)
 
 
 @app.command()
@@ -94,9 +120,288 @@ def models(
     )
 
 
-app.command()(commands.report)
-app.command()(commands.plan)
-app.command()(commands.merge)
+ENGINES = ("local", "ray")
+
+
+@app.command()
+@takes(ReportOptions, Execution, Workers, Out, Output)
+def report(options: ReportOptions, execution: Execution, processes: Workers, into: Out, output: Output) -> None:
+    """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Re-run the same command to resume."""
+    out = into.out
+    if execution.engine not in ENGINES:
+        raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {execution.engine!r}")
+    if execution.dry_run:
+        _plan(options, processes, into, output)
+        return
+    part = slice_of(execution.unit)
+    if part is not None and execution.fresh:
+        raise refuse("--fresh would delete what other slices have done: delete the folder instead")
+    settings = settings_of(options)
+    writable(out)
+    targets = targets_of(options, quiet=output.quiet)
+    check_targets(options, settings, targets)
+    if all(t.error for t in targets):
+        nothing_to_do(targets, output.as_json)
+
+    check_engine(execution)
+
+    from ln_probe.batch.run import WORK_FOLDER, BusyError, claim, locked, others
+
+    undo = Undo(out, out / WORK_FOLDER)
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked(out, part))
+            with claiming(out):
+                run = run_of(options, settings, out, out / WORK_FOLDER / "corpus")
+                claimed = claim(run, targets, fresh=execution.fresh)
+        except BusyError as error:
+            undo(lambda path: part is None or not path.name.startswith(part.lock))
+            raise refuse(str(error)) from error
+        except (OSError, ValueError) as error:
+            if part is None:
+                undo()
+            else:
+                lock.close()
+                with suppress(BusyError), locked(out):  # else other slices are at work
+                    undo(others(out, part))
+            if isinstance(error, ValueError | FileNotFoundError | ConnectionError):
+                raise refuse(str(error)) from error
+            raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
+        go(run, claimed, execution, processes.workers, part, output)
+
+
+@app.command()
+@takes(ReportOptions, Workers, Out, Output)
+def plan(options: ReportOptions, processes: Workers, into: Out, output: Output) -> None:
+    """The work units of a report and what they are expected to cost; nothing is loaded or written."""
+    _plan(options, processes, into, output)
+
+
+@app.command()
+@takes(Folder, Workers, Output)
+def merge(slices: Folder, processes: Workers, output: Output) -> None:
+    """Join the slices made with `report --unit K/N` into reports and an index."""
+    from ln_probe.batch.pool import Display, Schedule, remains
+    from ln_probe.batch.run import BusyError, locked, reopen
+
+    folder = slices.folder
+    try:
+        run, targets = reopen(folder)
+        writable(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise refuse(str(error)) from error
+    try:
+        with locked(folder), Display(len(targets), 1, quiet=output.quiet) as display:
+            todo = remains(run, targets, display)
+            missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
+            for target, why in missing.items():
+                display.say(f"{target.label}: {why}")
+            schedule = Schedule({t: () for t in todo if t not in missing})
+            work(run, schedule, display, Execution(), processes.workers)
+            end(run, targets, {**schedule.errors, **missing}, output.as_json, said={*schedule.errors, *missing})
+    except BusyError as error:
+        raise refuse(str(error)) from error
+
+
+def _names(units: Sequence[Unit]) -> str:
+    shown = ", ".join(map(str, units[:3]))
+    return f"{len(units)} unit{'s' * (len(units) > 1)} ({shown}{', …' * (len(units) > 3)})"
+
+
+def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output) -> None:
+    from ln_probe.batch.cost import cost, cost_table, default_workers, prompt_lengths
+
+    settings = settings_of(options)
+    targets = targets_of(options, quiet=output.quiet)
+    check_targets(options, settings, targets)
+    with temporary_folder() as scratch:
+        try:
+            run = run_of(options, settings, into.out, scratch)
+        except (FileNotFoundError, ValueError, ConnectionError) as error:
+            raise refuse(str(error)) from error
+        lengths = prompt_lengths(run.corpus, scratch / run.corpus.folder)
+    count = processes.workers or default_workers(run, targets)
+    costs = [(t, None if t.error else cost(run, t, lengths)) for t in targets]
+    there = {t: sum(run.path(t, u).is_file() for u in run.units()) for t in targets if not t.error}
+    if output.as_json:
+        rows = [
+            {
+                "model": t.name,
+                "revision": t.revision,
+                "error": t.error or None,
+                "folder": str(into.out / t.folder),
+                "units_there": there.get(t, 0),
+            }
+            | {k: None if v != v else v for k, v in ({} if c is None else asdict(c)).items()}
+            for t, c in costs
+        ]
+        typer.echo(json.dumps({"workers": count, "shards": run.corpus.shards, "models": rows}, indent=1))
+    else:
+        typer.echo(encodable(cost_table(run, costs, there, count)))
+    raise typer.Exit(SOME_FAILED if any(t.error for t in targets) else DONE)
+
+
+def go(
+    run: Run,
+    claimed: Claimed,
+    execution: Execution,
+    workers: int | None,
+    part: Slice | None,
+    output: Output,
+) -> None:
+    """Do what is missing of a run, or of a slice of it, and exit."""
+    from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
+
+    targets = claimed.targets
+    with Display(0, 1, quiet=output.quiet) as display:
+        for target in claimed.removed:
+            display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
+        for target in targets:
+            if target.error:
+                display.say(f"{target.label}: failed: {target.error}")
+        todo = remains(run, targets, display, fresh=execution.fresh, part=part)
+        schedule = Schedule(todo, reports=part is None)
+        work(run, schedule, display, execution, workers)
+    if part is None:
+        heard = {*schedule.errors, *(t for t in targets if t.error)}
+        end(run, targets, schedule.errors, output.as_json, claimed.earlier, heard)
+        return
+    failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
+    done = sum(len(units) for t, units in todo.items() if t not in failed)
+    deviations = {t: whys for t in todo if t not in failed and (whys := calibrated_deviations(run, t))}
+    if output.as_json:
+        about = {
+            "slice": asdict(part),
+            "units": done,
+            "failed": _plain(failed),
+            "deviations": _plain(deviations, "deviations"),
+        }
+        typer.echo(json.dumps(about, indent=1))
+    else:
+        _say_deviations(deviations)
+        more = f", {len(failed)} models failed" if failed else ""
+        typer.echo(f"slice {part.number}/{part.count}: {done} units done{more}", err=True)
+    raise typer.Exit(SOME_FAILED if failed or deviations else DONE)
+
+
+def _plain(found: Mapping[Target, str] | Mapping[Target, Sequence[str]], what: str = "error") -> list[dict[str, Any]]:
+    return [{"model": t.name, "revision": t.revision, what: value} for t, value in found.items()]
+
+
+def _say_deviations(deviations: Mapping[Target, Sequence[str]]) -> None:
+    for target, whys in deviations.items():
+        for why in whys:
+            typer.echo(f"{target.label}: not all as asked: {why}", err=True)
+
+
+def work(run: Run, schedule: Schedule, display: Display, execution: Execution, workers: int | None) -> None:
+    """Have all units of the schedule done; exits where nobody can go on."""
+    from ln_probe.batch.pool import LocalEngine, StoppedError, drive
+
+    if not len(schedule):
+        return
+    engine = _engine(run, schedule, execution, workers)
+    display.workers = engine.workers
+    if isinstance(engine, LocalEngine):
+        display.pulses = engine.pulses
+    try:
+        drive(engine, schedule, display)
+    except StoppedError as error:
+        typer.echo(f"ln-probe: {error}", err=True)
+        raise typer.Exit(SOME_FAILED) from error
+    finally:
+        engine.close()
+
+
+def check_engine(execution: Execution) -> None:
+    """Exit if the engine that is asked for cannot be had; nothing is written before."""
+    if execution.engine != "ray":
+        return
+    from ln_probe.batch.ray_pool import RayError, connect
+
+    try:
+        connect(execution.address, execution.gpus)
+    except RayError as error:
+        raise refuse(str(error)) from error
+
+
+def _engine(run: Run, schedule: Schedule, execution: Execution, workers: int | None) -> Engine:
+    from ln_probe.analyses.geometry.compiled import available
+    from ln_probe.batch.cost import default_workers
+    from ln_probe.batch.pool import InProcess, LocalEngine
+
+    if execution.engine == "ray":
+        from ln_probe.batch.ray_pool import RayEngine
+
+        return RayEngine(run, workers, address=execution.address, gpus=execution.gpus)
+    if workers == 0:
+        return InProcess(run)
+    if workers is not None:
+        return LocalEngine(run, min(workers, len(schedule)))
+    count = min(default_workers(run, schedule.targets), len(schedule))
+    return LocalEngine(run, count, max(1, available() // count))
+
+
+def end(
+    run: Run,
+    targets: Sequence[Target],
+    errors: Mapping[Target, str],
+    as_json: bool,
+    earlier: Sequence[Target] = (),
+    said: Collection[Target] = (),
+) -> None:
+    """Write the index, say what was done, and exit.
+
+    Args:
+        targets: of this command; earlier: of earlier ones, which are listed and decide nothing.
+        errors: why checkpoints failed; said: those whose failure has been said already.
+    """
+    from ln_probe.batch.pool import write_index
+    from ln_probe.batch.results import StorageError
+
+    try:
+        ended = write_index(run, targets, errors, earlier)
+    except StorageError as error:
+        typer.echo(f"ln-probe: {error}", err=True)
+        raise typer.Exit(SOME_FAILED) from error
+    index = run.out / "index.html"
+    if as_json:
+        models = [
+            {
+                "model": t.name,
+                "revision": t.revision,
+                "error": ended.failed.get(t),
+                "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
+                "failed_probes": list(ended.probes.get(t, ())),
+                "deviations": list(ended.deviations.get(t, ())),
+            }
+            for t in (*earlier, *targets)
+        ]
+        typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
+    failures = {t: ended.failed[t] for t in targets if t in ended.failed}
+    probes = {t: ended.probes[t] for t in targets if t in ended.probes}
+    deviations = {t: ended.deviations[t] for t in targets if t in ended.deviations}
+    if not as_json:
+        for target, why in failures.items():
+            if target not in said:
+                typer.echo(f"{target.label}: failed: {why}", err=True)
+        for target, whys in probes.items():
+            for why in whys:
+                typer.echo(f"{target.label}: {why}", err=True)
+        _say_deviations(deviations)
+        more = f"; {len(earlier)} of earlier commands beside them" if earlier else ""
+        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
+    raise typer.Exit(SOME_FAILED if failures or probes or deviations else DONE)
+
+
+def nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:
+    """No model can be found: say so, write nothing, and exit."""
+    if as_json:
+        models = [{"model": t.name, "revision": t.revision, "error": t.error, "page": None} for t in targets]
+        typer.echo(json.dumps({"index": None, "models": models}, indent=1))
+    for target in () if as_json else targets:
+        typer.echo(f"{target.label}: failed: {target.error}", err=True)
+    raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
@@ -141,9 +446,9 @@ def lab_run(
     try:
         known = experiments.find(name)
     except experiments.UnknownExperimentError as error:
-        raise endings.refuse(str(error)) from error
+        raise exits.refuse(str(error)) from error
     folder = out or Path("lab-runs") / name
-    endings.writable(folder)
+    exits.writable(folder)
     request = experiments.Request(
         out=folder,
         seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))),
@@ -154,14 +459,14 @@ def lab_run(
         collect=collect,
         progress=not quiet and sys.stderr.isatty(),
     )
-    from ln_probe.measuring.live import Live
+    from ln_probe.analyses.progress import Live
 
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     try:
         with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
             results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ValueError) as error:
-        raise endings.refuse(str(error)) from error
+        raise exits.refuse(str(error)) from error
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     for sentence in results.conclusions:
         typer.echo(sentence)
@@ -171,7 +476,7 @@ def lab_run(
 
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)
-    raise typer.Exit(endings.SOME_FAILED if results.diverged else endings.DONE)
+    raise typer.Exit(exits.SOME_FAILED if results.diverged else exits.DONE)
 
 
 @lab.command("compile")
@@ -184,21 +489,21 @@ def lab_compile(
     letters: Annotated[int, count_option(None, least=1, most=100_000, help="The longest word.")] = 511,
 ) -> None:
     """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
+    from ln_probe.analyses.files import read_text
     from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
     from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
     from ln_probe.analyses.lab.depth.crasp import parse
-    from ln_probe.analyses.machinery.files import read_text
-    from ln_probe.batch.option_file import LARGEST
+    from ln_probe.batch.options import LARGEST
 
     if construction not in (known := ("scaling", "clip", "rounding")):
-        raise endings.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    endings.writable(out.parent)
+        raise exits.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
+    exits.writable(out.parent)
     try:
         source = read_text(program, LARGEST, "utf-8-sig")  # editors on Windows write a byte order mark
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
     except (OSError, ValueError) as error:
-        raise endings.refuse(f"{program}: {error}") from error
+        raise exits.refuse(f"{program}: {error}") from error
     grid = made.precision
     typer.echo(
         f"{encodable(str(out))}: depth {made.depth}, {made.layers} layers ({made.attending} attend), "

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.machinery.files import write_text
+from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY

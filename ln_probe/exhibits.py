@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, UInt8
 
-from ln_probe.analyses.machinery.files import parse_json, write_atomically
+from ln_probe.analyses.files import parse_json, write_atomically
 from ln_probe.analyses.probes.columns import TOKENS
 from ln_probe.analyses.probes.head_columns import SINKS
 from ln_probe.analyses.probes.text import encodable

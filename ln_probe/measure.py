@@ -14,8 +14,8 @@ import pandas as pd
 from torch import nn
 
 from ln_probe import __version__
+from ln_probe.analyses import progress
 from ln_probe.analyses.constants import Calibration
-from ln_probe.analyses.machinery import pulse
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes import registry
 from ln_probe.analyses.probes.base import Context, Failure, Marks, Piece, Probe, ProbeError, whole
@@ -23,13 +23,13 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.probes.uniformity import random_angle
+from ln_probe.analyses.progress import Live
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
-from ln_probe.measuring.live import Live
 from ln_probe.passes import Passes
 from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, name_tokens
 from ln_probe.recording import marked
@@ -157,7 +157,7 @@ def analyze(
         clock.lap("second pass")
         measured |= {p.name: passes.weigh(p) for p in chosen_probes if p.needs.nothing}
         clock.lap("weights")
-        pulse.tell("pictures of attention")
+        progress.tell("pictures of attention")
         exhibits = passes.record(ready.tokens, ready.strings, calibrated, count=len(ready.tokens))
         clock.lap("exhibits")
         source = source_of(cast(nn.Module, hooked))
@@ -203,7 +203,7 @@ def _first_pass(
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
-    pulse.tell("preparing prompts")
+    progress.tell("preparing prompts")
     if settings.vocab is not None:
         name_tokens(model, settings.vocab)
     tokens, seed, default = settings.max_tokens, settings.seed, prompts is None

@@ -144,7 +144,7 @@ def shipped_constants(folder: Path) -> Shipped | None:
     Raises:
         ValueError: the file is damaged.
     """
-    from ln_probe.analyses.machinery.files import read_json
+    from ln_probe.analyses.files import read_json
     from ln_probe.hooks.optimal_constants import Shipped
 
     path = folder / "optimal.json"

@@ -33,7 +33,6 @@ from ln_probe.analyses.constants import (
     observed_radius,
     plain_queries,
 )
-from ln_probe.analyses.machinery.pulse import tell
 from ln_probe.analyses.probes import decomposition
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Failure, Piece, Probe, Shape, View
@@ -41,6 +40,7 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.registry import chosen
+from ln_probe.analyses.progress import tell
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
@@ -62,8 +62,7 @@ from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import layers_in_words, survey
 from ln_probe.hooks.variants import SCALING_FROZEN
-from ln_probe.measuring.beside import Beside
-from ln_probe.measuring.watching import Watching, is_foreign
+from ln_probe.observers import BackgroundWorker, GuardedObserver, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
 from ln_probe.recording import record
 from ln_probe.seal import Seal
@@ -391,8 +390,8 @@ class Passes:
             return {}
         view = self._view(calibration)
         alone = sum(map(is_foreign, asked)) < 2
-        watching = [Watching(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
-        with Beside(self._gpu_memory) as beside:
+        watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
+        with BackgroundWorker(self._gpu_memory) as beside:
             for group in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
                 self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration, beside)
         return_free_memory()
@@ -401,9 +400,9 @@ class Passes:
     def _watch(
         self,
         group: Sequence[tuple[int, Int[Tensor, " _"]]],
-        watching: Sequence[Watching],
+        watching: Sequence[GuardedObserver],
         calibration: Calibration,
-        beside: Beside,
+        beside: BackgroundWorker,
     ) -> None:
         """Run one batch and pass its events to the probes.
 
@@ -463,7 +462,7 @@ class Passes:
     def weigh(self, probe: Probe) -> Piece | Failure:
         """Return the piece of a probe that needs no prompts."""
         tell(probe.name)
-        return Watching(probe, self._view(None), None, self.seal).piece()
+        return GuardedObserver(probe, self._view(None), None, self.seal).piece()
 
     def record(
         self,

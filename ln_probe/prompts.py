@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.machinery.files import FileError, read_json, read_text
+from ln_probe.analyses.files import FileError, read_json, read_text
 from ln_probe.analyses.probes.text import encodable, quoted
 from ln_probe.hooks.default_tokens import (
     COMMONEST_SHARE,

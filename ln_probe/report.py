@@ -13,7 +13,7 @@ import pandas as pd
 
 from ln_probe import __version__
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.machinery.files import (
+from ln_probe.analyses.files import (
     FileError,
     checksums,
     listed,

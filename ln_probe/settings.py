@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery.files import read_text, sha256_of_file
+from ln_probe.analyses.files import read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT, entries
 from ln_probe.hooks.model import HookedModel, n_layers
 

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.machinery.files import MARKER, is_marked, mark
+from ln_probe.analyses.files import MARKER, is_marked, mark
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

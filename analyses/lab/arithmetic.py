@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformer_lens.HookedRootModule import HookedRootModule
 
+from ln_probe.analyses.files import read_json
 from ln_probe.analyses.lab.fixed_precision import Precision, install
 from ln_probe.analyses.lab.run_folder import LAB_FILE
-from ln_probe.analyses.machinery.files import read_json
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

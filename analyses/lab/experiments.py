@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.machinery.files import PARTIAL, FileError, Undo, read_json, write_atomically
+from ln_probe.analyses.files import PARTIAL, FileError, Undo, read_json, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.intervals import Kind, holm, interval, paired_p
-from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.machinery.files import PARTIAL, FileError, parse_json, read_json, write_atomically
+from ln_probe.analyses.files import PARTIAL, FileError, parse_json, read_json, write_atomically
 from ln_probe.analyses.probes.text import step_named
 
 LAB_FILE = "lab.json"

@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, read_metrics, why_diverged
 from ln_probe.analyses.lab.training import DivergedError, ModelSpec, Task, TrainConfig, check_run, train
-from ln_probe.analyses.machinery.pulse import tell
-from ln_probe.analyses.machinery.worker import follow_parent, starting_workers
+from ln_probe.analyses.processes import follow_parent, starting_workers
+from ln_probe.analyses.progress import tell
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request

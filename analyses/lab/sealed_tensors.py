@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ln_probe.analyses.machinery.files import write_atomically
+from ln_probe.analyses.files import write_atomically
 
 _KEY = "ln_probe"
 

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from ln_probe.analyses.files import read_bytes, write_atomically
 from ln_probe.analyses.lab.training import TEXT_BOUNDARY, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
-from ln_probe.analyses.machinery.files import read_bytes, write_atomically
 
 LARGEST_TEXT = 2**30  # bytes of a text file
 VALID_SHARE = 0.05  # the end of every text is held out

@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ln_probe.analyses.files import read_json, write_atomically
 from ln_probe.analyses.lab.arithmetic import arithmetic_of
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
@@ -51,8 +52,7 @@ from ln_probe.analyses.lab.run_folder import (
 )
 from ln_probe.analyses.lab.sealed_tensors import DamagedTensorsError, load_tensors, save_tensors
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.machinery.files import read_json, write_atomically
-from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.analyses.progress import tell
 
 FORMAT = 1
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.analyses.progress import tell
 from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import HookedModel, blocks, device_of, run, vocabulary_size
 from ln_probe.hooks.norm import Site

@@ -1,22 +1,21 @@
-"""What a run will cost, as far as can be told before a model is loaded."""
+"""What a run will cost, as far as that is known before a model is loaded."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery.files import read_json
+from ln_probe.analyses.files import read_json
 from ln_probe.analyses.probes.base import Shape
 from ln_probe.analyses.probes.registry import chosen
-from ln_probe.batch.described import described
-from ln_probe.batch.plan import Run
+from ln_probe.batch.run import Run
 from ln_probe.batch.shards import DEFAULT, ShardedCorpus, shard_file
-from ln_probe.batch.suite import Target
+from ln_probe.batch.suite import Target, hub_info
 from ln_probe.prompt_sources import SAMPLED
 
 # A worker with a small model: Python, torch, TransformerLens, numba (650 MB at its peak with lm-layernorm).
@@ -116,7 +115,7 @@ def shape_of(target: Target) -> dict[str, float]:
             continue
         held = held.get("model") if isinstance(held, dict) and file == "lab.json" else held
         config = held if isinstance(held, dict) else {}
-    config = config or described(target).config
+    config = config or hub_info(target).config
     return {
         what: float(config[n])
         for what, all_names in names.items()
@@ -129,7 +128,7 @@ def _parameters(target: Target) -> float:
     """How many numbers the weights are; 0 if that is not known."""
     if target.parameters:
         return float(target.parameters)
-    about = described(target)
+    about = hub_info(target)
     config = about.config.get("text_config") or about.config
     stored = str(config.get("dtype") or config.get("torch_dtype") or _DTYPE) if isinstance(config, dict) else _DTYPE
     return about.weight_bytes / _ITEM_BYTES.get(stored, _ITEM_BYTES[_DTYPE])
@@ -150,3 +149,59 @@ def default_workers(run: Run, targets: Sequence[Target]) -> int:
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)
     return int(max(1, min(available(), units, room)))
+
+
+def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
+    """A line per checkpoint, and the sum; what cannot be told without loading a model is a question mark."""
+    rows = [("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")]
+    known = [c for _, c in costs if c is not None]
+    for target, c in costs:
+        if c is None:
+            rows.append((target.label, "failed:", target.error, "", "", "", ""))
+        else:
+            rows.append(
+                (
+                    target.label,
+                    str(c.units),
+                    str(there.get(target, 0)),
+                    number(c.tokens),
+                    duration(c.seconds),
+                    size(c.memory_bytes),
+                    size(c.disk_bytes),
+                )
+            )
+    seconds = math.fsum(c.seconds for c in known)
+    disk = math.fsum(c.disk_bytes for c in known)
+    plain = [r for r in rows if r[1] != "failed:"]
+    widths = [max(len(r[i]) for r in plain) for i in range(len(rows[0]))]
+    lines = [
+        f"{r[0]}  failed: {r[2]}"
+        if r[1] == "failed:"
+        else "  ".join(v.ljust(w) if i == 0 else v.rjust(w) for i, (v, w) in enumerate(zip(r, widths, strict=True)))
+        for r in rows
+    ]
+    units, each, shards = sum(c.units for c in known), run.corpus.per_shard, run.corpus.shards
+    lines.append(
+        f"{units} units, {shards} shard{'s' * (shards != 1)} of {each} prompt{'s' * (each != 1)}: "
+        f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
+        f"at most {size(disk)} of results under {run.work} until the reports are made"
+    )
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    return "?" if math.isnan(value) else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "?"
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def size(value: float) -> str:
+    if math.isnan(value):
+        return "?"
+    return f"{value / 2**20:.0f} MB" if value < 2**30 else f"{value / 2**30:.1f} GB"

@@ -1,18 +1,78 @@
-"""The options of `report`, `plan` and `merge`, each declared once, and what a command is given of them."""
+"""The options of `report`, `plan` and `merge`: declared once, read from a file, checked, and made into a run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ln_probe.analyses.files import FileError, read_text
 from ln_probe.analyses.probes.registry import listing
 from ln_probe.analyses.probes.text import quoted, whole_number
-from ln_probe.batch.option_file import read_options
+from ln_probe.batch.exits import refuse
+
+if TYPE_CHECKING:
+    from ln_probe.batch.run import Run, Slice
+    from ln_probe.batch.suite import Target
+    from ln_probe.settings import Settings
+
+
+if TYPE_CHECKING:
+    from typer import Context
+else:  # what is handed to a callback is of the class below the one that typer exports
+    Context = typer.Context.__base__
+
+LARGEST = 2**20  # bytes of a file of options
+
+
+def read_options(context: Context, path: Path | None) -> Path | None:
+    """Put a file's options in the place of the command's defaults (a callback of the option that names it)."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **_read(context, path)}
+    return path
+
+
+def _read(context: Context, path: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(read_text(path, LARGEST))
+    except (OSError, FileError, tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        said = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise refuse(f"--config {path} cannot be read ({said}): give a TOML file such as max-tokens = 256") from error
+    known = {
+        _spelled(name): option
+        for option in context.command.params
+        for name in (option.opts[-1], option.name or "")
+        if option.name not in ("config", "help")
+    }
+    if unknown := [key for key in found if _spelled(key) not in known]:
+        options = ", ".join(sorted({option.opts[-1].lstrip("-") for option in known.values()}))
+        raise refuse(f"--config {path}: unknown option {unknown[0]!r}; {context.command.name} takes {options}")
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        option = known[_spelled(key)]
+        values[str(option.name)] = _value(value, f"--config {path}: {key}", several=option.nargs != 1)
+    return values
+
+
+def _spelled(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _value(value: Any, where: str, *, several: bool) -> Any:
+    """As the command line would have it: a list is what stands there between commas."""
+    if isinstance(value, list) and all(isinstance(v, str | int) and not isinstance(v, bool) for v in value):
+        return [str(v) for v in value] if several else ",".join(map(str, value))
+    if isinstance(value, str | int | float | bool):
+        return [str(value)] if several else value
+    raise refuse(f"{where} is {value!r}: an option is a text, a number, true or false, or a list of texts or numbers")
+
 
 # The groups of `--help`.
 MODELS, PROMPTS, MEASURED = "Models", "Prompts", "What is measured"
@@ -36,7 +96,7 @@ def count_option(group: str | None, *names: str, least: int, most: int = 10**9, 
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReportOptions:
     """What decides the tables, as it was typed."""
 
     model: Annotated[
@@ -125,7 +185,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Means:
+class Execution:
     """Who does the work, and how much of it; the tables do not depend on it."""
 
     engine: Annotated[str, _of(WORK, help="'local' processes or a 'ray' cluster.")] = "local"
@@ -165,7 +225,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Telling:
+class Output:
     """What is said meanwhile and in the end."""
 
     as_json: Annotated[bool, _of(OUTPUT, "--json", help="Print what was done as JSON.")] = False
@@ -200,3 +260,201 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         return command
 
     return of
+
+
+# Layers and heads that can be asked for by number; the deepest and widest language models have some hundreds.
+AT_MOST = 10_000
+
+
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Layers, or heads, and ranges of them, 0,3-5, in order.
+
+    Args:
+        text: as typed.
+        what: "layer" or "head".
+
+    Raises:
+        ValueError: something else, none, or one beyond AT_MOST.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        start, end = whole_number(first), whole_number(last if dash else first)
+        if start is None or end is None:
+            raise ValueError(f"--{what}s takes numbers and ranges such as 0,3-5, got {quoted(text)}")
+        if max(start, end) >= AT_MOST:
+            raise ValueError(f"--{what}s {quoted(text)}: no model has a {what} {max(start, end)}")
+        found.update(range(start, end + 1))
+    if not found:
+        raise ValueError(f"--{what}s {quoted(text)} names no {what}")
+    return tuple(sorted(found))
+
+
+def check_precision(dtype: str | None, device: str | None) -> None:
+    """Raise ValueError for a format or a device that there is not."""
+    from ln_probe.models import device_named, dtype_named
+
+    if dtype is not None:
+        dtype_named(dtype)
+    if device is not None:
+        device_named(device)
+
+
+def check_formats(dtype: str | None, targets: Sequence[Target]) -> None:
+    """Raise ValueError if a compiled program is asked for in a format in which it is another function."""
+    from ln_probe.analyses.lab.arithmetic import arithmetic_of
+    from ln_probe.models import dtype_named, kind_of, other_function
+
+    for target in targets if dtype is not None else ():
+        path = Path(target.name).expanduser()
+        if target.error or kind_of(target.name, path) != "lab":
+            continue
+        try:
+            own = arithmetic_of(path)
+        except (OSError, ValueError):  # as loading it will say
+            continue
+        if own.bound and own.dtype != dtype_named(str(dtype)):
+            raise ValueError(other_function(target.name, own.dtype, dtype_named(str(dtype))))
+
+
+def check_layers(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
+    """Raise ValueError if a layer is asked for that a model lacks, as far as its configuration says how many it has."""
+    _check(wanted, targets, "layer")
+
+
+def check_heads(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
+    """Raise ValueError if a head is asked for that a model lacks, as far as its configuration says how many it has."""
+    _check(wanted, targets, "head")
+
+
+def _check(wanted: Sequence[int] | None, targets: Sequence[Target], what: str) -> None:
+    from ln_probe.batch.cost import shape_of
+
+    for target in targets if wanted else ():
+        count = shape_of(target).get(f"{what}s")
+        wrong = [number for number in wanted or () if count is not None and number >= count]
+        if wrong:
+            raise ValueError(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {int(count or 0) - 1}")
+
+
+def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
+    """The checkpoints asked for; exits where the list makes no sense."""
+    import ln_probe
+    from ln_probe.analyses.progress import Live
+    from ln_probe.batch.suite import SuiteError, suite
+
+    names = tuple(options.model or ()) or tuple(ln_probe.bundled_models())
+    if not names:
+        raise refuse("no model given, and this installation has no bundled checkpoints")
+    if not quiet:
+        typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
+    try:
+        with Live(quiet=quiet):
+            return suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
+    except SuiteError as error:
+        raise refuse(str(error)) from error
+
+
+def settings_of(options: ReportOptions) -> Settings:
+    """What is measured, and how; exits where that makes no sense."""
+    from ln_probe.analyses.files import sha256_of_file
+    from ln_probe.analyses.probes.base import ProbeError
+    from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+    from ln_probe.hooks.objective import Objective
+    from ln_probe.prompt_sources import check_source
+    from ln_probe.prompts import read_vocabulary
+    from ln_probe.settings import KEYS, Settings, read_groups
+
+    known = ", ".join(entries())
+    wanted = DEFAULT if options.probes is None else tuple(p.strip() for p in options.probes.split(",") if p.strip())
+    if unknown := [p for p in wanted if p not in entries()]:
+        raise refuse(f"unknown probe {unknown[0]!r}: choose from {known}")
+    if not wanted:
+        raise refuse(f"--probes {options.probes!r} names no probe: choose from {known}")
+    try:
+        chosen(wanted)
+    except ProbeError as error:
+        raise refuse(str(error)) from error
+    if options.keys not in KEYS:
+        raise refuse(f"--keys must be one of {', '.join(KEYS)}, got {options.keys!r}")
+    if options.prompts not in (None, "sampled"):
+        try:
+            check_source(str(options.prompts))
+        except (FileNotFoundError, ValueError) as error:
+            raise refuse(str(error)) from error
+    vocab = None if options.vocab is None else str(options.vocab.absolute())
+    if vocab is not None:
+        try:
+            read_vocabulary(vocab)
+        except (FileNotFoundError, ValueError) as error:
+            raise refuse(str(error)) from error
+    try:
+        check_precision(options.dtype, options.device)
+        layers = None if options.layers is None else numbers(options.layers, "layer")
+        heads = None if options.heads is None else numbers(options.heads, "head")
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    calibration, groups = (None if f is None else str(f.resolve()) for f in (options.calibration, options.groups))
+    try:
+        if groups is not None:
+            read_groups(groups)
+        if calibration is not None:
+            check_source(calibration)
+        Objective.of(options.loss)
+    except (FileNotFoundError, ValueError) as error:
+        raise refuse(str(error)) from error
+    return Settings(
+        wanted,
+        layers,
+        heads,
+        options.keys,
+        options.max_tokens,
+        options.seed,
+        vocab,
+        options.keys_sample,
+        options.batch_size,
+        calibration,
+        None if calibration is None else sha256_of_file(Path(calibration)),
+        groups,
+        None if groups is None else sha256_of_file(Path(groups)),
+        options.loss,
+        options.optimal,
+    )
+
+
+def check_targets(options: ReportOptions, settings: Settings, targets: Sequence[Target]) -> None:
+    """Exit if a model lacks a layer or a head that is asked for, or is another function in the format asked for."""
+    try:
+        check_formats(options.dtype, targets)
+        check_layers(settings.layers, targets)
+        check_heads(settings.heads, targets)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+
+
+def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) -> Run:
+    """The run, its prompts divided into shards in the folder `corpus`."""
+    from ln_probe.batch.run import Run
+    from ln_probe.batch.shards import divide
+
+    sharded = divide(options.prompts, corpus, options.shard, options.max_prompts)
+    command = shlex.join(["ln-probe", *sys.argv[1:]])
+    return Run(out, settings, sharded, options.dtype, options.device, options.allow_pickle, options.strict, command)
+
+
+def claiming(out: Path) -> Any:
+    """Slices that start together read the prompts one after another."""
+    from filelock import FileLock
+
+    (out / ".ln_probe").mkdir(parents=True, exist_ok=True)
+    return FileLock(out / ".ln_probe" / "claim.lock")
+
+
+def slice_of(text: str | None) -> Slice | None:
+    """The slice K/N."""
+    from ln_probe.batch.run import Slice
+
+    try:
+        return None if text is None else Slice.parse(text)
+    except ValueError as error:
+        raise refuse(str(error)) from error

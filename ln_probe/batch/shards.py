@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.machinery.files import read_json, sha256_of_file, verify, with_checksum, write_atomically
-from ln_probe.batch import store
+from ln_probe.analyses.files import read_json, sha256_of_file, verify, with_checksum, write_atomically
+from ln_probe.batch import results
 from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_prompts, bundled_texts, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
 from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, is_dataset
 from ln_probe.prompts import Prompts, make_prompts, of_entries
 
 if TYPE_CHECKING:
-    from ln_probe.batch.plan import Run
+    from ln_probe.batch.run import Run
     from ln_probe.batch.suite import Target
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
@@ -253,8 +253,8 @@ class TokenShards:
         path = self.run.work / "tokens" / self.key[:20] / f"{shard:05d}.safetensors"
         key = f"{self.key} {shard}"
         try:
-            stored = store.Stored(path, key)
-        except (FileNotFoundError, store.DamagedError):
+            stored = results.Stored(path, key)
+        except (FileNotFoundError, results.DamagedError):
             if self.model is None:
                 raise
             return self._make(path, key, shard, self.model)
@@ -299,7 +299,7 @@ class TokenShards:
             skipped = [(first + number, why) for number, why in made.skipped]
         if made is not None:
             names = {i: made.name_of(i) for i in sorted({i for row in rows for i in row.tolist()})}
-        result = store.Result(
+        result = results.Result(
             arrays={
                 "ids": torch.cat(rows).numpy().astype(np.int32) if rows else np.empty(0, np.int32),
                 "lengths": np.array([len(r) for r in rows], np.int64),
@@ -312,8 +312,8 @@ class TokenShards:
                 "skipped": skipped,
             },
         )
-        with store.storing(self.run.out):
-            sha256 = store.write(path, key, result)
+        with results.storing(self.run.out):
+            sha256 = results.write(path, key, result)
         return TokenShard(0, rows, given, names, source, notes, sha256, tuple(skipped))
 
     def _tokenizer_key(self, model: HookedModel) -> str:

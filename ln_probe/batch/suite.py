@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.probes.text import quoted, whole_number
+from ln_probe.loading.hub import Description
 from ln_probe.report import slug
 
 if TYPE_CHECKING:
@@ -242,3 +244,20 @@ def _lab_step(revision: str | None) -> int | None:
     from ln_probe.models import lab_step
 
     return None if revision is None else lab_step(revision)
+
+
+@cache
+def hub_info(target: Target) -> Description:
+    """Of a name on the hub; empty for anything else, and where the hub does not tell (loading will say why)."""
+    import os
+    from pathlib import Path
+
+    from ln_probe.loading import hub
+    from ln_probe.models import bundled_models, kind_of
+
+    if target.error or kind_of(target.name, Path(os.path.expanduser(target.name))) != "hub":
+        return Description({}, 0)
+    try:
+        return hub.describe(hub.official_name(target.name, also=tuple(bundled_models())), revision=target.revision)
+    except (ValueError, OSError):
+        return Description({}, 0)

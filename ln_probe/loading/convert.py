@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ln_probe.analyses.machinery.files import temporary_folder
+from ln_probe.analyses.files import temporary_folder
 from ln_probe.hooks.model import context_of_config
 from ln_probe.loading.hub import known_hub_names
 from ln_probe.loading.pretrained import Pretrained

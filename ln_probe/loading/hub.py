@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.machinery.files import FileError, read_json
-from ln_probe.analyses.machinery.pulse import tell
+from ln_probe.analyses.files import FileError, read_json
 from ln_probe.analyses.probes.text import step_named
+from ln_probe.analyses.progress import tell
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own

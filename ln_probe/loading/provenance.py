@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from ln_probe.analyses.machinery.files import FileError, sha256_of_file
+from ln_probe.analyses.files import FileError, sha256_of_file
 from ln_probe.loading.folder import Checkpoint
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.machinery.files import write_text
+from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
 from ln_probe.page import circuitsvis_script, compressed, environment, own_script, packed, policy

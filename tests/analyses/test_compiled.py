@@ -7,8 +7,8 @@ import sys
 import numba
 import pytest
 
+from ln_probe.analyses.files import mark
 from ln_probe.analyses.geometry.compiled import compiled
-from ln_probe.analyses.machinery.files import mark
 
 
 def test_without_a_folder_for_the_cache(monkeypatch):

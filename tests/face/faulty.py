@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from ln_probe.batch.work import Worker
+from ln_probe.batch.worker import Worker
 from ln_probe.cli import app
 
 PROBES = "decomposition,uniformity"

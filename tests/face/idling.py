@@ -6,7 +6,7 @@ import time
 
 
 def begin(*_given: object) -> None:
-    from ln_probe.analyses.machinery.worker import follow_parent
+    from ln_probe.analyses.processes import follow_parent
 
     follow_parent()  # as the engine's own workers do: signals are kept from them until then
 

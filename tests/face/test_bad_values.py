@@ -11,7 +11,7 @@ import pytest
 from faulty import PROBES, command, lab_model, report, without_pages, write_prompts
 
 import ln_probe
-from ln_probe.batch import endings
+from ln_probe.batch import exits
 from ln_probe.batch.suite import SuiteError, suite
 
 LONG, DIGITS, SUPERSCRIPT = "a" * 5000, "9" * 5000, "²"
@@ -114,15 +114,15 @@ def test_b06_what_is_said_of_memory() -> None:
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("can't start new thread"),
     ):
-        words = endings.last_words(error)
+        words = exits.last_words(error)
         assert words.startswith(f"not enough memory ({type(error).__name__}: ")
         assert "ulimit -v" in words
         assert "--workers" in words
         assert "fault of ln_probe" not in words
     caused = ValueError("the file cannot be read")
     caused.__cause__ = MemoryError("Unable to allocate 3 GiB")
-    assert endings.last_words(caused).startswith("not enough memory")
-    assert "This is a fault of ln_probe" in endings.last_words(ValueError("odd"))
+    assert exits.last_words(caused).startswith("not enough memory")
+    assert "This is a fault of ln_probe" in exits.last_words(ValueError("odd"))
 
 
 @pytest.mark.slow

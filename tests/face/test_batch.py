@@ -19,12 +19,10 @@ from typer.testing import CliRunner
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.batch.drive import BusyError, Slice, locked
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, WEIGHTS, Unit
-from ln_probe.batch.schedule import ATTEMPTS, Schedule
-from ln_probe.batch.store import DamagedError, Result, Stored, write
+from ln_probe.batch.pool import ATTEMPTS, Schedule
+from ln_probe.batch.results import DAMAGED, DIED, DONE, FAILED, DamagedError, Outcome, Result, Stored, write
+from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, WEIGHTS, BusyError, Slice, Unit, locked
 from ln_probe.batch.suite import SuiteError, Target, suite
-from ln_probe.batch.work import DAMAGED, DIED, DONE, FAILED, Outcome
 from ln_probe.cli import app
 
 runner = CliRunner()

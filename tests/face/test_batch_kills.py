@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.batch.plan import WORK_FOLDER
+from ln_probe.batch.run import WORK_FOLDER
 
 TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]
 TABLES = tuple(table.name for table in BUILT_IN)

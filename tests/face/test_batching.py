@@ -161,7 +161,7 @@ def test_angles_that_depend_on_the_length_are_not_padded(
 
 
 def test_a_run_goes_on_with_fewer_prompts_at_once(tmp_path: Any) -> None:
-    from ln_probe.batch.plan import Run
+    from ln_probe.batch.run import Run
     from ln_probe.batch.shards import ShardedCorpus
     from ln_probe.settings import Settings
 

@@ -21,7 +21,7 @@ from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.capture import ActivationError
 from ln_probe.measure import ProbeFailedWarning
-from ln_probe.measuring.beside import Beside
+from ln_probe.observers import BackgroundWorker
 from ln_probe.passes import Passes
 
 PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal")
@@ -52,7 +52,7 @@ def test_work_is_done_in_order_and_by_another_thread() -> None:
     def work(number: int) -> None:
         done.append((number, threading.current_thread().name, torch.is_grad_enabled()))
 
-    with Beside(100) as beside:
+    with BackgroundWorker(100) as beside:
         for number in range(20):
             beside.do(partial(work, number), 30)
         beside.finish()
@@ -79,7 +79,7 @@ def test_only_so_much_waits_as_there_is_room_for() -> None:
             most.append(waiting)
 
     most: list[int] = []
-    with Beside(100) as beside:
+    with BackgroundWorker(100) as beside:
         giver = threading.Thread(target=give)
         giver.start()
         end = time.monotonic() + PATIENCE
@@ -95,7 +95,7 @@ def test_only_so_much_waits_as_there_is_room_for() -> None:
 
 def test_without_a_gpu_there_is_no_other_thread() -> None:
     here: list[str] = []
-    with Beside(0) as beside:
+    with BackgroundWorker(0) as beside:
         beside.do(lambda: here.append(threading.current_thread().name), 10**12)
         assert here == [threading.current_thread().name]
         beside.finish()
@@ -108,7 +108,7 @@ def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
         raise KeyError("there")
 
     def failing(finish: bool) -> None:
-        with Beside(100) as beside:
+        with BackgroundWorker(100) as beside:
             beside.do(fail)
             if finish:
                 beside.finish()
@@ -120,7 +120,7 @@ def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
                 time.sleep(0.01)
             done.append(True)
 
-        with Beside(100) as beside:
+        with BackgroundWorker(100) as beside:
             begin = threading.Event()
             behind: list[Future[None]] = []
             beside.do(lambda: (begin.wait(PATIENCE), first())[1])

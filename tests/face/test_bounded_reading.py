@@ -16,8 +16,8 @@ import pytest
 from faulty import command, lab_model, without_pages, write_prompts
 
 import ln_probe
-from ln_probe.analyses.machinery import files
-from ln_probe.analyses.machinery.files import FileError, parse_json, read_bytes, read_json, read_lines, read_text
+from ln_probe.analyses import files
+from ln_probe.analyses.files import FileError, parse_json, read_bytes, read_json, read_lines, read_text
 from ln_probe.prompt_sources import entries
 from ln_probe.prompts import read_vocabulary
 from ln_probe.report import Report
@@ -208,7 +208,7 @@ def test_b05_prompts_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_b05_the_lock_of_a_driver(tmp_path: Path) -> None:
     """Who holds a folder is read from a file of it."""
-    from ln_probe.batch.drive import BusyError, locked
+    from ln_probe.batch.run import BusyError, locked
 
     with locked(tmp_path):
         who = tmp_path / ".ln_probe" / "driver.json"

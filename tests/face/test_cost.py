@@ -14,7 +14,7 @@ from faulty import command, lab_model
 from safetensors.torch import load_file
 
 from ln_probe.batch import cost
-from ln_probe.batch.plan import Run
+from ln_probe.batch.run import Run
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target, suite
 from ln_probe.loading.hub import Description

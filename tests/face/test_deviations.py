@@ -14,9 +14,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ln_probe
-from ln_probe.batch.plan import CALIBRATION, Run, Unit
+from ln_probe.batch.results import FAILED
+from ln_probe.batch.run import CALIBRATION, Run, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import FAILED, Worker
+from ln_probe.batch.worker import Worker
 from ln_probe.hooks.default_tokens import encode
 from ln_probe.prompts import make_prompts, skip_note
 

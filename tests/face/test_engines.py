@@ -7,18 +7,18 @@ import multiprocessing
 import idling
 import pytest
 
-from ln_probe.batch import engines
-from ln_probe.batch.plan import Run, Unit
+from ln_probe.batch import pool
+from ln_probe.batch.run import Run, Unit
 from ln_probe.batch.suite import Target
 
 
 def test_closing_ends_busy_workers_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_begin", idling.begin)
-    monkeypatch.setattr(engines, "_do", idling.idle)
+    monkeypatch.setattr(pool, "_begin", idling.begin)
+    monkeypatch.setattr(pool, "_do", idling.idle)
     run, target, unit = (object.__new__(kind) for kind in (Run, Target, Unit))  # the engine only hands them on
     foreign = multiprocessing.get_context("spawn").Process(target=idling.idle, args=(target, unit))
     foreign.start()
-    engine = engines.LocalEngine(run, 2)
+    engine = pool.LocalEngine(run, 2)
     try:
         engine.submit(0, target, unit)
         engine.submit(1, target, unit)

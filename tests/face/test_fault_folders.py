@@ -11,9 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ln_probe.batch.claiming import OtherRunError, claim, reopen
-from ln_probe.batch.finished import is_done, mark_done
-from ln_probe.batch.plan import Run
+from ln_probe.batch.run import OtherRunError, Run, claim, is_done, mark_done, reopen
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target
 from ln_probe.settings import Settings

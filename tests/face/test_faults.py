@@ -12,7 +12,7 @@ import pytest
 from faulty import command, disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
 
 import ln_probe
-from ln_probe.batch import store
+from ln_probe.batch import results
 from ln_probe.loading.provenance import ChangedError
 
 
@@ -140,9 +140,9 @@ def test_c02_slices_of_different_prompts_are_not_merged(
         assert report(*line, "--unit", f"{part}/2")[0] == 0
     units = sorted((tmp_path / "out" / ".ln_probe" / "units").glob("*/prompts-*.safetensors"))
     whole = units[2].read_bytes()
-    held = store.Stored(units[2], key := json.loads(_header(units[2]))["key"])
+    held = results.Stored(units[2], key := json.loads(_header(units[2]))["key"])
     info = held.info | {"inputs": held.info["inputs"] | {"model": "f" * 64}}
-    store.write(units[2], key, store.Result(held.arrays(""), info=info))
+    results.write(units[2], key, results.Result(held.arrays(""), info=info))
     code, _, said = command("merge", tmp_path / "out", "--workers", 0)
     assert code == 1
     assert f"{units[2]} was made of another model than calibration-00000.safetensors (model ffffffffffffffff…" in said

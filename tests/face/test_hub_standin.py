@@ -17,7 +17,7 @@ import torch
 from hub_standin import Hub, serving
 from huggingface_hub import constants
 
-from ln_probe.analyses.machinery import pulse
+from ln_probe.analyses import progress
 from ln_probe.loading import hub as hub_names
 from ln_probe.models import load_model, source_of
 
@@ -177,8 +177,8 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub) -> None:
 
 
 def test_bytes_are_told_while_they_come(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[pulse.Pulse] = []
-    monkeypatch.setattr(hub_names, "tell", lambda *args: told.append(pulse.Pulse(*args)))
+    told: list[progress.Pulse] = []
+    monkeypatch.setattr(hub_names, "tell", lambda *args: told.append(progress.Pulse(*args)))
     hub_names.fetch("gpt2", revision=None, allow_pickle=False)
     total = sum(len(d) for n, d in hub.held["gpt2"]["main"].items() if n.endswith((".json", ".safetensors", ".txt")))
     assert told[0].what.startswith("gpt2: asking ")

@@ -9,24 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from ln_probe.analyses.machinery import pulse
-from ln_probe.batch.plan import CALIBRATION, PROMPTS, REPORT, Unit
-from ln_probe.batch.progress import Display
+from ln_probe.analyses import progress
+from ln_probe.analyses.progress import Live, left_of
+from ln_probe.batch.pool import Display
+from ln_probe.batch.results import DONE, Outcome
+from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DONE, Outcome
-from ln_probe.measuring import live
-from ln_probe.measuring.live import Live, left_of
 
 
 def test_c11_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert live.FIRST + 1.0 < 2.0, "with Python's own start"
-    assert live.EVERY < 30.0
-    monkeypatch.setattr(live, "FIRST", 0.02)
-    monkeypatch.setattr(live, "EVERY", 0.1)
-    monkeypatch.setattr(live, "_TICK", 0.01)
+    assert progress.FIRST + 1.0 < 2.0, "with Python's own start"
+    assert progress.EVERY < 30.0
+    monkeypatch.setattr(progress, "FIRST", 0.02)
+    monkeypatch.setattr(progress, "EVERY", 0.1)
+    monkeypatch.setattr(progress, "_TICK", 0.01)
     log = io.StringIO()
     with Live(stream=log) as shown:
-        pulse.tell("gpt2: downloading", 212e6, 548e6, "B")
+        progress.tell("gpt2: downloading", 212e6, 548e6, "B")
         deadline = time.monotonic() + 30
         while log.getvalue().count("\n") < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -35,14 +34,14 @@ def test_c11_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch
     assert lines[0] == "0:00:00  gpt2: downloading: 212 MB of 548 MB"
     assert len(lines) >= 4
     assert lines[-1] == "gpt2: done"
-    assert str(pulse.now()) == ""
+    assert str(progress.now()) == ""
 
 
 def test_quiet_says_only_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "FIRST", 0.0)
     log = io.StringIO()
     with Live(stream=log, quiet=True) as shown:
-        pulse.tell("working")
+        progress.tell("working")
         time.sleep(0.05)
         shown.say("a line")
     assert log.getvalue() == "a line\n"
@@ -50,32 +49,32 @@ def test_quiet_says_only_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_is_told_once_it_is_more_than_a_guess() -> None:
     now = time.time()
-    assert left_of(pulse.Pulse("x", 0, 10, "prompts", now - 60)) == ""
-    assert left_of(pulse.Pulse("x", 5, 10, "prompts", now - 1)) == ""
-    assert left_of(pulse.Pulse("x", 5, since=now - 60)) == "", "no total, no end in sight"
-    assert left_of(pulse.Pulse("x", 2, 10, "prompts", now - 60)) == " · 4 min 00 s left"
+    assert left_of(progress.Pulse("x", 0, 10, "prompts", now - 60)) == ""
+    assert left_of(progress.Pulse("x", 5, 10, "prompts", now - 1)) == ""
+    assert left_of(progress.Pulse("x", 5, since=now - 60)) == "", "no total, no end in sight"
+    assert left_of(progress.Pulse("x", 2, 10, "prompts", now - 60)) == " · 4 min 00 s left"
 
 
 def _elsewhere(path: Path) -> None:
-    pulse.write_to(path)
-    pulse.tell("edited passes", 3, 26)
+    progress.write_to(path)
+    progress.tell("edited passes", 3, 26)
 
 
 def test_another_process_is_heard(tmp_path: Path) -> None:
     path = tmp_path / "sign"
-    assert pulse.read(path) == pulse.Pulse()
+    assert progress.read(path) == progress.Pulse()
     process = multiprocessing.get_context("fork").Process(target=_elsewhere, args=(path,))
     process.start()
     process.join()
-    assert str(pulse.read(path)) == "edited passes: 3 of 26"
+    assert str(progress.read(path)) == "edited passes: 3 of 26"
     path.write_bytes(b'{"what": "half')
-    assert pulse.read(path) == pulse.Pulse()
+    assert progress.read(path) == progress.Pulse()
 
 
 def test_a_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("gpt2", None, "gpt2", "x")
     display = Display(0, 2, quiet=True)
-    display.pulses = lambda: [pulse.Pulse("edited passes", 3, 26, "", time.time())]
+    display.pulses = lambda: [progress.Pulse("edited passes", 3, 26, "", time.time())]
     display.began(target, Unit(CALIBRATION))
     assert display.line() == "gpt2: calibration · edited passes: 3 of 26"
     left = [Unit(PROMPTS, 0), Unit(PROMPTS, 1), Unit(REPORT)]

@@ -13,7 +13,7 @@ import pytest
 from faulty import command, disturb, lab_model, report, tables, without_pages, write_prompts
 
 import ln_probe
-from ln_probe.analyses.machinery.files import (
+from ln_probe.analyses.files import (
     MARKER,
     FileError,
     Undo,
@@ -220,7 +220,7 @@ def test_b07_a_refused_command_leaves_nothing(options: list[str], line: list[obj
 
 
 def test_b07_a_slice_that_finds_a_whole_run(line: list[object], tmp_path: Path) -> None:
-    from ln_probe.batch.drive import locked
+    from ln_probe.batch.run import locked
 
     with locked(tmp_path / "out"):
         code, _, said = report(*line, "--unit", "1/2")

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.analyses.machinery.files import CHECKSUM, checksums, sha256_of_file, with_checksum
+from ln_probe.analyses.files import CHECKSUM, checksums, sha256_of_file, with_checksum
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
 from ln_probe.analyses.probes.statistics import infer_mean

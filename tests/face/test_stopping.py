@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faulty import PROBES, command, disturb, lab_model, report, tables, write_prompts
 
-from ln_probe.analyses.machinery.worker import Stopped, starting_workers
+from ln_probe.analyses.processes import Stopped, starting_workers
 
 RESUME = "ln-probe: stopped: re-run the same command to resume\n"
 
@@ -46,7 +46,7 @@ def test_b04_a_command_that_is_stopped(
         raise error()
 
     line = [lab_model(tmp_path / "m"), "--prompts", write_prompts(tmp_path / "p.jsonl"), "--out", tmp_path / "out"]
-    for place in ("ln_probe.batch.suite.suite", "ln_probe.batch.shards.divide", "ln_probe.batch.claiming.claim"):
+    for place in ("ln_probe.batch.suite.suite", "ln_probe.batch.shards.divide", "ln_probe.batch.run.claim"):
         with monkeypatch.context() as patched:
             patched.setattr(place, stop)
             code, _, said = report(*line)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.approximation.affine import sampling_error
 from ln_probe.analyses.lab.approximation.approximation import (
     EVALUATION_INPUTS,
@@ -22,7 +23,6 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     linear_optimum,
 )
 from ln_probe.analyses.lab.approximation.rates import LAID_OUT, SEARCHED_FOR, constant_tail_floor
-from ln_probe.analyses.machinery.files import write_atomically
 
 SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # more than are trained, for their rate
 COLUMNS = (

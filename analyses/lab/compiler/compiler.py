@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.compiler.compiler_figures import length_curves, operations_map
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
 from ln_probe.analyses.lab.compiler.crasp_plan import Construction
@@ -29,7 +30,6 @@ from ln_probe.analyses.lab.fixed_precision import Rounding
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.training import step_generator
-from ln_probe.analyses.machinery.files import write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.intervals import doubt, holm
 from ln_probe.analyses.lab.removal.removal_measures import LOSS, measures
 from ln_probe.analyses.lab.removal.replaceable_norm import (
@@ -36,7 +37,6 @@ from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights, save_model
 from ln_probe.analyses.lab.transformer import LabTransformer
-from ln_probe.analyses.machinery.files import write_atomically
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:

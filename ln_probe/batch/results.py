@@ -12,17 +12,42 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.machinery.files import replacing
+from ln_probe.analyses.files import replacing
+from ln_probe.analyses.probes.base import Failure, Piece
+
+if TYPE_CHECKING:
+    from ln_probe.batch.run import Unit
 
 _HEADER = "ln_probe"
 _TABLE = "table/"
+
+
+DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a unit ended.
+
+    Attributes:
+        state: DONE; FAILED (the checkpoint's own fault); NO_STORAGE (nobody can go on); DAMAGED (`again` names units
+            whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
+        error: what went wrong, in a sentence.
+        seconds, tokens: spent and measured.
+    """
+
+    state: str
+    error: str = ""
+    seconds: float = 0.0
+    tokens: int = 0
+    again: tuple[Unit, ...] = ()
 
 
 class StorageError(RuntimeError):
@@ -174,3 +199,31 @@ class _Lazy(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def packed(pieces: Mapping[str, Piece | Failure]) -> Result:
+    """One result of all pieces of a unit, by the names of their probes."""
+    arrays: dict[str, np.ndarray] = {}
+    tables: dict[str, pd.DataFrame] = {}
+    about: dict[str, object] = {}
+    for probe, piece in pieces.items():
+        if isinstance(piece, Failure):
+            about[probe] = {"failure": asdict(piece)}
+            continue
+        arrays |= {f"{probe}/{name}": array for name, array in piece.arrays.items()}
+        tables |= {f"{probe}/{name}": table for name, table in piece.tables.items()}
+        about[probe] = {"info": dict(piece.info), "notes": list(piece.notes)}
+    return Result(arrays, tables, {"pieces": about})
+
+
+def unpacked(stored: Stored) -> dict[str, Piece | Failure]:
+    """What `packed` packed; arrays are read when they are asked for."""
+    found: dict[str, Piece | Failure] = {}
+    for probe, about in stored.info["pieces"].items():
+        if "failure" in about:
+            found[probe] = Failure(**about["failure"])
+        else:
+            found[probe] = Piece(
+                stored.lazily(f"{probe}/"), stored.tables(f"{probe}/"), about["info"], tuple(about["notes"])
+            )
+    return found

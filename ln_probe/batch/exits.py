@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import typer
 
-from ln_probe.analyses.machinery.worker import Stopped
 from ln_probe.analyses.probes.text import shortened
-from ln_probe.batch.arguments import check_writable
+from ln_probe.analyses.processes import Stopped
 
 # DONE: all as asked. SOME_FAILED: a model or a probe failed, or something else than asked was measured. After a signal
 # the status is 128 plus its number: 130 after Ctrl-C, 143 after SIGTERM.
@@ -70,7 +70,9 @@ def traceback_wanted() -> bool:
 
 def writable(out: Path) -> None:
     """Exit if a folder cannot be written to."""
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     try:
-        check_writable(out)
+        with tempfile.TemporaryFile(dir=there):
+            pass
     except OSError as error:
         raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error

@@ -11,10 +11,10 @@ import os
 import socket
 from typing import Any
 
-from ln_probe.batch.engines import THREAD_VARIABLES, THREADS
-from ln_probe.batch.plan import WORK_FOLDER, Run, Unit
+from ln_probe.batch.pool import THREAD_VARIABLES, THREADS
+from ln_probe.batch.results import DIED, RETURNED, Outcome
+from ln_probe.batch.run import WORK_FOLDER, Run, Unit
 from ln_probe.batch.suite import Target
-from ln_probe.batch.work import DIED, RETURNED, Outcome
 
 ANSWER_S = 10.0  # for a cluster's head to accept a connection
 
@@ -135,7 +135,7 @@ class _Actor:
     """A worker in Ray's hands."""
 
     def __init__(self, run: Run, folder: str) -> None:
-        from ln_probe.batch.work import Worker
+        from ln_probe.batch.worker import Worker
 
         if os.path.isdir(folder):
             os.chdir(folder)  # paths mean what they mean to the driver

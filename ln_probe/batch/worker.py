@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,17 +18,27 @@ from filelock import FileLock
 from torch import nn
 
 from ln_probe.analyses.constants import Calibration, Constants, KeySample, ellipsoid_arrays, ellipsoids_of_arrays
+from ln_probe.analyses.files import remove_listed
 from ln_probe.analyses.geometry.compiled import use_processors
-from ln_probe.analyses.machinery.files import remove_listed
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
-from ln_probe.batch import store
-from ln_probe.batch.endings import out_of_memory
-from ln_probe.batch.finished import mark_begun, mark_done
-from ln_probe.batch.pieces import packed, unpacked
-from ln_probe.batch.plan import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit
+from ln_probe.batch import results
+from ln_probe.batch.exits import out_of_memory
+from ln_probe.batch.results import (
+    DAMAGED,
+    DONE,
+    FAILED,
+    NO_STORAGE,
+    DamagedError,
+    Outcome,
+    Result,
+    StorageError,
+    Stored,
+    packed,
+    unpacked,
+)
+from ln_probe.batch.run import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit, mark_begun, mark_done
 from ln_probe.batch.shards import DEFAULT, TokenShards
-from ln_probe.batch.store import DamagedError, Result, StorageError, Stored
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.default_tokens import check_contained
@@ -46,25 +56,6 @@ from ln_probe.seal import Seal
 from ln_probe.settings import check_unchanged, read_groups
 
 _CONSTANTS = ("groups", "sums", "counts")  # the arrays that constants are made of
-DONE, FAILED, NO_STORAGE, DAMAGED, DIED, RETURNED = "done", "failed", "no storage", "damaged", "died", "returned"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a unit ended.
-
-    Attributes:
-        state: DONE; FAILED (the checkpoint's own fault); NO_STORAGE (nobody can go on); DAMAGED (`again` names units
-            whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
-        error: what went wrong, in a sentence.
-        seconds, tokens: spent and measured.
-    """
-
-    state: str
-    error: str = ""
-    seconds: float = 0.0
-    tokens: int = 0
-    again: tuple[Unit, ...] = ()
 
 
 class _MissingError(Exception):
@@ -127,7 +118,7 @@ class Worker:
         path, key = self.run.path(target, unit), self.run.unit_key(target, unit)
         with ExitStack() as stack:
             if unit.kind == CALIBRATION:  # two slices of a run may want the same one
-                with store.storing(self.run.out):
+                with results.storing(self.run.out):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(FileLock(f"{path}.lock"))
                 if _whole(path, key):
@@ -135,8 +126,8 @@ class Worker:
             with self._sealed(target):
                 result, tokens = doing[unit.kind](target, unit)
             result = replace(result, info={**result.info, "inputs": self._inputs(unit)})
-            with store.storing(self.run.out):
-                store.write(path, key, result)
+            with results.storing(self.run.out):
+                results.write(path, key, result)
         return tokens
 
     def _forget(self) -> None:
@@ -374,7 +365,7 @@ class Joining:
         if refused := run.refusal(report.deviations):
             raise ValueError(refused)
         folder = run.out / target.folder
-        with store.storing(run.out):
+        with results.storing(run.out):
             mark_begun(run, target, [*files_of(report), REPORT_FILE])
             report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
             mark_done(run, target, missing)

@@ -1,11 +1,15 @@
-"""Probes that watch a pass, each left to its own failures."""
+"""Observers of a forward pass: each one's failures kept from the others, and a thread for those beside a GPU."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,7 +20,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.seal import Seal, SealError
 
 
-class Watching:
+class GuardedObserver:
     """A probe's observer, told what it is told itself; whatever it raises ends its part, and nobody else's."""
 
     def __init__(
@@ -71,3 +75,57 @@ class Watching:
 def is_foreign(probe: Probe) -> bool:
     """Whether a probe is not one of ln_probe's own."""
     return package_of(probe) != OWN
+
+
+class BackgroundWorker:
+    """A thread that does what it is given, one thing after the other. Entered, it ends with everything done.
+
+    Args:
+        room: bytes that may be held by what waits; 0: there is no thread, and everything is done at once.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._thread = (  # (that no gradients are wanted is said in every thread)
+            ThreadPoolExecutor(1, "ln_probe beside a GPU", torch.set_grad_enabled, (False,)) if room else None
+        )
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+
+    def do(self, work: Callable[[], None], size: int = 0) -> None:
+        """Do it, after everything given before, which waits until there is room for `size` bytes more.
+
+        Raises:
+            Exception: what earlier work raised.
+        """
+        if self._thread is None:
+            work()
+            return
+        while self._waiting and (self._waiting[0][0].done() or self._held + size > self.room):
+            self._waiting.popleft()[0].result()
+        self._waiting.append((self._thread.submit(work), size))
+
+    def finish(self) -> None:
+        """Wait until nothing is left.
+
+        Raises:
+            Exception: what some of it raised.
+        """
+        while self._waiting:
+            self._waiting.popleft()[0].result()
+
+    @property
+    def _held(self) -> int:
+        return sum(size for _, size in self._waiting)
+
+    def __enter__(self) -> BackgroundWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            try:
+                if kind is None:
+                    self.finish()
+            finally:
+                self._thread.shutdown(cancel_futures=True)

@@ -1,1 +1,0 @@
-"""What computations run on: compiled loops, threads, worker processes, files."""

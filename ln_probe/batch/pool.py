@@ -1,0 +1,567 @@
+"""Who does which unit, and when: the schedule, worker processes of this machine, the loop, progress, the index."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ln_probe.analyses import progress
+from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
+from ln_probe.analyses.processes import check_stopped, follow_parent, starting_workers
+from ln_probe.analyses.progress import Live, Pulse, duration, here, left_of
+from ln_probe.batch.results import DAMAGED, DIED, DONE, NO_STORAGE, RETURNED, DamagedError, Outcome, Stored, storing
+from ln_probe.batch.run import (
+    CALIBRATION,
+    INDEX_FILE,
+    PROMPTS,
+    REPORT,
+    WEIGHTS,
+    Run,
+    Slice,
+    Unit,
+    awaited,
+    is_done,
+    remove_partial,
+    slice_of,
+)
+from ln_probe.batch.suite import Target
+
+if TYPE_CHECKING:
+    from ln_probe.batch.results import Outcome
+    from ln_probe.batch.worker import Worker
+
+
+# How often a unit may take its worker with it (killed, out of memory) before its checkpoint counts as failed: a
+# machine that is taken away twice is bad luck, three times is the unit's doing.
+ATTEMPTS = 3
+# How often results may turn out damaged before it is the disk that is damaged.
+REPAIRS = 3
+
+
+_COUNTED = {Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, running or not
+
+
+@dataclass
+class _Work:
+    """What is left to do on one checkpoint."""
+
+    target: Target
+    waiting: deque[Unit]
+    calibrate: bool  # still to be done, before anything else
+    reports: bool  # whether a report is to be made at the end
+    running: set[Unit] = field(default_factory=set)
+    begun: bool = False
+    died: int = 0
+    repaired: int = 0
+    error: str = ""
+    finished: bool = False
+
+    def ready(self) -> Unit | None:
+        """A unit that can be done now."""
+        if self.error or self.finished:
+            return None
+        if self.calibrate:
+            if Unit(CALIBRATION) not in self.running:
+                return Unit(CALIBRATION)
+            return next((u for u in self.waiting if u.kind == WEIGHTS), None)  # which need no calibration
+        if self.waiting:
+            return self.waiting[0]
+        if self.reports and not self.running:
+            return Unit(REPORT)
+        return None
+
+
+class Schedule:
+    """The units of a run that are left to do.
+
+    Args:
+        todo: the units of every checkpoint whose results are not there yet.
+        reports: make the reports too (a slice does not).
+    """
+
+    def __init__(self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True) -> None:
+        self._works: list[_Work] = []
+        for target, units in todo.items():
+            left = list(units)
+            calibrate = Unit(CALIBRATION) in left
+            waiting = deque(u for u in left if u.kind != CALIBRATION)
+            self._works.append(_Work(target, waiting, calibrate, reports))
+        self._held: dict[int, _Work] = {}
+
+    def __len__(self) -> int:
+        """Units left, running ones included."""
+        return sum(
+            len(w.waiting) + w.calibrate + w.reports + len(w.running - _COUNTED)
+            for w in self._works
+            if not w.finished and not w.error
+        )
+
+    def left(self) -> Iterable[Unit]:
+        for w in self._works:
+            if not w.finished and not w.error:
+                yield from [Unit(CALIBRATION)] * w.calibrate
+                yield from w.waiting
+                yield from [Unit(REPORT)] * w.reports
+
+    @property
+    def targets(self) -> list[Target]:
+        return [w.target for w in self._works]
+
+    @property
+    def errors(self) -> dict[Target, str]:
+        """The checkpoints that failed, and why."""
+        return {w.target: w.error for w in self._works if w.error}
+
+    def next(self, worker: int) -> tuple[Target, Unit] | None:
+        """What this worker does next; None if there is nothing for it now."""
+        mine = self._held.get(worker)
+        candidates = [
+            *([mine] if mine is not None else []),
+            *(w for w in self._works if not w.begun),
+            *sorted((w for w in self._works if w.begun), key=lambda w: -len(w.waiting)),
+        ]
+        for work in candidates:
+            unit = work.ready()
+            if unit is not None:
+                self._held[worker] = work
+                work.begun = True
+                work.running.add(unit)
+                if unit in work.waiting:
+                    work.waiting.remove(unit)
+                return work.target, unit
+        return None
+
+    def ended(self, target: Target, unit: Unit, outcome: Outcome) -> None:
+        """Take note of how a unit ended."""
+        work = next(w for w in self._works if w.target == target)
+        work.running.discard(unit)
+        if outcome.state == DONE:
+            work.died = 0
+            if unit.kind == CALIBRATION:
+                work.calibrate = False
+            if unit.kind == REPORT or (not work.reports and not work.waiting and not work.running):
+                work.finished = not work.calibrate
+            return
+        if work.error:
+            return
+        if outcome.state == DIED:
+            work.died += 1
+            if work.died >= ATTEMPTS:
+                work.error = (
+                    f"its worker died {work.died} times during {unit.kind} ({outcome.error}); if it was out of memory, "
+                    "use fewer --workers"
+                )
+                return
+        elif outcome.state == DAMAGED:
+            work.repaired += 1
+            if work.repaired > REPAIRS:
+                work.error = f"results keep being damaged ({outcome.error}): check the disk"
+                return
+        elif outcome.state != RETURNED:
+            work.error = outcome.error
+            return
+        for again in (*outcome.again, unit):
+            if again.kind == CALIBRATION:
+                work.calibrate = True
+            elif again.kind != REPORT and again not in work.waiting:
+                work.waiting.appendleft(again)
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Workers that do one unit at a time each."""
+
+    workers: int
+
+    def available(self) -> set[int]:
+        """The workers that there are now; machines come and go."""
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        """Give an idle worker something to do."""
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        """What ended meanwhile, by worker; empty if nothing did within `seconds`."""
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing."""
+
+
+class LocalEngine:
+    """A process per worker. One that is killed is replaced; all of them end when this process does.
+
+    Args:
+        run: what is to be done.
+        workers: number of processes.
+        processors: that the geometry of each may use; its results do not depend on them.
+    """
+
+    def __init__(self, run: Run, workers: int, processors: int = 1) -> None:
+        self.run, self.workers, self.processors = run, workers, processors
+        self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._processes: dict[int, set[multiprocessing.process.BaseProcess]] = {}
+        self._running: dict[Future[Outcome], int] = {}
+        self._open = ExitStack()
+        self._signs = self._open.enter_context(temporary_folder())
+
+    def pulses(self) -> list[progress.Pulse]:
+        """What the busy workers are doing."""
+        return [progress.read(self._sign(worker)) for worker in sorted(set(self._running.values()))]
+
+    def _sign(self, worker: int) -> Path:
+        return self._signs / str(worker)
+
+    def available(self) -> set[int]:
+        return set(range(self.workers))
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        if worker not in self._pools:
+            # A pool of one, so that it is known who does what. Spawned: torch's threads do not survive a fork.
+            self._pools[worker] = ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors, self._sign(worker))
+            )
+        before = set(multiprocessing.active_children())
+        with _few_threads(), starting_workers():
+            self._running[self._pools[worker].submit(_do, target, unit)] = worker
+        if begun := set(multiprocessing.active_children()) - before:  # the pool does not say which process is its own
+            self._processes[worker] = begun
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        from ln_probe.batch.results import DIED, Outcome
+
+        done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
+        ended = []
+        for future in done:
+            worker = self._running.pop(future)
+            try:
+                outcome = future.result()
+            except BrokenProcessPool as error:
+                self._pools.pop(worker).shutdown(wait=False)
+                outcome = Outcome(DIED, f"the worker process ended ({error})")
+            ended.append((worker, outcome))
+        return ended
+
+    def close(self) -> None:
+        busy = set(self._running.values())
+        for worker, pool in self._pools.items():
+            # Idle ones end by themselves, and free what they hold: terminated, they would leave semaphores behind.
+            for process in self._processes.get(worker, ()) if worker in busy else ():
+                process.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._pools.clear()
+        self._processes.clear()
+        self._open.close()
+
+
+class InProcess:
+    """No worker processes: units are done here, one after another (for debugging, and for tests)."""
+
+    workers = 1
+
+    def __init__(self, run: Run) -> None:
+        import torch
+
+        from ln_probe.batch.worker import Worker
+
+        self._threads = torch.get_num_threads()
+        self._worker = Worker(run)
+        self._next: tuple[Target, Unit] | None = None
+
+    def available(self) -> set[int]:
+        return {0}
+
+    def submit(self, worker: int, target: Target, unit: Unit) -> None:
+        self._next = target, unit
+
+    def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
+        if self._next is None:
+            return []
+        (target, unit), self._next = self._next, None
+        return [(0, self._worker.do(target, unit))]
+
+    def close(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+
+
+@contextmanager
+def _few_threads() -> Iterator[None]:
+    """Processes started meanwhile use one thread in libraries that decide once, when they are imported."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(THREADS)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_worker: Worker | None = None  # of this process
+
+
+def _begin(run: Run, processors: int, sign: Path) -> None:
+    """What a worker process does first."""
+    global _worker
+    try:
+        follow_parent()
+        progress.write_to(sign)
+        progress.tell("starting")
+        from ln_probe.batch.worker import Worker
+
+        _worker = Worker(run, processors)
+    except Exception as error:  # the pool would log a traceback
+        print(f"ln-probe: a worker cannot start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _do(target: Target, unit: Unit) -> Outcome:
+    assert _worker is not None
+    try:
+        return _worker.do(target, unit)
+    finally:
+        progress.tell("")
+
+
+class Display:
+    """Units done and under way, what each worker is doing, tokens a second, time left and failures.
+
+    Attributes:
+        workers: how many there are.
+        pulses: asks what they are doing, by worker; this very process, if it is not set.
+    """
+
+    def __init__(self, total: int, workers: int, *, quiet: bool = False) -> None:
+        self.workers, self._total = workers, total
+        self.pulses: Callable[[], Iterable[Pulse]] = lambda: ()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._done: Counter[str] = Counter()
+        self._running: dict[tuple[Target, Unit], float] = {}
+        self._left: list[Unit] = []
+        self.tokens, self.failed, self.begun = 0, 0, time.monotonic()
+        self._live = Live(self.line, quiet=quiet)
+
+    def __enter__(self) -> Display:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        self._live.say(text)
+
+    def began(self, target: Target, unit: Unit) -> None:
+        self._running[target, unit] = time.monotonic()
+
+    def ended(self, target: Target, unit: Unit, outcome: Outcome, left: Iterable[Unit]) -> None:
+        self._running.pop((target, unit), None)
+        if outcome.state == DONE:
+            self._seconds[unit.kind] += outcome.seconds
+            self._done[unit.kind] += 1
+            self.tokens += outcome.tokens
+            if unit.kind == REPORT:
+                self.say(f"{target.label}: done")
+        elif outcome.state == DIED:
+            self.say(f"{target.label}: {outcome.error} during {unit.kind} {unit.shard}; trying again")
+        elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is said there
+            self.failed += 1
+            self.say(f"{target.label}: {outcome.state}: {outcome.error}")
+        self._left = list(left)
+        self._total = sum(self._done.values()) + len(self._left)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        running = [f"{t.label}: {_named(u)}" for t, u in list(self._running)]
+        doing = [f"{p}{left_of(p)}" for p in self.pulses() if p.what] or [text for text in [here()] if text]
+        parts = [" + ".join(running) or "starting", "; ".join(doing)]
+        if self._total:
+            parts.append(f"{sum(self._done.values())} of {self._total} units")
+        if self.tokens:
+            parts.append(f"{self.tokens / max(1e-9, time.monotonic() - self.begun):.0f} tokens/s")
+        rest = self.left(self._left)
+        if rest == rest:
+            parts.append(f"{duration(rest)} left")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        return " · ".join(p for p in parts if p)
+
+    def left(self, units: Iterable[Unit]) -> float:
+        """Seconds expected, from what units of each kind took so far; NaN as long as some kind was never done."""
+        known = {kind: self._seconds[kind] / self._done[kind] for kind in self._done}
+        running, now = list(self._running.items()), time.monotonic()
+        waiting = Counter(u.kind for u in units)
+        waiting[CALIBRATION] -= sum(u.kind == CALIBRATION for (_, u), _ in running)  # which counts until it is done
+        kinds = {u.kind for (_, u), _ in running} | {kind for kind, count in waiting.items() if count > 0}
+        if not kinds or kinds - known.keys() - {REPORT}:
+            return float("nan")
+        begun = sum(max(0.0, known.get(u.kind, 0.0) - (now - since)) for (_, u), since in running)
+        return (begun + sum(known.get(k, 0.0) * max(0, n) for k, n in waiting.items())) / max(1, self.workers)
+
+
+def _named(unit: Unit) -> str:
+    if unit.kind == WEIGHTS:
+        return f"{unit.probe}"
+    return f"{unit.kind} {unit.shard}" if unit.kind == PROMPTS else unit.kind
+
+
+_TICK = 0.5  # seconds between two looks at Ctrl-C while nothing ends
+
+
+class StoppedError(RuntimeError):
+    """The run cannot go on for any of its checkpoints."""
+
+
+def remains(
+    run: Run, targets: Sequence[Target], display: Display, *, fresh: bool = False, part: Slice | None = None
+) -> dict[Target, list[Unit]]:
+    """What is left to do: checkpoints without a report, with the units whose results are not there, or damaged."""
+    if part is None:
+        remove_partial(run, targets)
+    chosen = None if part is None else slice_of(run, targets, part.number, part.count)
+    todo: dict[Target, list[Unit]] = {}
+    for target in targets:
+        if target.error or (chosen is not None and target not in chosen):
+            continue
+        if fresh and part is None:
+            remove_listed(run.folder(target), run.unit_files())
+        elif part is None:
+            done, why = is_done(run, target)
+            if done and not awaited(run, target):
+                display.say(f"{target.label}: already done")
+                continue
+            if why:
+                display.say(f"{target.label}: {why}; doing it again")
+        todo[target] = []
+        for unit in run.units():
+            if chosen is not None and unit not in chosen[target]:
+                continue
+            path = run.path(target, unit)
+            try:
+                Stored(path, run.unit_key(target, unit))
+            except FileNotFoundError:
+                todo[target].append(unit)
+            except DamagedError as error:
+                display.say(f"{target.label}: {error}; doing it again")
+                path.unlink(missing_ok=True)
+                todo[target].append(unit)
+    return todo
+
+
+def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
+    """Have the units done.
+
+    Raises:
+        StoppedError: nothing can be stored any more, or all machines are gone.
+        KeyboardInterrupt: a signal has asked to stop.
+    """
+    idle, running = set(range(engine.workers)), dict[int, tuple[Target, Unit]]()
+    while True:
+        check_stopped()
+        for worker in sorted(idle & engine.available()):
+            job = schedule.next(worker)
+            if job is None:
+                continue
+            idle.discard(worker)
+            running[worker] = job
+            display.began(*job)
+            engine.submit(worker, *job)
+        if not running:
+            if len(schedule):
+                raise StoppedError(f"no worker is left for {len(schedule)} units: run the same command again")
+            return
+        for worker, outcome in engine.wait(_TICK):
+            target, unit = running.pop(worker)
+            idle.add(worker)
+            schedule.ended(target, unit, outcome)
+            display.ended(target, unit, outcome, schedule.left())
+            if outcome.state == NO_STORAGE:
+                raise StoppedError(outcome.error)
+
+
+def calibrated_deviations(run: Run, target: Target) -> tuple[str, ...]:
+    """How a checkpoint's measurement differs from what was asked for, before its report is made."""
+    from ln_probe.report import Report
+
+    unit = Unit(CALIBRATION)
+    try:
+        info = Stored(run.path(target, unit), run.unit_key(target, unit)).info
+    except (FileNotFoundError, DamagedError):
+        return ()
+    return Report(provenance={"model": info["model"], "prompts": info["prompts"]}).deviations
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        failed: why checkpoints have no report.
+        probes: which probes failed in the reports that there are.
+        deviations: how what was measured in them differs from what was asked for.
+    """
+
+    failed: Mapping[Target, str]
+    probes: Mapping[Target, tuple[str, ...]]
+    deviations: Mapping[Target, tuple[str, ...]]
+
+
+def write_index(
+    run: Run, targets: Sequence[Target], errors: Mapping[Target, str], earlier: Sequence[Target] = ()
+) -> Ended:
+    """OUT/index.html: every checkpoint of the folder, with its report or the reason why there is none.
+
+    `earlier` are those of earlier commands; what is told of them is of those times.
+    """
+    from ln_probe.page.index import IndexEntry, index_page
+    from ln_probe.report import load_report
+
+    entries, failures = [], dict[Target, str]()
+    probes, deviations = dict[Target, tuple[str, ...]](), dict[Target, tuple[str, ...]]()
+    everything = [*earlier, *targets]
+    labels = Counter(t.label for t in everything if not t.error)
+    for target in everything:
+        label = target.label if labels[target.label] < 2 else f"{target.label} ({target.folder})"
+        error = errors.get(target, target.error)
+        if not error:
+            done, why = is_done(run, target)
+            try:
+                report = load_report(run.out / target.folder) if done else None
+            except (OSError, ValueError) as problem:
+                report, why = None, str(problem)
+            if report is None:
+                error = f"not finished{f' ({why})' if why else ''}: run its command again"
+            elif target in targets and (refused := run.refusal(report.deviations)):
+                error = refused
+            else:
+                entries.append(IndexEntry(label, f"{target.folder}/report.html", report))
+                if report.failures:
+                    probes[target] = tuple(map(str, report.failures))
+                if report.deviations:
+                    deviations[target] = report.deviations
+        if error:
+            failures[target] = f"in an earlier command ({target.failed}): {error}" if target.failed else error
+            entries.append(IndexEntry(label, error=failures[target]))
+    with storing(run.out):
+        write_text(run.out / INDEX_FILE, index_page(entries))
+    return Ended(failures, probes, deviations)
