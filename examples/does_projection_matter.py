@@ -142,8 +142,8 @@ per_norm = heads.groupby("norm")["final loss"].agg(["mean", "min", "max"])
 one, two = per_norm.loc["layernorm"], per_norm.loc["scaling_only"]
 overlap = one["min"] <= two["max"] and two["min"] <= one["max"]
 print(
-    f"Taking projection away from lm-layernorm changes its loss by {changes.loc['projection', 'all']:+.4f} nats, "
-    f"taking scaling away by {changes.loc['scaling', 'all']:+.4f}. Trained from scratch at equal size, the loss ends "
+    f"Removing projection changes the loss of lm-layernorm by {changes.loc['no_projection', 'all']:+.4f} nats/token, "
+    f"freezing scaling by {changes.loc['no_scaling', 'all']:+.4f}. Trained from scratch at equal size, the loss ends "
     f"at {one['mean']:.3f} with projection and {two['mean']:.3f} without; the three seeds "
     f"{'overlap' if overlap else 'do not overlap'}."
 )

@@ -587,8 +587,10 @@ def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | N
     direction, power = of_unit_size(queries.outside, key_power)
     if power is None:
         return None
-    d, center = len(direction), float(np.ldexp(np.abs(queries.center).max(), key_power - power))
-    return direction, np.full(d, _AMPLE * (3 * d + 8) * _EPS * d * center), power
+    # Two products of length d with orthonormal columns: each coordinate is off by rounding of |center|, per column.
+    d, columns = queries.missing.shape
+    center = float(np.linalg.norm(np.ldexp(queries.center, key_power - power)))
+    return direction, np.full(d, _AMPLE * (3 * d + 8) * _EPS * columns**0.5 * center), power
 
 
 def projection_noise(centred: Float64[np.ndarray, "key d"]) -> Floats:

@@ -141,7 +141,8 @@ def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
     how: dict[str, Any] = {"probes": ("decomposition", "selectability", "uniformity"), "progress": False}
     tokens = model.tokenizer(text, return_tensors="pt")["input_ids"]
     report = ln_probe.analyze(model, tokens, **how)
-    assert len(report.layernorms) == 14  # the embedding's, two a block, and the head's
+    assert len(report.layernorms) == 13  # the embedding's and two a block: the checkpoint has no head
+    assert any("ln_final" in note for note in report.notes), report.notes
     assert (report.layernorms["reconstruction_error"] < report.layernorms["reconstruction_bound"]).all()
     assert set(report.layernorms["state"]) == {"raw"}
     heads = report.heads.query("space == 'head'")
