@@ -6,6 +6,8 @@ tests read the declaration, and no frame goes into a report that does not match 
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -57,6 +59,33 @@ class Column:
             )
         if not self.name or not self.meaning:
             raise TableError(f"column {self.name!r} needs a name and a meaning")
+
+
+_COLUMN = re.compile(r"(\w+) \((\w+)(?:, ([^)]*))?\): (.*)")
+
+
+def columns(*parts: str | Iterable[Column]) -> tuple[Column, ...]:
+    """Columns as text declares them, and others between them.
+
+    A column is `name (kind, unit): meaning`; lines that are indented more than the first go on with it. The unit
+    "hidden" means that a page does not show the column.
+
+    Example:
+        >>> columns("length (float, L2 norm): mean length of the norm's input")
+    """
+    declared: list[Column] = []
+    for part in parts:
+        if not isinstance(part, str):
+            declared += part
+            continue
+        for text in re.split(r"\n(?=\S)", textwrap.dedent(part).strip()):
+            match = _COLUMN.fullmatch(" ".join(text.split()))
+            if match is None:
+                raise TableError(f"this declares no column: {text!r}")
+            name, kind, unit, meaning = match.groups()
+            hidden = unit == "hidden"
+            declared.append(Column(name, kind, meaning, "" if hidden else unit or "", shown=not hidden))
+    return tuple(declared)
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,6 +194,11 @@ class Table:
             Column(str(c), kinds.get(getattr(frame[c].dtype, "kind", ""), "text"), said) for c in frame.columns
         )
         return cls(name, name, "A table that no known probe declares.", (), columns)
+
+
+def declare(name: str, title: str, about: str, key: tuple[str, ...], *parts: str | Iterable[Column]) -> Table:
+    """A table whose columns are declared as text (`columns`)."""
+    return Table(name, title, about, key, columns(*parts))
 
 
 @dataclass(frozen=True)

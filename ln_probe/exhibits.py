@@ -21,8 +21,7 @@ import pandas as pd
 from jaxtyping import Float, Int, UInt8
 
 from ln_probe.analyses.files import parse_json, write_atomically
-from ln_probe.analyses.probes.columns import TOKENS
-from ln_probe.analyses.probes.head_columns import SINKS
+from ln_probe.analyses.probes.columns import SINKS, TOKENS
 from ln_probe.analyses.probes.text import encodable
 from ln_probe.hooks.model import OneLine
 

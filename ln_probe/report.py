@@ -234,7 +234,7 @@ class Report:
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            A row per (layer, head); `ln_probe.analyses.probes.head_columns.BY_HEAD` says what the columns mean.
+            A row per (layer, head); `ln_probe.analyses.probes.columns.BY_HEAD` says what the columns mean.
             `ln_probe.page.heads.heads_map` draws it.
 
         Raises:

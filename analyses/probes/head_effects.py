@@ -40,7 +40,7 @@ from ln_probe.analyses.probes.base import (
     Shape,
     View,
 )
-from ln_probe.analyses.probes.head_columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.columns import HEAD_EFFECTS
 from ln_probe.analyses.probes.shared_passes import passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.probes.text import counted

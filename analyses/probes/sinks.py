@@ -36,7 +36,7 @@ from ln_probe.analyses.probes.base import (
     among_heads,
     in_layers,
 )
-from ln_probe.analyses.probes.head_columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
+from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
 from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
 from ln_probe.analyses.probes.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads

@@ -14,7 +14,7 @@ import pandas as pd
 from jaxtyping import Float
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.probes.head_columns import BY_HEAD
+from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.text import disarmed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms

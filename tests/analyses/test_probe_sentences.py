@@ -23,7 +23,7 @@ from ln_probe.analyses.probes import (
 )
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape, largest, medians
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.head_columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.columns import HEAD_EFFECTS
 from ln_probe.analyses.probes.head_effects import LEADING, HeadEffects
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.probes.sinks import Sinks

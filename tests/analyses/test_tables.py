@@ -14,7 +14,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes import columns
-from ln_probe.analyses.probes.head_columns import BY_HEAD
+from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
 

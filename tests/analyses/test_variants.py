@@ -14,8 +14,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS, HEADS, KEYS
-from ln_probe.analyses.probes.head_columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECTS, HEADS, KEYS
 from ln_probe.hooks import without
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.probes.head_columns import BY_HEAD
+from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.page.figures import svg
 from ln_probe.page.heads import MEASURES, heads_map, measures_of
 from ln_probe.report import Report
