@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float64, Int8, Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
 from ln_probe.analyses.geometry.api import (
@@ -228,16 +228,22 @@ def _over_reachable(
 ) -> dict[str, np.ndarray]:
     """Keys over the queries that the heads can make at position `last`, and over the observed ones there."""
     geometry = key_geometry(keys, bias, query_set=reachable, causal=attended.grows)
-    found = _measures(geometry, last)
     radii = attended.calibration.radii
-    if attended.layer in radii:
-        rho = radii[attended.layer][attended.chosen][:, None, None]
-        smaller = reachable[0], reachable[1] * rho
-        weight, above = attainable_attention(keys, smaller, bias, starts=geometry.attainable_at)
-        # The observed set lies in the reachable one: a weight found there counts here too.
-        most = np.fmax(geometry.attainable, weight)
-        found |= {"attainable_last": weight, "attainable_last_upper": above, "attainable_reachable": most}
-    return found
+    if attended.layer not in radii:
+        return _measures(geometry, last)
+    rho = radii[attended.layer][attended.chosen][:, None, None]
+    smaller = reachable[0], reachable[1] * rho
+    return _with_observed(geometry, last, *attainable_attention(keys, smaller, bias, starts=geometry.attainable_at))
+
+
+def _with_observed(
+    geometry: KeyGeometry | SomeKeys, last: int, weight: np.ndarray, upper: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Measures over the reachable set, with bounds of the attention that queries of the observed set give."""
+    # The observed set lies in the reachable one: a weight found there counts here too.
+    most = np.fmax(geometry.attainable, weight)
+    attention = {"attainable_last": weight, "attainable_last_upper": upper, "attainable_reachable": most}
+    return _measures(geometry, last) | attention
 
 
 def _over_any(attended: AttentionLayer, keys: np.ndarray, bias: np.ndarray | None, last: int) -> dict[str, np.ndarray]:
@@ -253,8 +259,12 @@ def _over_any(attended: AttentionLayer, keys: np.ndarray, bias: np.ndarray | Non
     occurred = attended.empirical(last)
     if occurred is None:
         return found
-    geometry = key_geometry(keys, bias, query_set=occurred)
-    return found | {
+    return found | _over_occurred(key_geometry(keys, bias, query_set=occurred))
+
+
+def _over_occurred(geometry: KeyGeometry | SomeKeys) -> dict[str, np.ndarray]:
+    """Margins and attention over the queries that occurred, where nothing bounds queries."""
+    return {
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
         "reachable": _as_code(geometry),
@@ -263,11 +273,15 @@ def _over_any(attended: AttentionLayer, keys: np.ndarray, bias: np.ndarray | Non
     }
 
 
-def _measures(geometry: KeyGeometry, last: int) -> dict[str, np.ndarray]:
+def _measures(geometry: KeyGeometry | SomeKeys, last: int) -> dict[str, np.ndarray]:
     """What is kept of every key; `verdict` as an index into NAMES, the others as in the `keys` table."""
     nothing = np.full(geometry.verdict.shape, np.nan)
+    code = geometry.verdict if isinstance(geometry, SomeKeys) else (geometry.verdict[..., None] == NAMES).argmax(-1)
+    first = geometry.first_unselectable_at
+    if first is not None and not np.isnan(first).any():
+        first = first.astype(np.int64)
     return {
-        "verdict": (geometry.verdict[..., None] == NAMES).argmax(-1).astype(np.int8),
+        "verdict": code.astype(np.int8),
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
         "reachable": _as_code(geometry),
@@ -277,12 +291,12 @@ def _measures(geometry: KeyGeometry, last: int) -> dict[str, np.ndarray]:
         "attainable_last_upper": nothing,
         "attainable_reachable": geometry.attainable,
         "pattern_max": nothing,
-        "first_unselectable_at": nothing if (at := geometry.first_unselectable_at) is None else at,
+        "first_unselectable_at": nothing if first is None else first,
         "judged_at": np.full(geometry.verdict.shape, last, np.int32),
     }
 
 
-def _as_code(geometry: KeyGeometry) -> np.ndarray:
+def _as_code(geometry: KeyGeometry | SomeKeys) -> np.ndarray:
     """`reachable` as 1, 0, and -1 where there is no set of queries."""
     if geometry.reachable is None:
         return np.full(geometry.verdict.shape, -1, np.int8)
@@ -429,7 +443,7 @@ def over_nothing(
 ) -> Measures:
     """Keys at the norm's output: no set of queries, so relative margins and no attention."""
     return _joined_sample(
-        _as_measures(some_keys(here, None, None, only, causal=attended.grows), start, only, last)
+        _measures(some_keys(here, None, None, only, causal=attended.grows), last) | _positions(only + start)
         for here, start, only, last in _sets(attended, rows, drawn)
     )
 
@@ -444,7 +458,7 @@ def sampled_heads(attended: AttentionLayer, variant: str, prompt: int) -> dict[s
         drawn = attended.drawn(prompt, head)
         assert drawn is not None
         found = _joined_sample(
-            _of_set(attended, place, np.ascontiguousarray(here), start, only, last)
+            _of_set(attended, place, np.ascontiguousarray(here), start, only, last) | _positions(only + start)
             for here, start, only, last in _sets(attended, keys[place], drawn)
         )
         received = most[head, found["position"]]
@@ -498,22 +512,20 @@ def _of_set(
     only: Int64[np.ndarray, " some"],
     last: int,
 ) -> Measures:
+    """Keys of one head among those that the query at position `last` sees."""
     bias = attended.key_bias
     lift = None if bias is None else bias[place, start : start + len(keys)]
     reachable = attended.reachable(last)
     if reachable is None:
-        return _of_unbounded(attended, place, keys, lift, start, only, last)
+        return _of_unbounded(attended, place, keys, lift, only, last)
     full = QuerySet(reachable[0][place], reachable[1][place]).compact()
     geometry = some_keys(keys, lift, full, only, causal=attended.grows)
-    found = _as_measures(geometry, start, only, last)
     radii = attended.calibration.radii
-    if attended.layer in radii:
-        rho = float(radii[attended.layer][attended.chosen[place]])
-        smaller = QuerySet(full.center, full.axes * rho, full.slack, None if full.given is None else full.given * rho)
-        weight, above = some_attention(keys, lift, smaller, only, geometry.attainable_at)
-        most = np.fmax(geometry.attainable, weight)
-        found |= {"attainable_last": weight, "attainable_last_upper": above, "attainable_reachable": most}
-    return found
+    if attended.layer not in radii:
+        return _measures(geometry, last)
+    rho = float(radii[attended.layer][attended.chosen[place]])
+    smaller = QuerySet(full.center, full.axes * rho, full.slack, None if full.given is None else full.given * rho)
+    return _with_observed(geometry, last, *some_attention(keys, lift, smaller, only, geometry.attainable_at))
 
 
 def _of_unbounded(
@@ -521,26 +533,17 @@ def _of_unbounded(
     place: int,
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None,
-    start: int,
     only: Int64[np.ndarray, " some"],
     last: int,
 ) -> Measures:
     center, axes = attended.directions(last)
     own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
-    verdicts = some_keys(own.points, own.lift, None, only, causal=attended.grows, margins=False)
-    found = _as_measures(verdicts, start, only, last)
+    found = _measures(some_keys(own.points, own.lift, None, only, causal=attended.grows, margins=False), last)
     occurred = attended.empirical(last)
     if occurred is None:
         return found
     queries = QuerySet(occurred[0][place], np.ascontiguousarray(occurred[1][place])).compact()
-    geometry = some_keys(keys, bias, queries, only)
-    return found | {
-        "margin_lower": geometry.margin_lower,
-        "margin_upper": geometry.margin_upper,
-        "reachable": _reachable_code(geometry),
-        "attainable_last": geometry.attainable,
-        "attainable_last_upper": geometry.attainable_upper,
-    }
+    return found | _over_occurred(some_keys(keys, bias, queries, only))
 
 
 def _sets(
@@ -554,28 +557,8 @@ def _sets(
             yield np.ascontiguousarray(keys[seen]), seen.start, only, seen.stop - 1
 
 
-def _as_measures(found: SomeKeys, start: int, only: Int64[np.ndarray, " some"], last: int) -> Measures:
-    nothing, at = np.full(len(only), np.nan), found.first_unselectable_at
-    return {
-        "verdict": found.verdict.astype(np.int8),
-        "margin_lower": found.margin_lower,
-        "margin_upper": found.margin_upper,
-        "reachable": _reachable_code(found),
-        "attainable": nothing,
-        "attainable_upper": nothing,
-        "attainable_last": nothing,
-        "attainable_last_upper": nothing,
-        "attainable_reachable": found.attainable,
-        "pattern_max": nothing,
-        "first_unselectable_at": at if np.isnan(at).any() else at.astype(np.int64),
-        "judged_at": np.full(len(only), last, np.int32),
-        "position": (only + start).astype(np.int32),
-    }
-
-
-def _reachable_code(found: SomeKeys) -> Int8[np.ndarray, " some"]:
-    """`reachable` as 1, 0, and -1 where there is no set of queries."""
-    return np.full(len(found.verdict), -1, np.int8) if found.reachable is None else found.reachable.astype(np.int8)
+def _positions(keys: Int64[np.ndarray, " some"]) -> Measures:
+    return {"position": keys.astype(np.int32)}
 
 
 def _joined_sample(parts: Iterator[Measures]) -> Measures:
