@@ -48,7 +48,6 @@ from ln_probe.analyses.probes.edited_runs import (
     SINGLE_NORM_PROMPTS,
     EditedRuns,
 )
-from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED, SIGNIFICANCE
 from ln_probe.analyses.probes.text import counted, number, percent, signed
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
@@ -110,12 +109,12 @@ def is_effect(row: Any) -> bool:
 def is_significant(row: Any) -> bool:
     """Whether the row's interval excludes 0 and its Holm-adjusted p is below 0.05."""
     low, high = float(row["delta_loss_low"]), float(row["delta_loss_high"])
-    return (low > 0 or high < 0) and float(row["p_mean"]) < SIGNIFICANCE
+    return (low > 0 or high < 0) and float(row["p_mean"]) < statistics.SIGNIFICANCE
 
 
 def is_direction(row: Any) -> bool:
     """Whether there is no interval, and the loss moves one way on significantly more prompts than the other."""
-    signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_adjusted"]) < SIGNIFICANCE
+    signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_adjusted"]) < statistics.SIGNIFICANCE
     return signs and not pd.isna(row["prompts_worse"]) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
 
 
@@ -173,13 +172,13 @@ def _primary(
 def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: str) -> list[Finding]:
     """Significant changes of the other groups; both terms at once only where one alone is clearly less."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
-    wordings = {v.name: v.wording for v in edits_of_norms() if not v.is_combined}
+    wordings = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
     groups = [r for r in groups if r["variant"] in wordings]
     if not groups:
         return []
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
     told = "; ".join(
-        f"{_lower(wordings[str(r['variant'])])} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
+        f"{wordings[str(r['variant'])]} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
     )
     return [Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(groups[0]) / 2)]
 
@@ -228,8 +227,8 @@ def _no_interval(row: Any) -> str:
     """Why there is no interval, and what the prompts' signs say instead."""
     groups = row["prompts"] if pd.isna(row["groups"]) else row["groups"]
     why = (
-        f"no CI with fewer than {PROMPTS_NEEDED}"
-        if groups < PROMPTS_NEEDED
+        f"no CI with fewer than {statistics.PROMPTS_NEEDED}"
+        if groups < statistics.PROMPTS_NEEDED
         else "no CI, because a few prompts carry the mean"
     )
     if not is_direction(row):
@@ -258,10 +257,6 @@ def _sink(row: Any) -> str:
     if not any(frozen_scaling([row["variant"]])) or math.isnan(uniform) or uniform - delta < SINK_FACTOR * least:
         return ""
     return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]
 
 
 # ------------------------------------------------------------------------------------------------------------ the probe
@@ -338,9 +333,8 @@ class _Watching(Observer):
         self.view, self.effects = view, list[pd.DataFrame]()
         calibration = view.calibration
         assert calibration is not None
-        members = view.calibrated
         self.runs = None
-        if members:
+        if members := view.calibrated:
             self.runs = EditedRuns(
                 view.model,
                 members,
@@ -361,24 +355,18 @@ class _Watching(Observer):
     def piece(self) -> Piece:
         if self.runs is None:
             return Piece()
+        notes = self.runs.notes()
+        if len(self.view.calibrated) < len(self.view.sites):
+            layers = ", ".join(map(str, self.view.layers))
+            notes = [f"groups of the causal table hold the norms of layers {layers} alone", *notes]
         every = {"effects": pd.concat(self.effects, ignore_index=True)} if self.effects else {}
         if self.runs.gradients:
             every["gradients"] = pd.DataFrame(self.runs.gradients, columns=list(GRADIENT_COLUMNS))
-        return Piece(tables=every, notes=(*self._on_groups(), *self.runs.notes()))
-
-    def _on_groups(self) -> list[str]:
-        if len(self.view.calibrated) == len(self.view.sites):
-            return []
-        layers = ", ".join(map(str, self.view.layers))
-        return [f"groups of the causal table hold the norms of layers {layers} alone"]
+        return Piece(tables=every, notes=tuple(notes))
 
 
 def table(
-    measured: Sequence[pd.DataFrame],
-    constants: Constants,
-    gradients: Sequence[pd.DataFrame] = (),
-    *,
-    seed: int = 0,
+    measured: Sequence[pd.DataFrame], constants: Constants, gradients: Sequence[pd.DataFrame] = (), *, seed: int = 0
 ) -> pd.DataFrame:
     """The `causal` table from what `EditedRuns.measure` gave for each prompt, in any order.
 
@@ -424,7 +412,7 @@ def table(
                 "delta_loss_optimal_low": of_optimal["delta_loss_low"],
                 "delta_loss_optimal_high": of_optimal["delta_loss_high"],
                 "prompts_worse": int((change > 0).sum()) if not np.isnan(change).any() else math.nan,
-                "p_adjusted": math.nan if idle else statistics.sign_test(by_group(change, groups)),
+                "p_adjusted": math.nan if idle else statistics.sign_test(statistics.by_group(change, groups)),
                 "kl": _ratio(total["kl"], total["positions"]),
                 "top1_agreement": _ratio(total["agree"], total["positions"]),
                 "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
@@ -441,11 +429,9 @@ def _of(
     moved: Mapping[str, Float[np.ndarray, " prompt"]], sites: str, variant: str, prompts: Sequence[int] | pd.Index
 ) -> Float[np.ndarray, " _"]:
     """The shifts of some prompts under one contrast; 0 where there are none."""
-    numbers = np.asarray(prompts, int)
     if variant != SCALING_FROZEN.name or sites not in moved:
-        return np.zeros(len(numbers))
-    shift: np.ndarray = moved[sites][numbers]
-    return shift
+        return np.zeros(len(prompts))
+    return np.asarray(moved[sites][np.asarray(prompts, int)])
 
 
 def family(sites: str, variant: str) -> str:
@@ -470,14 +456,6 @@ def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:
     return found
 
 
-def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
-    """The sums over each group that there is, in the order of their numbers."""
-    places = np.unique(groups, return_inverse=True)[1]
-    found = np.zeros(int(places.max()) + 1 if len(places) else 0)
-    np.add.at(found, places, values)
-    return found
-
-
 def over_groups(
     change: Float[np.ndarray, " prompt"],
     predicted: Float[np.ndarray, " prompt"],
@@ -492,7 +470,10 @@ def over_groups(
         seed: of resamples.
     """
     taken = predicted > 0
-    sums, weights = by_group(change[taken], groups[taken]), by_group(predicted[taken], groups[taken])
+    sums, weights = (
+        statistics.by_group(change[taken], groups[taken]),
+        statistics.by_group(predicted[taken], groups[taken]),
+    )
     found = statistics.infer_mean(sums, weights, seed=seed)
     return {
         "delta_loss_low": found.low,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from scipy import stats  # type: ignore[import-untyped]
 
 # Ends then err by under 1 % of the width, and p is fine enough for Holm's adjustment: the smallest is 1.25e-4, so that
@@ -178,6 +178,14 @@ def holm(p: Sequence[float], looked_at: Sequence[bool] | None = None) -> Float[n
     steps = values[order] * (len(order) + more - np.arange(len(order)))
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0) if len(order) else []
     return adjusted
+
+
+def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
+    """The sums over each group that there is, in the order of their numbers."""
+    places = np.unique(groups, return_inverse=True)[1]
+    found = np.zeros(int(places.max()) + 1 if len(places) else 0)
+    np.add.at(found, places, values)
+    return found
 
 
 def fraction_interval(found: int, count: int) -> tuple[float, float]:

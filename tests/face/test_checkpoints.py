@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.causal import by_group, holm_by_family
+from ln_probe.analyses.probes.causal import holm_by_family
 from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
 
 HERE = Path(__file__).parents[2] / "examples" / "checkpoints"
@@ -49,8 +49,8 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
         assert abs(change.sum() / weight.sum() - row["delta_loss"]) < 2e-5 * size + 1e-5
         if row["sites"] in set(groups["sites"]) and np.ptp(change) > 0:
             labels = mine["group"].to_numpy()
-            sums = by_group(change + mine["shift"].to_numpy(), labels)
-            low, high = statistics.interval(sums, by_group(weight, labels))
+            sums = statistics.by_group(change + mine["shift"].to_numpy(), labels)
+            low, high = statistics.interval(sums, statistics.by_group(weight, labels))
             assert abs(low - row["delta_loss_low"]) < 1e-3 * size
             assert abs(high - row["delta_loss_high"]) < 1e-3 * size
     idle = (table["variant"] == "intact") | table["no_op"].notna()
@@ -67,7 +67,7 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
 
 def _sign_test(rows: pd.DataFrame) -> float:
     change = (rows["delta_loss"] * rows["predicted"]).to_numpy(float)
-    return statistics.sign_test(by_group(change, rows["group"].to_numpy()))
+    return statistics.sign_test(statistics.by_group(change, rows["group"].to_numpy()))
 
 
 def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
