@@ -465,7 +465,7 @@ def lab_run(
     try:
         with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
             results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
-    except (FileExistsError, FileNotFoundError, ValueError) as error:
+    except (FileExistsError, FileNotFoundError, ImportError, ValueError) as error:
         raise exits.refuse(str(error)) from error
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     for sentence in results.conclusions:
@@ -490,10 +490,14 @@ def lab_compile(
 ) -> None:
     """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
     from ln_probe.analyses.files import read_text
-    from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
-    from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
-    from ln_probe.analyses.lab.depth.crasp import parse
     from ln_probe.batch.options import LARGEST
+
+    try:
+        from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
+        from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
+        from ln_probe.analyses.lab.depth.crasp import parse
+    except ImportError as error:
+        raise exits.refuse(str(error)) from error
 
     if construction not in (known := ("scaling", "clip", "rounding")):
         raise exits.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")

@@ -30,7 +30,6 @@ from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTa
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.keeping import table_at
-from ln_probe.analyses.lab.laboratory.on_traces import what_networks_show
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.runs import Run
@@ -194,19 +193,6 @@ def test_with_projection_alone_on_its_state_no_kept_network_counts() -> None:
     assert part["counts"].tolist() == [0, 0, 0]
     assert part["dimensions_counting"].tolist() == [1, 0, 1], "what R² alone said"
     assert (part[["off_before", "off_in"]].max(axis=1) > 2 * READABLE).all()
-
-
-def test_what_the_page_says_is_read_from_the_table() -> None:
-    networks = table_at(folder("counting_traces"), "networks")
-    said = "\n".join(what_networks_show(networks))
-    assert "**On the gates** a dimension counts in 9 of 9 networks" in said
-    assert "with a norm on the gates the count is there in all of them in 3 of 3 seeds" in said
-    assert "3 of 3 seeds is a share of [29%, 100%], none of 3 one of [0%, 71%]" in said
-    assert "At n = 49, moved by the worth of k letters, 20 at most" in said
-    gate = (networks["norm_site"] == "gates") & (networks["seed"] == 1) & (networks["norm"] == "layernorm")
-    other = "\n".join(what_networks_show(networks.assign(counts=networks["counts"].where(~gate, 0))))
-    assert "**On the gates** a dimension counts in 8 of 9 networks" in other
-    assert "with a norm on the gates the count is there in all of them in 2 of 3 seeds" in other
 
 
 def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +14,14 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from ln_probe.analyses.lab.intervals import SIGNIFICANT, interval
 from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at, with_seeds
-from ln_probe.analyses.lab.laboratory.laboratory_page import page
 from ln_probe.analyses.lab.published import folder
 from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, png
 
 THERE = [name for name in KEPT if (Path(folder("depth")).parent / name / "results.json").exists()]
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
+QUOTED = 111  # conclusions that the page repeats word by word
 
 
 @cache
@@ -26,8 +29,57 @@ def made_again(experiment: str) -> Results:
     return rebuilt(experiment)
 
 
-def test_the_page_is_made_of_the_kept_tables() -> None:
-    assert PAGE.read_text() == page(), "python -m ln_probe.analyses.lab.laboratory.laboratory_page > docs/laboratory.md"
+_NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+# "93 [90, 95]", with its unit and Holm's p where they follow
+FIGURE = re.compile(
+    rf"(?P<bold>\*\*)?({_NUMBER}) \[({_NUMBER}), ({_NUMBER})\]°?(?: (?:points|nats))?\)?\**"
+    rf"(?: \((?:\d+ seeds, )?Holm ({_NUMBER}))?"
+)
+OF_ROWS = (("mean", "ci_low", "ci_high"), ("factor", "low", "high"), ("c", "c_low", "c_high"))
+
+
+def kept_intervals() -> np.ndarray:
+    """Center, both ends and Holm's p of every row of a kept table that has an interval."""
+    paths = sorted(p for p in folder("depth").parent.glob("*/*") if p.suffix in (".csv", ".parquet"))
+    rows = []
+    for table in (table_at(path.parent, path.stem) for path in paths):
+        for columns in OF_ROWS:
+            if {*columns} <= {*table.columns}:
+                rows.append(table.reindex(columns=[*columns, "p_holm"]).to_numpy(float))
+    networks = table_at(folder("counting_traces"), "networks")
+    for _, part in networks.groupby(["task", "model", "norm", "norm_site", "phase"]):
+        center, low, high = interval(part["exact_to"].to_numpy(float))
+        rows.append(np.array([[center, max(low, 0), min(high, part["tested_n"].iloc[0]), np.nan]]))
+    return np.concatenate(rows)
+
+
+def said_by(rows: np.ndarray, figures: tuple[str, ...]) -> bool:
+    """Whether a row, as it is or in per cent, rounds to center, ends and (where given) Holm's p."""
+    for scale in (1, 100):
+        same = np.ones(len(rows), dtype=bool)
+        for column, figure in enumerate(figures):
+            half = 0.501 * float(Decimal(1).scaleb(int(Decimal(figure).as_tuple().exponent)))
+            same &= np.abs(rows[:, column] * (1 if column == 3 else scale) - float(figure)) <= half + 1e-12
+        if same.any():
+            return True
+    return False
+
+
+def test_figures_of_the_page_are_those_of_the_kept_tables() -> None:
+    abouts = [json.loads((folder(name) / "results.json").read_text()) for name in THERE]
+    conclusions = {sentence for about in abouts for sentence in about["conclusions"]}
+    lines = PAGE.read_text().splitlines()
+    own = [line for line in lines if line.removeprefix("- ") not in conclusions]
+    assert len(lines) - len(own) == QUOTED, "conclusions in results.json that the page repeats word by word"
+    rows, text = kept_intervals(), "\n".join(own)
+    figures = [(tuple(f for f in m.groups()[1:] if f is not None), m) for m in FIGURE.finditer(text)]
+    assert len(figures) > 750
+    assert [m[0] for figure, m in figures if not said_by(rows, figure)] == []
+    bold = [(f, m) for f, m in figures if m["bold"] and len(f) == 4]
+    assert [m[0] for f, m in bold if float(f[3]) >= SIGNIFICANT] == [], "bold is what Holm's p lets be told"
+    changed = [re.sub(r"\d(?=\D*$|e.*$)", lambda m: str((int(m[0]) + 5) % 10), f[0], count=1) for f, _ in figures]
+    noticed = [not said_by(rows, (other, *f[1:])) for other, (f, _) in zip(changed, figures, strict=True)]
+    assert np.mean(noticed) > 0.95
 
 
 @pytest.mark.parametrize("experiment", THERE)

@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import mpmath
+try:
+    import mpmath
+except ImportError as error:
+    raise ImportError("Solving exactly needs the package mpmath: pip install 'ln-probe[lab]'.") from error
 import numpy as np
 import torch
 from jaxtyping import Float

@@ -27,8 +27,21 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
-from lark import Lark, Token, Transformer, Tree, UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
-from lark.exceptions import VisitError
+
+try:
+    from lark import (
+        Lark,
+        Token,
+        Transformer,
+        Tree,
+        UnexpectedCharacters,
+        UnexpectedEOF,
+        UnexpectedInput,
+        UnexpectedToken,
+    )
+    from lark.exceptions import VisitError
+except ImportError as error:
+    raise ImportError("Reading C-RASP needs the package lark: pip install 'ln-probe[lab]'.") from error
 
 Kind = Literal["Boolean", "count"]
 Values = Bool[np.ndarray, "pos"] | Int[np.ndarray, "pos"]

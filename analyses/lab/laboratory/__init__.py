@@ -1,1 +1,0 @@
-"""docs/laboratory.md: the page of what the laboratory found, part by part."""
