@@ -45,7 +45,7 @@ def visible_keys(
     return every if window is None else every.triu(keys - queries - window + 1)
 
 
-_ROWS = 64  # queries looked at together
+_ROWS = 64  # queries per band
 
 
 def is_causal(pattern: Float[Tensor, "head query key"]) -> bool:
@@ -68,7 +68,7 @@ def window_of(attn: nn.Module, pattern: Float[Tensor, "head query key"]) -> int 
 
     Args:
         attn: the attention module.
-        pattern: attention paid on some prompt. On prompts that fit into a window there is none to speak of.
+        pattern: the attention pattern of some prompt. A prompt that fits into the window does not show it: None.
     """
     length = pattern.shape[-1]
     for window in _declared(attn):
@@ -225,7 +225,7 @@ class _Pass:
         self.site_of = {layer: s for s in sites for layer in s.attention_layers}
         self.running: dict[int, _Layer] = {}
         self.done: set[str] = set()
-        # A site without a module of its own stands in for a norm: its attention is looked at instead.
+        # Where attention reads the stream itself there is no norm's module: the input of attention is taken.
         self.after: list[Hook] = [(site.module, partial(self._norm, site)) for site in sites if not site.bare]
         self.before: list[Hook] = []
         self.attentions = attentions(model) if on_attention is not None else {}
@@ -280,8 +280,7 @@ class _Pass:
 
 
 def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "prompt pos d_model"] | None:
-    """What an attention module was given to read for its queries: of the first head where each has an input of its own
-    (`use_split_qkv_input`)."""
+    """The input of an attention module's queries; of the first head where each has its own (`use_split_qkv_input`)."""
     read = next((t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (d,) and t.ndim in (3, 4)), None)
     return read if read is None or read.ndim == 3 else read[:, :, 0]
 
@@ -300,7 +299,7 @@ def stream(
     Args:
         model: any hooked model.
         tokens: one prompt.
-        sites: the model's norms (`find_sites`), and what stands in for norms (`survey`) where it is wanted.
+        sites: the model's norms (`find_sites`), and the replacements of norms (`survey`) where they are wanted.
         on_norm: gets a norm's input and output, once per pass, however often it is called. Norms inside attention
             come flattened over heads, [pos·head d_head].
         on_attention: gets an `AttentionInput` when a layer's attention has run.

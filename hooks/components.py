@@ -202,7 +202,7 @@ class Wiring:
         writers: the weights with which the model's sources write.
         sites: the model's norms.
         reads: of each norm outside attention, and of END, the sources of its input with their factors.
-        open: places where the sum does not close: how much is left over, and since where, in words.
+        open: places where the sum does not close, with the message that says how much is missing and since where.
         single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
             exact to float32 only.
     """
@@ -314,7 +314,7 @@ class _Search:
     def _fit(
         self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
     ) -> tuple[dict[Source, float], float]:
-        """`value` as `start` plus a combination of what is known; and what is left over, relatively."""
+        """`value` as `start` plus a combination of known writes; and the relative remainder."""
         rest = (value - start.value).flatten()
         found: dict[Source, float] = dict(start.expression)
         largest = max(float(start.value.abs().max()), float(value.abs().max()), 1e-300)
@@ -348,7 +348,7 @@ def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
         if isinstance(key, Source):
             try:
                 written = writers.written(key, output)
-            except (SplitError, RuntimeError):  # a layer without W_O: whatever reads it stays open, and says so
+            except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
                 continue
             if written.shape[-1] == writers.d_model:
                 search.writes.append((key, written))
@@ -380,7 +380,7 @@ _Event = tuple[Source | Site | int | str, Tensor, Tensor]
 
 
 def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens: Int[Tensor, " pos"]) -> list[_Event]:
-    """What happens to the stream in one pass, in its order, in float64; each module is looked at once."""
+    """The writes to the stream and the reads from it in one pass, in order, float64; each module counts once."""
     events: list[_Event] = []
     done: set[int] = set()  # HookedTransformer calls a norm for queries, keys and values
 
@@ -389,8 +389,8 @@ def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens:
             if isinstance(key, int) or id(module) not in done:
                 done.add(id(module))
                 given = None if isinstance(key, Source) else tensors_in(args, kwargs)[0]
-                both = (torch.empty(0) if v is None else flat(v, len(tokens)).double() for v in (given, output))
-                events.append((key, *both))
+                x, y = (torch.empty(0) if v is None else flat(v, len(tokens)).double() for v in (given, output))
+                events.append((key, x, y))
 
         return hook
 
@@ -413,7 +413,7 @@ class Record:
         seen: what each source's module showed (z of attention layers), a row per position.
         inputs: of every norm outside attention, and of the unembedding (END).
         neurons: activations of an MLP's neurons, by layer, where they were asked for.
-        logits: of those positions; None if they were not looked at.
+        logits: of those positions; None if they are not known (a cache).
         dtype: the format the model computes in.
     """
 

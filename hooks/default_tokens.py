@@ -38,7 +38,7 @@ CALIBRATION, MEASURED = "calibration", "measured"
 SAMPLED_SEQUENCES = {CALIBRATION: 16, MEASURED: 32}
 SAMPLED_TOKENS = 128  # per sequence, at most: without a key-value cache their cost grows with the square
 # Sequences that end early are topped up until each part has so many tokens; a model that always ends at once would
-# otherwise be drawn from for ever, hence the limit on sequences (in multiples of SAMPLED_SEQUENCES).
+# otherwise be drawn from for ever, so the number of sequences is limited (in multiples of SAMPLED_SEQUENCES).
 SAMPLED_LEAST_TOKENS = {CALIBRATION: 256, MEASURED: 512}
 SAMPLED_ROUNDS = 4
 # Sampled prompts, and prompts of the user's, of which one token makes up more than this say more about that token than
@@ -77,7 +77,7 @@ def tokenizer_of(model: HookedModel) -> Any:
 def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) -> Int[Tensor, " pos"]:
     """Token ids of one text, behind the tokenizer's first token where the model was trained with one.
 
-    `prepend_bos`: whether that first token stands there, whatever the model was trained with.
+    `prepend_bos`: whether to begin with that first token, regardless of how the model was trained.
 
     Raises:
         ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty or one
@@ -138,7 +138,7 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
     """Ids of the model's "eos", "bos" or "pad" tokens, as its tokenizer and its Hugging Face configuration have them.
 
     A model without its original (a HookedTransformer) is asked for the `special_token_ids` that `load_model` leaves on
-    it. Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 whatever the vocabulary).
+    it. Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 for any vocabulary).
     """
     original = getattr(model, "original_model", None)
     holders = (tokenizer_of(model), getattr(original, "config", None), getattr(original, "generation_config", None))
@@ -365,7 +365,7 @@ class NextLogits:
 
 @contextmanager
 def _cache_errors() -> Iterator[None]:
-    """Whatever a key-value cache stumbles over, whole passes do without one."""
+    """Turn any error of a key-value cache into `_CacheError`: whole passes need no cache."""
     try:
         yield
     except Exception as error:

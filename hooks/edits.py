@@ -310,13 +310,13 @@ def z_instead(
     kwargs: Mapping[str, Any],
     instead: Callable[[Tensor], Tensor | None],
 ) -> Tensor | None:
-    """What the heads of a block would hand on if its attention, called with these arguments, read something else.
+    """The heads' outputs (z) of a block if its attention, called with these arguments, read something else.
 
     `instead` gives what to read for a tensor (None: itself). Hook points inside attention see this call too, before
     the model's own. None if there is nothing to change.
 
     Raises:
-        InterventionError: attention goes on from keys and values that it keeps in a cache.
+        InterventionError: attention continues from keys and values in a cache.
         LostEditError: only some of queries, keys and values are made of something that `instead` knows.
     """
     put = 0
@@ -474,7 +474,7 @@ def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Ten
     wanted, laid = x.shape[:-1], given.to(x.device)
     if laid.ndim == 1:
         laid = laid[None]
-    if laid.ndim == len(wanted) - 1:  # every head with an input of its own: a token's sigma is that of all
+    if laid.ndim == len(wanted) - 1:  # an input per head: a token's sigma is the same for all
         laid = laid[..., None]
     if laid.ndim != len(wanted) or any(g not in (1, w) for g, w in zip(laid.shape, wanted, strict=True)):
         raise InterventionError(

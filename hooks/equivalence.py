@@ -117,7 +117,7 @@ def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor
 
 
 def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_vocab"]:
-    """Logits less their mean over the vocabulary: what is left when the unembedding is centred."""
+    """Logits minus their mean over the vocabulary, as with a centred unembedding."""
     return logits - logits.mean(-1, keepdim=True)
 
 

@@ -96,7 +96,7 @@ class Intervention(OneLine):
     Attributes:
         variant: "no_scaling", "no_projection" or "neither".
         sites: names of the norms that are edited.
-        divisors: what stands for sigma at position 0 and elsewhere, by site (the means, of resampled ones); empty where
+        divisors: the constants at position 0 and elsewhere, by site (the means, of resampled sigmas); empty where
             scaling stays.
         matched: whether those divisors are the sites' own sigmas (False for a number the user gave: then a change of
             the loss mixes the loss of scaling with a change of size).
@@ -152,7 +152,7 @@ def without(
         seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
             left at "attention", and means the norms that these blocks' attention reads. Hook points inside that
-            attention are called twice; a key-value cache cannot be used meanwhile.
+            attention are called twice; a key-value cache cannot be used at the same time.
 
     Yields:
         What is done, with the divisors.
@@ -200,7 +200,7 @@ def without(
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
     pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
-    with exclusive(hooked), installed(hooked, edits):  # a thread that wants the model meanwhile waits
+    with exclusive(hooked), installed(hooked, edits):  # other threads that want the model wait
         yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
 
 
@@ -425,7 +425,7 @@ def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit
 
 
 def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> dict[str, str]:
-    """Sites at which an edit does not reach the model's output, and what is known about why."""
+    """Sites at which an edit does not reach the model's output, each with the probable cause."""
     found: dict[str, str] = {}
     with evaluating(model):
         for at in range(0, len(sites), SITES_AT_ONCE):
@@ -439,7 +439,7 @@ def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
     TransformerLens centres the weights that read a norm when it folds the norm into them (`fold_ln`): in such a model
     taking projection away changes nothing, although the norm's output changes.
     """
-    ignored = {}
+    ignored: dict[str, str] = {}
     sites = [s for s in sites if s.projects]
     limit = ignored_below(dtype_of(model))
     with evaluating(model):

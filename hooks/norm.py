@@ -114,7 +114,7 @@ class Site(OneLine):
 
     @property
     def stands_in(self) -> bool:
-        """Whether it stands for what attention reads where there is no norm that ln_probe knows."""
+        """Whether it replaces a norm: what attention reads where there is no norm that ln_probe knows."""
         return self.bare or self.kind == "unknown"
 
     @property

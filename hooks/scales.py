@@ -102,7 +102,7 @@ class Resampled:
     def __init__(self, sigmas: Sigmas, seed: str) -> None:
         self.sigmas = sigmas
         self.generator = np.random.default_rng(zlib.crc32(seed.encode()))
-        self.last: tuple[Tensor, Tensor] | None = None  # what was looked at, and what was drawn for it
+        self.last: tuple[Tensor, Tensor] | None = None  # the last vectors, and the sigmas drawn for them
 
     def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """As `Constant.at`; another draw at every call, but for the same vectors again.
@@ -165,7 +165,7 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """The rows of calibration tokens a user gave: a tensor [batch pos], or a list of rows of their own lengths.
+    """Check calibration tokens: a tensor [batch pos], or a list of rows of different lengths.
 
     Raises:
         ValueError: not whole numbers, empty, outside the vocabulary, or longer than the context.
@@ -187,7 +187,7 @@ def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
 
 
 def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
-    """Token ids as one tensor a prompt, from a tensor [batch pos] or a list of rows of their own lengths.
+    """Return token ids as one tensor per prompt, from a tensor [batch pos] or a list of rows of different lengths.
 
     Raises:
         ValueError: something else than whole numbers, other axes, or an empty row.

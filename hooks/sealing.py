@@ -2,7 +2,7 @@
 
 A hook is foreign if neither TransformerLens nor ln_probe nor the loader installed it; accelerate's belong to the model.
 `Cover` moves every module's hooks into dictionaries of ours, to which only the covering thread may add; the originals
-come back at the end, so handles that a user holds stay valid, and hooks that were added meanwhile are removed.
+come back at the end, so handles that a user holds stay valid, and hooks that were added in between are removed.
 `Fingerprint` compares the bits of parameters and buffers: PyTorch counts in-place edits (`_version`), but not those
 through `.data`.
 """
@@ -129,7 +129,7 @@ _WRAPPERS = ("peft", "sae_lens")
 
 @dataclass(frozen=True, eq=False)
 class Foreign:
-    """A hook or a wrapper that somebody else put on a model.
+    """A hook or a wrapper on a model that is not its own.
 
     Attributes:
         point: the hook point or module it is on; "every module" for torch's global hooks.
@@ -196,7 +196,7 @@ def edits_under_way(model: HookedModel | nn.Module) -> tuple[list[Edit], list[Li
 
 
 def described(module: nn.Module, path: str, store: str, key: int) -> str:
-    """A hook in words: its kind, its function and where it is."""
+    """Describe a hook: its kind, its function and where it is."""
     hook = user_hooks(module).get(key, getattr(module, store)[key])
     return f"a {KINDS[store]} {name_of(hook)} at {_name(path, module)}"
 
@@ -255,7 +255,7 @@ def _name(path: str, module: nn.Module) -> str:
 _LISTS = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
 _COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves
 _LOOKS, _BETWEEN_LOOKS = 200, 0.001  # seconds
-_DEVICES = ("cpu", "cuda")  # whose autocast is looked at
+_DEVICES = ("cpu", "cuda")  # whose autocast is compared
 
 
 class OtherThreadError(RuntimeError):
@@ -405,7 +405,7 @@ class Cover:
 
     @contextmanager
     def noting(self) -> Iterator[list[str]]:
-        """What is left of a stretch of work, known and undone at its end; in another thread nothing is looked at."""
+        """List what the block leaves on the model, and undo it at its end; other threads are not checked."""
         left: list[str] = []
         if threading.current_thread() is not self._owner:
             yield left
@@ -541,7 +541,7 @@ def running(model: nn.Module) -> str:
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
-    """An instance's own forward, or that of its class; not by setattr, which a bridge hands on to what it wraps."""
+    """An instance's own forward, or that of its class; not by setattr, which a bridge passes to what it wraps."""
     if forward is None:
         module.__dict__.pop(FORWARD, None)
     else:

@@ -50,7 +50,7 @@ STATES = ("raw", "folded", "centred", "folded+centred")
 # 1e-3 (MGM, SmolLM2, CAPP-GPT), rows of its weights above 1e-2.
 CENTRED = 1e-5
 CENTRED_HALF = 5e-3  # 16-bit formats: their own rounding, 2^-9 per entry at most
-_ROWS = 1024  # vectors looked at at once: 6 MB in float64 at d 768
+_ROWS = 1024  # vectors per step: 6 MB in float64 at d 768
 
 
 def centred_bound(dtype: torch.dtype) -> float:
@@ -175,7 +175,7 @@ def state_of(
     x: Float[Tensor, "*batch d"] | None,
     writing: Sequence[Weight],
 ) -> tuple[str, str]:
-    """One of STATES for a norm, and the evidence in words.
+    """Return one of STATES for a norm, and the evidence as text.
 
     Args:
         model: any hooked model.
@@ -196,7 +196,7 @@ def state_of(
         reasons.append(f"|mean| of its input is at most {share:.1e} of its RMS")
     if site.reads not in ("query", "key") and (x is None or x.shape[-1] == int(model.cfg.d_model)):
         before = [w for w in writing if w.layer < site.layer]
-        # Its own block's attention writes before it too, unless that reads the norm or runs beside the MLP.
+        # Its own block's attention writes before it too, unless that reads the norm or runs parallel to the MLP.
         if "attention" not in site.reads.split("+") and not getattr(model.cfg, "parallel_attn_mlp", False):
             before += [w for w in writing if w.layer == site.layer and w.part == "attention"]
         hidden = [w for w in before if math.isnan(w.off_centre)]
@@ -330,13 +330,13 @@ def _reads(name: str, readers: Sequence[Reader]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What is known about where a model normalizes, gathered once; sites come in the order of the forward pass.
+    """The norms of a model and their readers, gathered once; sites are in the order of the forward pass.
 
     Attributes:
         model: the model.
         sites: its norms.
         unknown: modules that stand between the stream and what reads it, and are no norm that ln_probe knows (kind
-            "unknown"); one that nothing names is looked at where attention reads it.
+            "unknown"); one without a module of its own is measured where attention reads it.
         bare: for every block whose attention reads the stream itself, a site of kind "none".
     """
 
@@ -364,7 +364,7 @@ class ModelFacts:
 
     @property
     def read(self) -> tuple[Site, ...]:
-        """Everything that something reads: norms, and what stands in for norms."""
+        """Norms and their replacements: every site that something reads."""
         return (*self.sites, *self.unknown, *self.bare)
 
     @property
@@ -414,7 +414,7 @@ def find_sites(model: object) -> list[Site]:
 
 
 def survey(model: object) -> ModelFacts:
-    """Every norm of `model`, and what stands in for norms where there is none that ln_probe knows.
+    """Find every norm of `model`, and what attention reads where there is no norm that ln_probe knows.
 
     Costs the same as `find_sites`.
 
@@ -439,7 +439,7 @@ def _survey(model: HookedModel) -> ModelFacts:
     sites, unknown, bare = list[Site](), list[Site](), list[Site]()
 
     def stand_in(name: str, module: nn.Module, why: str) -> Site:
-        """What stands in for a module that is no known norm; `why` begins with its class."""
+        """The site of a module that is no known norm; `why` begins with its class."""
         readers = seen.readers.get(name, [])
         return _stand_in(
             model, "unknown", name, seen.layer(name, model), _reads(name, readers), module, why, _attention(readers)
