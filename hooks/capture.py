@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.components import END, Record, SplitError, Wiring, outside_attention, watched
 from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, hooks_on, n_layers, run, tensors_in
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
 # types of newer Hugging Face configs).
@@ -203,7 +203,7 @@ def _by_prompt(site: Site, value: Tensor, lengths: Sequence[int]) -> list[Float[
     """Of each prompt its rows, position 0 first, without padding: norms inside a bridge's attention see
     [batch head pos d_head], and some see all of it in one line."""
     longest = max(lengths)
-    if value.ndim == 4 and site.is_heads_first(value, longest):
+    if value.ndim == 4 and is_heads_first(site, value, longest):
         value = value.transpose(1, 2)
     each = value.reshape(len(lengths), -1, site.d)  # heads of a position stand together
     return [x[: n * (x.shape[0] // longest)] for x, n in zip(each, lengths, strict=True)]

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import HookedModel, at_least_float32, attentions, blocks, hooks_on, tensors_in
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, is_heads_first
 
 _READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
 # What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
@@ -57,7 +57,7 @@ class Positions:
         start = torch.zeros(batch, dtype=torch.long) if self.padded is None else self.padded[:batch].cpu()
         first = torch.arange(self.offset, self.offset + length)[None] == start[:, None]
         if x.ndim == 4:
-            first = first[:, None, :, None] if site.is_heads_first(x, length) else first[:, :, None, None]
+            first = first[:, None, :, None] if is_heads_first(site, x, length) else first[:, :, None, None]
         elif x.ndim == 3:
             first = first[:, :, None]
         else:

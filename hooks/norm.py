@@ -125,10 +125,6 @@ class Site(OneLine):
     def scales(self) -> bool:
         return self.kind in ("layernorm", "rmsnorm", "scaling_only")
 
-    def is_heads_first(self, x: Float[Tensor, "a b c d"], length: int) -> bool:
-        """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention."""
-        return self.reads in ("query", "key") and x.shape[2] == length
-
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Px, or x itself where the norm does not project."""
         return x - x.mean(-1, keepdim=True) if self.projects else x
@@ -215,6 +211,11 @@ SAME_OUTPUT = 5e-2
 # RMS of the vectors that a norm is asked about, the next where its eps hides whether it scales (eps is annealed in
 # studies of norms, up to 1 and beyond). At the last, half precision overflows.
 SIZES = (1.0, 1e2, 1e4)
+
+
+def is_heads_first(site: Site, x: Float[Tensor, "a b c d"], length: int) -> bool:
+    """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention."""
+    return site.reads in ("query", "key") and x.shape[2] == length
 
 
 class SiteError(ValueError):
