@@ -240,7 +240,7 @@ def _load_checkpoint(
     """Load a Hugging Face model from the hub, a folder or a .gguf file."""
     from ln_probe.loading.folder import inspect_folder
     from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, official_name
-    from ln_probe.loading.pretrained import from_folder, from_gguf, offline, own_random_numbers, quiet
+    from ln_probe.loading.pretrained import from_folder, from_gguf, isolated, quiet
     from ln_probe.loading.provenance import combined, files_of_checkpoint, sha256_of_hashes, unchanged
     from ln_probe.loading.verify import into_world
 
@@ -257,7 +257,7 @@ def _load_checkpoint(
         with quiet(progress=True):
             snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
         path, revision, commit, notes = snapshot.folder, snapshot.revision, snapshot.commit, snapshot.notes
-    with quiet(), offline(), own_random_numbers():  # every file is on the disk now
+    with isolated():  # every file is on the disk now
         if kind == "gguf":
             weights: tuple[Path, ...] = (path,)
             with unchanged(weights) as hashes:

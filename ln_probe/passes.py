@@ -86,7 +86,7 @@ class Passes:
         settings: what to measure.
         probes: those that were asked for; None: as the settings name them.
         objective: the loss; None: as the settings name it.
-        seal: looked at between passes and around probes of other packages.
+        seal: checked between passes and around probes of other packages.
 
     Raises:
         ValueError: a layer, head or probe that does not exist.
@@ -118,8 +118,8 @@ class Passes:
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
-        self._forms: dict[int, tuple[int, Form]] = {}  # of each layer's scores, by the longest prompt seen: its length
-        self._reached: dict[int, dict[str, Reached | None]] = {}  # of each layer, by norm
+        self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
+        self._reached: dict[int, dict[str, Reached | None]] = {}  # by layer and norm
         self.attends = any(s.attention_layers for s in self.found.read)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
@@ -226,7 +226,7 @@ class Passes:
         bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
         occurred: dict[int, EmpiricalQueries] = defaultdict(EmpiricalQueries)
-        group: list[tuple[int, Tensor]] = []
+        batch: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
         rows: list[bytes] = []  # the token ids of every prompt: equal ones form a group
         frozen = [s.site for s in statistics if not s.site.stands_in]
@@ -235,7 +235,7 @@ class Passes:
 
         def on_norm(place: int, site: Site, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
-                number, row = group[place]
+                number, row = batch[place]
                 added = by_name[site.name].add(x, y, heads=max(1, len(x) // len(row)))
                 if site.name in places:
                     sums[number][:, places[site.name]] = added
@@ -256,18 +256,11 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for group in self._batches("first pass", prompts):  # the callbacks read it
-            lengths += [float(len(row)) for _, row in group]
-            rows += [row.numpy().astype(np.int64).tobytes() for _, row in group]
-            sums += [np.zeros((2, len(frozen), 2)) for _ in group]
-            stream_together(
-                self.model,
-                [row for _, row in group],
-                self.found.read,
-                on_norm=on_norm,
-                layers=self.layers,
-                on_attention=on_attention if self.wants_heads else None,
-            )
+        for batch in self._batches("first pass", prompts):  # the callbacks read it
+            lengths += [float(len(row)) for _, row in batch]
+            rows += [row.numpy().astype(np.int64).tobytes() for _, row in batch]
+            sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
+            self._stream(batch, on_norm, on_attention if self.wants_heads else None)
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), _groups(rows, groups), stacked[:, 0], stacked[:, 1])
         constants, calibrated_on, on_constants = self._constants(frozen, measured, rows, calibration)
@@ -392,14 +385,26 @@ class Passes:
         alone = sum(map(is_foreign, asked)) < 2
         watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
         with BackgroundWorker(self._gpu_memory) as beside:
-            for group in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
-                self._watch(group, [w for w in watching if w.takes(group[0][0])], calibration, beside)
+            for batch in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
+                self._watch(batch, [w for w in watching if w.takes(batch[0][0])], calibration, beside)
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
+    def _stream(
+        self,
+        batch: Sequence[tuple[int, Tensor]],
+        on_norm: Callable[[int, Site, Tensor, Tensor], None] | None,
+        on_attention: Callable[[int, AttentionInput], None] | None,
+    ) -> None:
+        """Run one batch; the callbacks get a prompt's place in it."""
+        rows = [row for _, row in batch]
+        stream_together(
+            self.model, rows, self.found.read, on_norm=on_norm, layers=self.layers, on_attention=on_attention
+        )
+
     def _watch(
         self,
-        group: Sequence[tuple[int, Int[Tensor, " _"]]],
+        batch: Sequence[tuple[int, Int[Tensor, " _"]]],
         watching: Sequence[GuardedObserver],
         calibration: Calibration,
         beside: BackgroundWorker,
@@ -414,7 +419,7 @@ class Passes:
         large = any(w.probe.needs.variants for w in attention)
 
         def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-            number = group[place][0]
+            number = batch[place][0]
             for w in norms if not site.stands_in else ():
                 if w in attention and beside.room:
                     beside.do(partial(w.norm, number, site, x.clone(), y.clone()), x.nbytes + y.nbytes)
@@ -424,13 +429,10 @@ class Passes:
         def on_attention(place: int, seen: AttentionInput) -> None:
             if beside.room:  # later blocks may write where these are now
                 seen = replace(seen, x=seen.x.clone(), y=seen.y.clone(), pattern=seen.pattern.clone())
-            beside.do(partial(look, group[place][0], seen), seen.x.nbytes + seen.y.nbytes + seen.pattern.nbytes)
+            beside.do(partial(look, batch[place][0], seen), seen.x.nbytes + seen.y.nbytes + seen.pattern.nbytes)
 
         def look(number: int, seen: AttentionInput) -> None:
-            def read() -> Heads | None:
-                return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
-
-            attended = AttentionLayer(seen, read, calibration, number, self.heads)
+            attended = self._attended(number, seen, calibration)
             if large:
                 return_free_memory()
             for w in attention:
@@ -439,15 +441,8 @@ class Passes:
                 return_free_memory()
 
         if norms or attention:
-            stream_together(
-                self.model,
-                [row for _, row in group],
-                self.found.read,
-                on_norm=on_norm if norms else None,
-                layers=self.layers,
-                on_attention=on_attention if attention else None,
-            )
-        for number, row in group:
+            self._stream(batch, on_norm if norms else None, on_attention if attention else None)
+        for number, row in batch:
             for w in sorted(watching, key=lambda w: w in attention):
                 if w.probe.needs.output:
                     if w in attention:
@@ -458,6 +453,12 @@ class Passes:
                     beside.do(partial(w.end, number))
                 else:
                     w.end(number)
+
+    def _attended(self, number: int, seen: AttentionInput, calibration: Calibration) -> AttentionLayer:
+        def read() -> Heads | None:
+            return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
+
+        return AttentionLayer(seen, read, calibration, number, self.heads)
 
     def weigh(self, probe: Probe) -> Piece | Failure:
         """Return the piece of a probe that needs no prompts."""
@@ -483,8 +484,7 @@ class Passes:
         def frozen(number: int, seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
             if seen.layer in calibration.unsupported:
                 return None
-            attended = AttentionLayer(seen, lambda: self._heads_of(seen, again=True), calibration, number, self.heads)
-            return attended.pattern(SCALING_FROZEN.name)
+            return self._attended(number, seen, calibration).pattern(SCALING_FROZEN.name)
 
         return record(
             self.model,
@@ -500,16 +500,9 @@ class Passes:
         )
 
     def _view(self, calibration: Calibration | None) -> View:
-        return View(
-            self.model,
-            self.sites,
-            self.layers,
-            self.heads,
-            calibration,
-            namer(self.model),
-            missing_head(self.model),
-            self.objective,
-        )
+        model, heads = self.model, self.heads
+        names, no_head = namer(model), missing_head(model)
+        return View(model, self.sites, self.layers, heads, calibration, names, no_head, self.objective)
 
     def _notes(
         self,
@@ -526,8 +519,8 @@ class Passes:
             )
         elif not self.attends:
             idle = " and ".join(p.name for p in self.probes if p.needs.attention)
-            said = f": {idle} {'was' if idle.count(' and ') == 0 else 'were'} not measured" if idle else ""
-            notes.append(f"no norm of this model is read by attention{said}")
+            unmeasured = f": {idle} {'were' if ' and ' in idle else 'was'} not measured" if idle else ""
+            notes.append(f"no norm of this model is read by attention{unmeasured}")
         notes += self.found.notes
         if self.left_out:
             notes.append(

@@ -1,4 +1,4 @@
-"""Texts and token ids in whatever form a user has them: files, folders, data sets, tensors, arrays, lists."""
+"""Texts and token ids in any form that a user has them in: files, folders, data sets, tensors, arrays, lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ln_probe.analyses.probes.text import quoted
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
 
-# Prompts that are not read from anywhere: those that come with the package, and sequences of the model's own.
+# Prompts that are not read: those that come with the package, and sequences sampled from the model.
 BUNDLED, SAMPLED = "bundled", "sampled"
 HUB_PREFIX = "hf:"
 _OPTIONS = ("config", "split", "field")
@@ -93,7 +93,7 @@ def _entries_of(folder: Path) -> list[Path]:
 
 
 def entries(given: str | Path) -> Iterator[Entry]:
-    """The prompts of a `.txt` (a prompt a paragraph), `.jsonl`, `.npy` or a data set, streamed.
+    """Yield the prompts of a `.txt` (a prompt a paragraph), `.jsonl`, `.npy` or a data set, streamed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -203,7 +203,7 @@ def _dataset(wanted: DatasetName) -> Iterator[Entry]:
 
 
 def _dataset_rows(wanted: DatasetName, where: str) -> Iterator[dict[str, Any]]:
-    """The rows of a data set; what its library raises, now or while it reads on, in words that name the data set."""
+    """Yield the rows of a data set; errors of its library, also later ones, name the data set."""
     import datasets
 
     folder = Path(wanted.name)
@@ -223,7 +223,7 @@ def _dataset_rows(wanted: DatasetName, where: str) -> Iterator[dict[str, Any]]:
         ) from error
     except _SplitError:
         raise
-    except Exception as error:  # whatever its files provoke: a script that is not run, a damaged table, a wrong schema
+    except Exception as error:  # a script that is not run, a damaged table, a wrong schema, …
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"{where} cannot be read: {said or type(error).__name__}") from error
 
@@ -268,12 +268,15 @@ def sampled(count: int | None = None) -> Sampled:
 
 
 def token_rows(given: Any, *, pad: int | None = None, ends: Sequence[int] = ()) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Token ids of every prompt, and what was left out of them.
+    """Return the token ids of every prompt, and notes on padding that was removed.
+
+    A tensor or array [batch pos] or [pos], lists of whole numbers, ragged or not, or a tokenizer's output (a dict with
+    `input_ids` and mostly an `attention_mask`).
 
     Args:
         given: ids in any of the forms above.
-        pad: the tokenizer's padding id; trailing ones of a batch are left out where some row has none.
-        ends: ids that end or begin a text: if `pad` is one of them, only a mask can tell what is padding.
+        pad: the tokenizer's padding id; trailing ones of a batch are removed if some row has none.
+        ends: ids that end or begin a text: if `pad` is one of them, only a mask identifies padding.
 
     Raises:
         ValueError: not whole numbers, more than two dimensions, a mask that does not fit, has gaps or hides all.
@@ -307,7 +310,7 @@ def _of_tokenizer(
 
 
 def _numbers(mask: Any) -> Any:
-    """A mask of truth values as 0 and 1."""
+    """Return a boolean mask as 0 and 1."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         return mask.long()
     return mask.astype(np.int64) if isinstance(mask, np.ndarray) and mask.dtype == bool else mask
@@ -332,7 +335,7 @@ def _seen(number: int, row: Int[Tensor, " pos"], mask: Int[Tensor, " pos"]) -> I
 
 
 def _unpadded(rows: list[Tensor], pad: int | None, ends: Sequence[int]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Trailing padding left out, where it can be told: some row of the batch has none."""
+    """Remove trailing padding if it is identified: some row of the batch has none."""
     if pad is None or len(rows) < 2:
         return rows, ()
     lengths = [len(r) - _trailing(r, pad) for r in rows]

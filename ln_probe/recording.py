@@ -1,13 +1,13 @@
-"""What a report will show, taken down in a pass of its own over a few prompts: bounded, whatever the corpus.
+"""Record what the pictures of a report show, in a separate pass over the first prompts.
 
-Of the prompts, the first ones are kept for as long as they fit; of a prompt, every layer and head pooled, and a few
-heads weight by weight. The marks of the keys are put in afterwards, from what was measured of them.
+The size is bounded for any corpus: the first prompts are kept as long as they fit; of each prompt, every layer and head
+pooled, and a few heads weight by weight. The marks of the keys are filled in afterwards, from their measurements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,25 +60,24 @@ def record(
     *,
     layers: Sequence[int],
     heads: Sequence[int],
-    drawn: Collection[str] | None = None,
-    attention: bool = True,
-    frozen: Frozen | None = None,
-    count: int | None = None,
+    drawn: Collection[str],
+    attention: bool,
+    frozen: Frozen,
+    count: int,
 ) -> Exhibits:
-    """Attention patterns and samples of norm inputs of the first prompts; no key is marked yet (see `marked`).
+    """Record attention patterns and samples of norm inputs of the first prompts; `marked` adds the keys' marks.
 
     Args:
         model: any hooked model.
         sites: its norms.
         prompts, tokens: ids and strings of the prompts, or of the first ones.
-        layers, heads: those looked at.
-        drawn: names of the norms of which vectors may be kept; None: all.
+        layers, heads: those to record.
+        drawn: names of the norms of which vectors may be kept.
         attention: whether patterns are wanted.
         frozen: a layer's pattern with keys made without scaling; None where there is none.
-        count: how many prompts there are in all; None: those that were passed.
+        count: how many prompts there are in all.
     """
-    names = {s.name for s in sites} if drawn is None else set(drawn)
-    recorder = _Recorder(prompts, tokens, layers, heads, names, len(prompts) if count is None else count, frozen)
+    recorder = _Recorder(prompts, tokens, layers, heads, set(drawn), count, frozen)
     for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
         wanted = attention and number in recorder.plan
         stream(
@@ -92,55 +91,41 @@ def record(
     return recorder.exhibits()
 
 
-def marked(exhibits: Exhibits, marks: Iterable[Marks]) -> Exhibits:
-    """The same exhibits with the marks of their keys.
+def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:
+    """Return the exhibits with the marks of their keys.
 
     Args:
-        exhibits: what `record` made.
-        marks: what was found about keys, a layer at a time; layers, variants and prompts of which nothing is shown are
-            passed over.
+        exhibits: from `record`.
+        marks: measurements of keys, a layer at a time; layers, variants and prompts that are not shown are ignored.
     """
-    drawn = [_Marked(shown) for shown in exhibits.attention]
-    for found in marks:
-        if found.variant in _ENDINGS:
-            for each in drawn:
-                each.take(found)
-    return replace(exhibits, attention=tuple(each.done() for each in drawn))
+    return replace(exhibits, attention=tuple(_marked_prompt(shown, marks) for shown in exhibits.attention))
 
 
 _ENDINGS = {INTACT.name: "", SCALING_FROZEN.name: "_frozen"}  # of the arrays, by variant
 
 
-class _Marked:
-    """The marks of one prompt's keys, filled a layer at a time."""
-
-    def __init__(self, shown: PromptAttention) -> None:
-        self.shown = shown
-        names = ("verdict", "margin", "attainable", "verdict_frozen", "attainable_frozen")
-        self.arrays: dict[str, Any] = {name: getattr(shown, name).copy() for name in names}
-
-    def take(self, marks: Marks) -> None:
-        """Put in what was measured at one layer under one variant."""
-        numbers = marks.prompts.tolist()
-        if self.shown.prompt not in numbers or marks.layer not in self.shown.layers:
-            return
-        place, at = self.shown.layers.index(marks.layer), numbers.index(self.shown.prompt)
-        first = int(marks.lengths[:at].sum())
-        keys = slice(first, first + int(marks.lengths[at]))
-        found = {m: values[: len(self.shown.heads), keys] for m, values in marks.measures.items()}
-        ending = _ENDINGS[marks.variant]
-        self.arrays[f"verdict{ending}"][place] = _CODES[found["verdict"]]
-        self.arrays[f"attainable{ending}"][place] = found["attainable_last"]
+def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAttention:
+    names = ("verdict", "margin", "attainable", "verdict_frozen", "attainable_frozen")
+    arrays: dict[str, Any] = {name: getattr(shown, name).copy() for name in names}
+    for found in marks:
+        numbers = found.prompts.tolist()
+        if found.variant not in _ENDINGS or shown.prompt not in numbers or found.layer not in shown.layers:
+            continue
+        place, at = shown.layers.index(found.layer), numbers.index(shown.prompt)
+        first = int(found.lengths[:at].sum())
+        keys = slice(first, first + int(found.lengths[at]))
+        measures = {name: values[: len(shown.heads), keys] for name, values in found.measures.items()}
+        ending = _ENDINGS[found.variant]
+        arrays[f"verdict{ending}"][place] = _CODES[measures["verdict"]]
+        arrays[f"attainable{ending}"][place] = measures["attainable_last"]
         if not ending:
-            middle = (found["margin_lower"] + found["margin_upper"]) / 2
-            self.arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)
-
-    def done(self) -> PromptAttention:
-        return replace(self.shown, **self.arrays)
+            middle = (measures["margin_lower"] + measures["margin_upper"]) / 2
+            arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)
+    return replace(shown, **arrays)
 
 
 class _Recorder:
-    """Collects during the pass; `exhibits` at the end."""
+    """Collects patterns and vectors during the pass; `exhibits` returns them at the end."""
 
     def __init__(
         self,
@@ -150,7 +135,7 @@ class _Recorder:
         heads: Sequence[int],
         drawn: set[str],
         count: int,
-        frozen: Frozen | None,
+        frozen: Frozen,
     ) -> None:
         self.tokens, self.heads, self.drawn, self.frozen_of = tokens, tuple(heads), drawn, frozen
         lengths = [len(row) for row in prompts]
@@ -168,7 +153,7 @@ class _Recorder:
         self.positions = [np.unique(np.linspace(0, n - 1, min(share, n)).astype(int)) for n in sampled]
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], _y: Tensor) -> None:
-        """Take in a norm's inputs for one prompt (norms before attention and the final one are drawn)."""
+        """Keep some of a norm's inputs for one prompt, if it is read by attention or is the final norm."""
         read = {"attention", "unembed"} & set(site.reads.split("+"))
         if not read or site.name not in self.drawn or len(x) != len(self.tokens[prompt]):
             return
@@ -177,14 +162,14 @@ class _Recorder:
         self.vectors.setdefault(site.name, []).append(rows.float().cpu())
 
     def attention(self, prompt: int, seen: AttentionInput) -> None:
-        """Take in one layer's pattern for one prompt."""
+        """Keep one layer's pattern for one prompt."""
         every = seen.pattern.float().cpu().numpy()
         heads = [h for h in self.heads if h < len(every)]
         pattern = every[heads]
         self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
         edges = bin_edges(pattern.shape[-1])
         self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, edges))
-        without = None if self.frozen_of is None else self.frozen_of(prompt, seen)
+        without = self.frozen_of(prompt, seen)
         if without is not None:
             self.frozen[prompt, seen.layer] = to_bytes(pooled(without.float().cpu().numpy()[heads], edges))
         self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))
@@ -195,7 +180,7 @@ class _Recorder:
     def _least_uniform(
         self, layer: int, heads: Sequence[int], pattern: Float[np.ndarray, "head query key"]
     ) -> list[int]:
-        """The heads kept weight by weight, of evenly spaced layers: where there is most to see, entropy is least."""
+        """Return the heads kept weight by weight: in evenly spaced layers, those of least entropy."""
         spaced = np.linspace(0, len(self.layers) - 1, min(FULL_HEADS, len(self.layers))).astype(int)
         if layer not in {self.layers[i] for i in spaced}:
             return []
@@ -203,7 +188,7 @@ class _Recorder:
         return sorted(heads[i] for i in np.argsort(entropy, kind="stable")[: math.ceil(FULL_HEADS / len(spaced))])
 
     def exhibits(self) -> Exhibits:
-        """All of it."""
+        """Return everything that was kept."""
         attention = tuple(found for p in sorted(self.plan) if (found := self._prompt(p)) is not None)
         samples = tuple(self._sample(name) for name in self.vectors)
         return Exhibits(attention, samples, tuple(self.notes) if attention else ())
@@ -270,7 +255,7 @@ class _Recorder:
 
 
 def _received(pattern: Float[np.ndarray, "head query key"], window: int | None) -> Float[np.ndarray, "head key"]:
-    """Mean weight each key gets from the queries after position 0 that see it (all of them, without a causal mask)."""
+    """Return each key's mean weight from the queries after position 0 that see it (all of them if not causal)."""
     queries = pattern.shape[1]
     if np.triu(pattern, 1).any():
         seen: int | np.ndarray = queries - 1
@@ -285,11 +270,11 @@ def _received(pattern: Float[np.ndarray, "head query key"], window: int | None) 
 def plan(
     lengths: Sequence[int], layers: Sequence[int], heads: int, count: int
 ) -> tuple[tuple[int, ...], dict[int, bool], list[str]]:
-    """What of the attention is kept.
+    """Decide which attention patterns are kept.
 
     Args:
         lengths: of the first prompts, in tokens.
-        layers, heads: layers looked at, and how many heads each has.
+        layers, heads: layers that were asked for, and how many heads each has.
         count: prompts in all.
 
     Returns:

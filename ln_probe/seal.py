@@ -1,12 +1,12 @@
-"""Is what is measured the model that the user gave, from the first pass to the last?
+"""Make sure that the model measured is the one that the user gave, from the first pass to the last.
 
     with Seal(model, hooks="refuse") as seal:
-        seal.compare(tokens)            # foreign hooks: do they change anything?
-        ...                             # seal.rest() between passes, seal.watching(probe) around a probe of others
+        seal.compare(tokens)            # do foreign hooks change anything?
+        ...                             # seal.rest() between passes, seal.watching(probe) around a foreign probe
     report.with_notes(*seal.notes)
 
-Hooks, weights, modules and settings of torch can change what a model computes without a trace in the tables. Here they
-are looked at before, during and after a measurement. What changes nothing is noted; anything else is refused or named.
+Hooks, weights, modules and settings of torch can change what a model computes without a trace in the tables. They are
+inspected before, during and after a measurement: what changes nothing is noted, anything else is refused or named.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Seal:
 
     Args:
         model: any hooked model.
-        hooks: what happens to hooks that somebody else put on it (`foreign_hooks`): "refuse": they are switched off,
-            and refused if they change anything; "keep": they stay on.
+        hooks: what happens to `foreign_hooks`: "refuse" switches them off, and raises if they change anything; "keep"
+            leaves them on.
         forward: a pass over token ids [batch pos] without gradients; None: that of a TransformerLens model.
 
     Attributes:
@@ -72,7 +72,7 @@ class Seal:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """For provenance, as plain JSON; empty if nobody's hooks were on the model."""
+        """For provenance, as plain JSON; empty if the model had no foreign hooks."""
         if not self._foreign:
             return {}
         return {
@@ -146,10 +146,10 @@ class Seal:
                     raise SealError(_added(left))
 
     def compare(self, tokens: Int[Tensor, " pos"]) -> None:
-        """Look whether foreign hooks change the output or the input of a norm on a prompt, bit for bit.
+        """Check whether foreign hooks change the output or the input of a norm on a prompt, bit for bit.
 
         Raises:
-            SealError: they do, and are not to be kept; names them.
+            SealError: they do, and hooks="refuse"; names them.
         """
         if not self._foreign:
             return
@@ -177,10 +177,10 @@ class Seal:
         )
 
     def rest(self) -> None:
-        """Between passes: nobody may have added a hook or written to a weight.
+        """Check between passes that no hook was added and no weight was written to.
 
         Raises:
-            SealError: somebody has; names the hook or the parameter.
+            SealError: names the hook or the parameter.
         """
         cover, fingerprint = self._inside()
         if touched := fingerprint.touched():
@@ -191,7 +191,7 @@ class Seal:
 
     @contextmanager
     def watching(self, probe: str, *, thorough: bool) -> Iterator[None]:
-        """Around what a probe of another package does with the model.
+        """Check what a probe of another package does with the model.
 
         Args:
             probe: its name.
@@ -233,7 +233,7 @@ class Seal:
         with cover.showing(shown):
             try:
                 return self._pass(tokens) != without
-            except Exception:  # what somebody else's hook raises, it would raise in every pass
+            except Exception:  # what a foreign hook raises here, it would raise in every pass
                 return True
 
     def _pass(self, tokens: Int[Tensor, " pos"]) -> list[int]:
@@ -264,7 +264,7 @@ class Seal:
 
 
 def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> tuple[HookedModel, tuple[str, ...]]:
-    """The model that is measured, a bridge for a Hugging Face model in memory; and notes on hooks of the latter.
+    """Return the model to measure (a bridge for a Hugging Face model in memory) and notes on the latter's hooks.
 
     Raises:
         SealError: it is compiled, under autocast, or under hooks that change what it computes.
@@ -347,7 +347,7 @@ def _added(left: Sequence[str]) -> str:
 
 
 def _some(found: Sequence[Foreign]) -> str:
-    """How many hooks, and the first of them by name."""
+    """Count hooks and name the first of them."""
     more = f", … ({len(found)} in all)" if len(found) > _NAMED else ""
     count = f"{len(found)} hook{'s' * (len(found) > 1)}"
     return f"{count} ({'; '.join(map(str, found[:_NAMED]))}{more})"

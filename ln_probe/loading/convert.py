@@ -1,8 +1,8 @@
-"""The two worlds of TransformerLens: a Hugging Face model converted to HookedTransformer, or bridged.
+"""Convert a Hugging Face model to HookedTransformer, or wrap it in a TransformerBridge.
 
-HookedTransformer exists up to TransformerLens 3; TransformerBridge in 3 and 4. The conversion derives its
-config from a small set of fields and is silently wrong where a checkpoint uses others, so what is known to go
-wrong is listed here, and the caller compares logits for the rest.
+HookedTransformer exists up to TransformerLens 3, TransformerBridge in 3 and 4. The conversion derives its config from a
+few fields and is silently wrong where a checkpoint uses others: `hooked_obstacle` names the known cases, and the caller
+compares logits for the rest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Processing:
     fold_value_biases: bool = False
 
     def names(self) -> tuple[str, ...]:
-        """The names of those that are on."""
+        """Return the names of those that are on."""
         return tuple(name for name in self.__dataclass_fields__ if getattr(self, name))
 
 
@@ -71,7 +71,7 @@ def has_hooked_transformer() -> bool:
 
 
 def hooked_obstacle(pretrained: Pretrained) -> str | None:
-    """Why HookedTransformer cannot hold this model faithfully, or None if nothing is known against it."""
+    """Return why HookedTransformer cannot hold this model faithfully, or None if no reason is known."""
     config, architecture = pretrained.config, pretrained.architecture
     if not has_hooked_transformer():
         return "this version of TransformerLens has no HookedTransformer"
@@ -147,7 +147,7 @@ def to_hooked(
         cfg.model_name = "local"
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
         if theta is not None and pretrained.architecture == "GPTNeoXForCausalLM":
-            cfg.rotary_base = theta  # left at 10000 by the conversion, whatever the checkpoint says
+            cfg.rotary_base = theta  # the conversion leaves it at 10000
         state = loading.get_pretrained_state_dict(str(folder), cfg, hf_model=pretrained.model, dtype=dtype)
     with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
         converted = HookedTransformer(cfg, tokenizer, move_to_device=False)
@@ -213,11 +213,11 @@ def process(model: Any, world: World, processing: Processing) -> None:
 
 @contextmanager
 def _neutral_folder() -> Iterator[Path]:
-    """A temporary folder whose path means nothing to the conversion."""
+    """Make a temporary folder whose path has none of the words that the conversion looks for."""
     with ExitStack() as stack:
         for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())):
             for _ in range(5):
-                stack.close()  # the one before will not do
+                stack.close()  # the previous one
                 try:
                     folder = stack.enter_context(temporary_folder(base))
                 except OSError:
@@ -233,9 +233,9 @@ def _neutral_folder() -> Iterator[Path]:
 
 @contextmanager
 def _reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
-    """The tokenizer, saved to a folder: TransformerLens loads it anew from there, to make it prepend a BOS.
+    """Save the tokenizer to a folder and load it from there: TransformerLens reloads it by name to prepend a BOS.
 
-    A tokenizer out of a .gguf file cannot be loaded anew by its name alone.
+    A tokenizer out of a .gguf file cannot be reloaded by its name.
     """
     if tokenizer is None:
         yield None

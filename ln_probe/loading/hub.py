@@ -1,4 +1,4 @@
-"""Names on the model hub, the files of one revision, and what is said when their download fails."""
+"""Names on the model hub, the files of one revision, and the errors of their download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own
 
-# Repositories in TransformerLens's own older format: pickled state dicts, no Hugging Face model beside them.
+# Repositories in TransformerLens's own older format: pickled state dicts without a Hugging Face model.
 LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 
 _HTTP_LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3")
@@ -36,7 +36,7 @@ class HubSnapshot:
     Attributes:
         folder: the local copy.
         revision: the revision asked for, in the hub's own spelling, or None for the main branch.
-        commit: the commit it stands for.
+        commit: its commit.
         notes: what the reader of the results should know.
     """
 
@@ -47,7 +47,7 @@ class HubSnapshot:
 
 
 def known_hub_names() -> dict[str, str]:
-    """Every short name and official name that TransformerLens knows (lower case), and its official name."""
+    """Map every name that TransformerLens knows (short and official, lower case) to its official name."""
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
     names: dict[str, str] = {}
@@ -59,14 +59,14 @@ def known_hub_names() -> dict[str, str]:
 
 
 def official_name(name: str, *, also: tuple[str, ...] = ()) -> str:
-    """The repository that `name` stands for: a name or alias of TransformerLens, or any ``owner/model``.
+    """Return the repository of a name or alias of TransformerLens, or of any ``owner/model``.
 
     Args:
         name: as the user gave it.
         also: other names (bundled models) to suggest from.
 
     Raises:
-        ValueError: a bare name that nobody knows; the nearest known names are suggested.
+        ValueError: an unknown bare name; the nearest known names are suggested.
     """
     known = known_hub_names()
     official = known.get(name.lower())
@@ -78,7 +78,7 @@ def official_name(name: str, *, also: tuple[str, ...] = ()) -> str:
 
 
 def hub_revision(repository: str, revision: str | None) -> str | None:
-    """The hub's spelling of a revision: a bare step number of Pythia or of Stanford CRFM becomes a branch."""
+    """Return the hub's spelling of a revision: a bare step number of Pythia or Stanford CRFM becomes a branch."""
     if revision is not None and revision.isdigit():
         if repository.startswith("EleutherAI/pythia"):
             return f"step{revision}"
@@ -123,7 +123,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
 
 @dataclass(frozen=True)
 class Description:
-    """What the hub says of a model before its weights are fetched.
+    """What the hub knows of a model before its weights are fetched.
 
     Attributes:
         config: its config.json.
@@ -135,7 +135,7 @@ class Description:
 
 
 def describe(repository: str, *, revision: str | None, allow_pickle: bool = True) -> Description:
-    """A model's config.json, and how large its weights are; nothing else is fetched.
+    """Return a model's config.json and the size of its weights; fetches nothing else.
 
     Raises:
         ValueError, ConnectionError: as `fetch`.
@@ -166,7 +166,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def commit(repository: str, *, revision: str | None) -> str | None:
-    """The commit that a revision stands for, on the hub or (without a network) in the local cache; nothing is fetched.
+    """Return the commit of a revision on the hub or (without a network) in the local cache; fetches nothing.
 
     Raises:
         ValueError, ConnectionError: as `fetch`.
@@ -179,7 +179,7 @@ def commit(repository: str, *, revision: str | None) -> str | None:
 
 
 def checkpoints(repository: str) -> list[str]:
-    """The branches of a repository that are training steps (step1000, checkpoint-1000), in order of step.
+    """Return the branches of a repository that are training steps (step1000, checkpoint-1000), in order of step.
 
     Raises:
         ConnectionError: the hub cannot be reached.

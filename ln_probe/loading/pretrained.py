@@ -407,26 +407,8 @@ def _first_lines(error: BaseException) -> str:
 _LOG = logging.getLogger("ln_probe.loading")
 
 
-@contextlib.contextmanager
-def offline() -> Iterator[None]:
-    """Make every request to a model hub fail at once, for as long as the block lasts.
-
-    Both transformers and huggingface_hub ask this one constant at each request. The environment variable
-    of the same meaning is read only once, at import, so setting it here would come too late and would stay
-    behind in the caller's process.
-    """
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
 class _LibraryChatter(logging.Filter):
-    """Drops what TransformerLens logs on the root logger, and keeps it at debug level under our own name."""
+    """Moves what TransformerLens logs on the root logger to the debug level of our own logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if "transformer_lens" not in record.pathname:
@@ -436,16 +418,24 @@ class _LibraryChatter(logging.Filter):
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Draw from a seed of our own, and leave the caller's random numbers where they were.
+def isolated() -> Iterator[None]:
+    """Build a model quietly, without a network, and without touching the caller's random numbers.
 
-    Weights that a folder lacks (a headless model's head) are drawn at random, and building a model draws too.
+    transformers and huggingface_hub ask one constant at each request whether they are offline; the environment variable
+    of the same meaning is read only at import. Building a model draws random numbers, and so do weights that a folder
+    lacks (a headless model's head): they come from seed 0.
     """
     import torch
+    from huggingface_hub import constants
 
-    with torch.random.fork_rng(devices=[]):
+    before = constants.HF_HUB_OFFLINE
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        yield
+        constants.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager

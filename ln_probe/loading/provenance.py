@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Said of models in memory: transformers draws a head that a checkpoint lacks at random, and the model does not tell.
+# For models in memory: transformers draws a head that a checkpoint lacks at random, and the model does not show it.
 UNKNOWN_HEAD = "whether its head was in a checkpoint cannot be known"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What is known about where a model came from and how it was loaded.
+    """Where a model came from and how it was loaded.
 
     Attributes:
         name: the name or path as it was given.
@@ -38,7 +38,7 @@ class ModelSource:
             dict (`sha256_of_state`).
         inputs_sha256: SHA-256 of the lines ``name hash`` of every file that was read (weights, configuration,
             tokenizer), which were the same before reading and after; None for a model not loaded by us.
-        deviations: those notes that say that something else than asked was loaded: without layers that the weights
+        deviations: those notes that report that something else than asked was loaded: without layers that the weights
             hold, or without the tokenizer.
         architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
         world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
@@ -47,7 +47,7 @@ class ModelSource:
         processing: what was done to the weights on request (``fold_ln``, …); empty for weights as trained.
         logits_max_difference: largest absolute difference from the Hugging Face model's logits on a few
             tokens, divided by the largest absolute logit; None where there was nothing to compare with.
-        notes: what a reader of the results should know, in sentences.
+        notes: for the reader of the results, in sentences.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ModelSource:
     deviations: tuple[str, ...] = ()
 
 
-# Beside the models, not on them: nn.Module's own attribute lookup, state dicts and copies stay untouched.
+# Not an attribute of the models: nn.Module's attribute lookup, state dicts and copies stay untouched.
 _SOURCES: WeakKeyDictionary[nn.Module, ModelSource] = WeakKeyDictionary()
 
 
@@ -76,10 +76,10 @@ def remember(model: nn.Module, source: ModelSource) -> None:
 
 
 def source_of(model: nn.Module) -> ModelSource:
-    """Where `model` came from.
+    """Return where `model` came from.
 
-    For a model that `load_model` did not load, what its structure tells: class, dtype, and a hash of its
-    state dict (which reads all its weights).
+    For a model that `load_model` did not load, that is its class, its dtype, and a hash of its state dict (which reads
+    all its weights).
     """
     known = _SOURCES.get(model)
     if known is not None:
@@ -121,9 +121,9 @@ def sha256_of_hashes(hashes: Mapping[Path, str]) -> str:
 
 
 def sha256_of_state(model: nn.Module) -> str:
-    """SHA-256 of a line per tensor of the state dict, in order of name: name, dtype, shape, SHA-256 of its bytes.
+    """Return the SHA-256 of a line per tensor of the state dict, by name: name, dtype, shape, SHA-256 of its bytes.
 
-    Tensors are hashed side by side, for hashing hundreds of megabytes takes as long as a forward pass.
+    Tensors are hashed in parallel: hashing hundreds of megabytes takes as long as a forward pass.
     """
     import torch
 
@@ -144,21 +144,21 @@ def _sha256_of_tensor(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # beside the weights: configuration and tokenizer
+_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
 
 
 class ChangedError(ValueError):
-    """A file is not any more what it was when the work began."""
+    """A file changed after the work began."""
 
 
 def files_of_checkpoint(checkpoint: Checkpoint) -> tuple[Path, ...]:
-    """Weights, configuration and tokenizer of a Hugging Face folder."""
+    """Return the weights, configuration and tokenizer of a Hugging Face folder."""
     beside = {p for pattern in _CONFIG_FILES for p in checkpoint.folder.glob(pattern)} - set(checkpoint.weights)
     return (*checkpoint.weights, *sorted(p for p in beside if p.is_file()))
 
 
 def files_of_lab_run(folder: Path, step: int | None) -> tuple[Path, ...]:
-    """Weights, description, tokenizer and loss-optimal constants of a lab run.
+    """Return the weights, description, tokenizer and loss-optimal constants of a lab run.
 
     Raises:
         FileNotFoundError: it has no model of that step.
@@ -170,7 +170,7 @@ def files_of_lab_run(folder: Path, step: int | None) -> tuple[Path, ...]:
 
 
 def hashes(files: Sequence[Path]) -> dict[Path, str]:
-    """The SHA-256 of each file; empty for one that cannot be read."""
+    """Return the SHA-256 of each file; empty for one that cannot be read."""
     found = {}
     for file in files:
         try:
@@ -181,17 +181,17 @@ def hashes(files: Sequence[Path]) -> dict[Path, str]:
 
 
 def combined(found: dict[Path, str]) -> str:
-    """One hash of several files: of a line `name hash` for each, in order of name."""
+    """Return one hash of several files: of a line `name hash` for each, in order of name."""
     lines = sorted(os.fsencode(f"{path.name} {digest}\n") for path, digest in found.items())
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 @contextmanager
 def unchanged(files: Sequence[Path]) -> Iterator[dict[Path, str]]:
-    """The files' hashes, taken before the block and again after it.
+    """Give the files' hashes, and compare them again after the block.
 
     Raises:
-        ChangedError: a file was written, replaced or removed meanwhile (names the first).
+        ChangedError: a file was written, replaced or removed during the block (names the first).
     """
     before = hashes(files)
     yield before

@@ -45,7 +45,7 @@ def into_world(
 
     Args:
         pretrained: the Hugging Face model; the bridge takes it over.
-        source: what is known so far; world, processing, difference and notes are added here.
+        source: the record so far; world, processing, difference and notes are added here.
         world: the one asked for, or None to take the first that reproduces the original.
         processing: changes of basis to apply.
         hub_name: the repository's name if the model came from the hub.
@@ -236,7 +236,7 @@ CONVERSION_BOUND = {"float32": 1e-5, "float64": 5e-6, "bfloat16": 1e-1, "float16
 # how far the original is from itself in the next wider format. Both sides round on their own, which makes two such
 # distances, and the largest of one sample of tokens can be twice that of another.
 OWN_ROUNDINGS = 4.0
-# From here on a difference is no rounding, whoever rounds: the wrong rotary base or mask above.
+# A difference from here on is no rounding: the wrong rotary base or mask above.
 SUSPICIOUS = {"float32": 1e-3, "float64": 5e-6, "bfloat16": 3e-1, "float16": 1e-1}
 WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 
@@ -275,7 +275,7 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
 def same_weights(model: nn.Module) -> Any:
     """A copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
 
-    What is done to the copy's modules (wrapping, hooks, attention kernels) is not done to the model.
+    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
     """
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, dict(shared))
@@ -284,15 +284,14 @@ def same_weights(model: nn.Module) -> Any:
 def own_rounding(
     model: Any, dtype: str, tokens: Int[Tensor, "batch pos"], logits: Float[Tensor, "batch pos d_vocab"]
 ) -> float:
-    """How far a model's logits are from its own in the next wider format, relative to the largest.
+    """Return how far a model's logits are from its own in the next wider format, relative to the largest.
 
-    0 in float64, and where the model no longer gives those logits: loading has changed its weights, which no rounding
-    excuses.
+    Returns 0 in float64, and where the model no longer gives those logits: then loading has changed its weights.
 
     Args:
-        model: the Hugging Face model as it is; a wider copy is made of it, and goes.
+        model: the unconverted Hugging Face model; it is copied to the wider format.
         dtype: its format.
-        tokens, logits: what `logits_of` gave for it.
+        tokens, logits: input and result of `logits_of`.
     """
     import torch
 
@@ -339,9 +338,7 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
         Pretrained,
         complete_biases,
         complete_token_ids,
-        offline,
-        own_random_numbers,
-        quiet,
+        isolated,
         supported_architectures,
     )
 
@@ -359,7 +356,7 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
         copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
         return Pretrained(copied, architecture, tokenizer, notes)
 
-    with quiet(), offline(), own_random_numbers():
+    with isolated():
         own = prepared()
         with evaluating(model):
             reference = logits_of(lambda ids: model(ids).logits, probe_tokens(own.config, first.device))
