@@ -1,19 +1,15 @@
 """Affinely independent points and the inverse of their bordered Gram matrix, one in and one out at a time, compiled.
 
-Wolfe's methods (`min_norm`, `best_gap`) walk over active sets: a few points `P` of a hull with convex weights. The
-weights of their affine hull's point nearest to the origin are `G⁻¹ e`, made to sum to one, where
-`G = c·eeᵀ + P Pᵀ` and `e` is 1 for a point and 0 for a direction (the ray of keys with a bias). The inverse and that
-solution are updated in O(m²) when a point comes or goes, and rebuilt when they have drifted.
+Wolfe's methods (`wolfe`, `margins`) walk over active sets: a few points `P` of a hull with convex weights. The weights
+of the point of their affine hull nearest to the origin are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ` and
+`e` is 1 for a point and 0 for a direction (the ray of keys with a bias). The inverse and that solution are updated in
+O(m²) when a point comes or goes, and rebuilt when they have drifted.
+
+`polish` goes on where that gives up. Keys whose hull is 1e8 times thinner in one direction than in another (rounding
+noise out of a plane, say) leave nothing of a Gram matrix in float64. A QR factorization of the active set itself loses
+half as many digits, at O(m³) per step.
 
 Source: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
-
-What a search for the nearest point of a hull looks for, and how it can end.
-
-The nearest point where the fast method gives up: the same active-set steps by orthogonal factorization.
-
-Keys whose hull is 1e8 times thinner in one direction than in another (rounding noise out of a plane, say)
-leave nothing of a Gram matrix in float64. A QR factorization of the active set itself loses half as many
-digits. It costs O(m³) per step, so it only goes on from where the fast method stopped.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class Search(NamedTuple):
     # bounds), or upper <= tau.
     gap: float
     # What the difference of each key from the target is multiplied by; the active set's weights are of these products
-    # (`min_norm.unscale` makes them weights of the keys). `polish` takes all for 1.
+    # (`wolfe.unscale` makes them weights of the keys). `polish` takes all for 1.
     scale: Floats
 
 

@@ -19,7 +19,7 @@ where only equal keys are copies.
 A set of queries `c + A u`, |u| ≤ 1, changes verdicts only by the directions that its axes do not span: keys are judged
 without them, in their own coordinates, so the tolerance means the same with a set as without one. What the queries of
 the set itself can do is measured in nats, the same in every basis of a head: margins, whether a query of the set puts a
-key on top (`reachable`), and attention. Nothing is given out that the checker (`certificates`) did not prove of the
+key on top (`reachable`), and attention. Nothing is given out that the checker (`checker`) did not prove of the
 given float64 numbers.
 
 Some keys of a large set, each among all others, without measuring the rest.
@@ -64,9 +64,7 @@ from ln_probe.analyses.geometry.prove import (
 from ln_probe.analyses.geometry.witnesses import (
     GivenSet,
     certify,
-    certify_exactly,
-    certify_weights,
-    certify_witnesses,
+    certify_given_out,
     decide_positions_strictly,
     decide_strictly,
     over_given,
@@ -126,8 +124,7 @@ class SetGeometry:
             apart = np.linalg.norm(rows - rows[i], axis=1)
             apart[i] = np.inf
             return np.array([apart.argmin()]), np.ones(1)
-        exact = self.exact_weights(i)
-        if exact is not None:
+        if (exact := self.exact_weights(i)) is not None:
             return np.array(exact.index, np.int64), np.array([float(w) for w in exact.weights])
         where, value = self.proved.verdicts.row(i)
         if self.first is not None:
@@ -213,9 +210,6 @@ class KeyGeometry:
     undecided: int
     open_positions: int
     strict: bool
-    _keys: Float64[np.ndarray, "set key d"] = field(repr=False)
-    _bias: Float64[np.ndarray, "set key"] | None = field(repr=False)
-    _queries: list[QuerySet] | None = field(repr=False)
     _found: list[SetGeometry] = field(repr=False)
 
     @property
@@ -227,14 +221,14 @@ class KeyGeometry:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What endangers the verdicts, in sentences; empty if nothing does."""
-        number = self._keys.shape[1]
+        number = self.verdict.shape[-1]
         return tuple(dict.fromkeys(text for one in self._found for text in one.conditioning.warnings(number)))
 
     def __repr__(self) -> str:
         names, counts = np.unique(self.verdict, return_counts=True)
         what = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True))
         shape = " × ".join(str(size) for size in self.verdict.shape)
-        return f"KeyGeometry({shape} keys of dimension {self._keys.shape[2]}: {what}; tau {self.tau:g})"
+        return f"KeyGeometry({shape} keys of dimension {self._found[0].given.keys.shape[1]}: {what}; tau {self.tau:g})"
 
     @overload
     def witness(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " d"]: ...
@@ -307,9 +301,9 @@ class KeyGeometry:
             proof = self._found[b].exact_weights(i)
             assert proof is not None
             share = dict(zip(proof.index, proof.weights, strict=True))
-            return tuple(share.get(j, Fraction(0)) for j in range(self._keys.shape[1]))
+            return tuple(share.get(j, Fraction(0)) for j in range(self.verdict.shape[-1]))
         where, value = self._found[b].weights(i)
-        found = np.zeros(self._keys.shape[1])
+        found = np.zeros(self.verdict.shape[-1])
         found[where] = value
         return found
 
@@ -322,16 +316,14 @@ class KeyGeometry:
         """
         for b, found in enumerate(self._found):
             name = f" of set {b}" if self.verdict.ndim > 1 else ""
-            bias = None if self._bias is None else self._bias[b]
-            checker = Checker(self._keys[b], bias, found.given.queries, self.tau, name)
+            given = found.given
+            checker = Checker(given.keys, given.bias, given.queries, self.tau, name)
             certify(checker, found.proved, found.margins, found.first, found.attainable, found.representative)
-            certify_exactly(checker, found.given, found.proved, found.first)
             code = found.proved.verdicts.code
-            up = np.flatnonzero(np.isin(code, (SELECTABLE, DUPLICATE)))
-            certify_witnesses(checker, found.given, {i: (found.witness(i), found.rivals(i)) for i in map(int, up)})
-            down = np.flatnonzero(np.isin(code, (UNSELECTABLE, DUPLICATE)))
-            weights = {int(i): found.weights(int(i)) for i in down}
-            certify_weights(checker, found.proved, found.first, weights)
+            up, down = (np.flatnonzero(np.isin(code, (one, DUPLICATE))) for one in (SELECTABLE, UNSELECTABLE))
+            witnesses = {i: (found.witness(i), found.rivals(i)) for i in map(int, up)}
+            weights = {i: found.weights(i) for i in map(int, down)}
+            certify_given_out(checker, given, found.proved, found.first, witnesses, weights)
 
     def _only_strictly(self, what: str, i: int) -> None:
         if not self.strict:
@@ -442,9 +434,6 @@ def key_geometry(
         undecided=sum(int((code == UNDECIDED).sum()) for code in codes),
         open_positions=sum(f.open_positions for f in found),
         strict=strict,
-        _keys=values,
-        _bias=lift,
-        _queries=ellipsoids,
         _found=found,
     )
 
@@ -458,25 +447,34 @@ def set_geometry(
     threads: int | None = 1,
     budget: float = SECONDS * PER_SECOND,
     strict: bool = False,
+    only: Int64[np.ndarray, " some"] | None = None,
 ) -> SetGeometry:
-    """The geometry of one set of valid float64 keys; `gap` None leaves margins out.
+    """The geometry of one set of valid float64 keys.
 
     It runs in the calling thread, but for the verdicts of more than some hundred keys in `threads`.
+
+    Args:
+        gap: width of a margin's bracket, as a share of the margin; None leaves margins out.
+        only: margins and attention of these keys, a row for each; the verdicts of others may stay undecided.
     """
     given = GivenSet(keys, bias, queries)
     where, sets = given.measured, coordinates(given.own.points, given.own.lift)
     checker = Checker(keys, bias, queries, TAU, units=given.units)
-    proved = prove_verdicts(checker, sets, decide(sets, threads, budget=budget, prove=checker.leads), budget=budget)
+    prove = checker.leads if only is None else None
+    verdicts = decide(sets, threads, only, budget, prove, others=False)
+    proved = prove_verdicts(checker, sets, verdicts, seek=only is None, budget=budget)
     if strict:
         proved = decide_strictly(given, sets, proved, STRICT_SECONDS)
     through = queries is not None
-    bracket = None if gap is None else prove_margins(checker, sets, where, proved.verdicts, through, gap, budget=budget)
+    bracket = None
+    if gap is not None:
+        bracket = prove_margins(checker, sets, where, proved.verdicts, through, gap, only, budget)
     reach, reachable = None, None
     if through:
         reachable = None if bracket is None else reached(checker, bracket.lower)
         # The query of the best margin is a good one to start from.
         starts = None if bracket is None else bracket.point
-        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, budget=budget))
+        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, only, budget), only)
     first, open_positions = None, 0
     if causal:
         first, open_positions = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))
@@ -518,12 +516,21 @@ def attainable_attention(
 
     def one(b: int) -> Attainable:
         given = GivenSet(values[b], None if lift is None else lift[b], queries[b])
-        found = attainable(given.measured, None if first is None else first[b], gap)
-        return prove_attention(Checker(given.keys, given.bias, given.queries, TAU, units=given.units), found)
+        return _attention(given, None if first is None else first[b], gap)
 
     found = in_threads(one, range(len(values)), threads)
     weight, upper = np.stack([f.weight for f in found]), np.stack([f.upper for f in found])
     return (weight, upper) if batched else (weight[0], upper[0])
+
+
+def _attention(
+    given: GivenSet,
+    starts: Float64[np.ndarray, "some r"] | None,
+    gap: float = WEIGHT_GAP,
+    only: Int64[np.ndarray, " some"] | None = None,
+) -> Attainable:
+    checker = Checker(given.keys, given.bias, given.queries, TAU, units=given.units)
+    return prove_attention(checker, attainable(given.measured, starts, gap, only), only)
 
 
 @dataclass(frozen=True)
@@ -531,7 +538,7 @@ class SomeKeys:
     """What was found out about the keys asked for, in their order.
 
     Attributes:
-        verdict: index into `verdicts.NAMES`.
+        verdict: index into `decide.NAMES`.
         margin_lower, margin_upper, attainable, attainable_upper, first_unselectable_at: as in `KeyGeometry`; NaN where
             not asked for.
         attainable_at: u of the query that gives `attainable`; None without a set of queries.
@@ -566,35 +573,18 @@ def some_keys(
         causal: also from which position on each is unselectable.
         margins: whether margins are wanted.
     """
-    given = GivenSet(keys, bias, queries)
-    where, sets = given.measured, coordinates(given.own.points, given.own.lift)
-    checker = Checker(keys, bias, queries, TAU, units=given.units)
-    proved = prove_verdicts(checker, sets, decide(sets, only=only, others=False), seek=False)
-    nothing = np.full(len(only), np.nan)
-    lower, upper, starts, reachable = nothing, nothing, None, None
-    if margins and queries is not None:
-        reachable = np.ones(len(only), bool)  # of a single key
-    if margins and len(keys) > 1:
-        bracket = prove_margins(checker, sets, where, proved.verdicts, queries is not None, RELATIVE_GAP, only=only)
-        (lower, upper), starts = bracket.bounds(where.powers.score if queries is not None else 0), bracket.point
-        reachable = None if queries is None else reached(checker, bracket.lower)
-    reach: Attainable | None = None
-    if queries is not None:
-        reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, only), only)
-    at = nothing
-    if causal:
-        first, _ = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))
-        first, _ = close_positions(checker, sets, proved.verdicts, first)
-        at = first.at[only].astype(float)
+    found = set_geometry(keys, bias, queries, causal, RELATIVE_GAP if margins else None, only=only)
+    nothing, reach = np.full(len(only), np.nan), found.attainable
+    lower, upper = found.bounds if len(keys) > 1 and margins else (nothing, nothing)
     return SomeKeys(
-        proved.verdicts.code[only],
+        found.proved.verdicts.code[only],
         lower,
         upper,
         nothing if reach is None else reach.weight,
         nothing if reach is None else reach.upper,
-        at,
+        nothing if found.first is None else found.first.at[only].astype(float),
         None if reach is None else reach.point,
-        reachable,
+        found.reachable,
     )
 
 
@@ -606,7 +596,5 @@ def some_attention(
     starts: Float64[np.ndarray, "some r"] | None = None,
 ) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
     """The largest softmax weight that each of the keys `only` can get among all, and what no query exceeds."""
-    given = GivenSet(keys, bias, queries)
-    found = attainable(given.measured, starts, WEIGHT_GAP, only)
-    found = prove_attention(Checker(keys, bias, queries, TAU, units=given.units), found, only)
+    found = _attention(GivenSet(keys, bias, queries), starts, only=only)
     return found.weight, found.upper

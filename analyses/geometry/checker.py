@@ -1,34 +1,35 @@
-"""What does a certificate prove? Nothing leaves the geometry that this did not prove first.
+"""Prove certificates: nothing leaves the geometry that this module did not prove first.
 
-Plain array arithmetic on the keys as the user gave them. Nothing is shared with what found the certificates but
-the compiler and `products`, of matrices: not the merging of equal keys, not the coordinates keys are solved in,
-no representatives in place of keys.
+This is plain array arithmetic on the keys as the user gave them. It shares the compiler and the accurate products with
+the solvers, and nothing else: not the merging of equal keys, nor the coordinates keys are solved in, nor
+representatives in place of keys.
 
-What is proved is proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
+Claims are proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
 multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), taken off lower bounds and
-added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding and that of
-the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and any shift
-common to all keys cancels. Keys are first brought to units of their own (`scaling`), which rounds nothing; there all
-that underflows is below `UNDERFLOW`.
+Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), which is taken off lower
+bounds and added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding
+and that of the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and
+any shift common to all keys cancels. Keys are first brought to units of their own (`inputs.Units`), which rounds
+nothing; there all that underflows is below `UNDERFLOW`.
 
 The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
 its own RMS is one more coordinate, in which a query looks upwards only):
 
 * `selects`: a unit query q has q·z_i - q·z_j > tau for every j further than tau from z_i.
 * `reproduces`: convex weights of such keys have their mean within tau of z_i (and at least its bias).
-* `gap_at_least`, `gap_at_most`: what |u| ≤ 1 can do best, max_u min_j [(s_i - s_j)], is at least what one u gives; and
+* `gap_at_least`, `gap_at_most`: the best gap over |u| ≤ 1, max_u min_j [(s_i - s_j)], is at least what one u gives; and
   for convex weights w of other keys at most Σ w_j (h_i - h_j) + |Σ w_j (z_i - z_j)| (h: scores of the center), since a
   minimum is no more than any mean.
-* `attention_at_least`, `attention_at_most`: the largest softmax weight is at least what one u gives; and for any convex
-  weights p of all keys at most exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since
-  log Σ exp s_j ≥ Σ p_j s_j + H(p) (Gibbs).
+* `attention`: the largest softmax weight is at least what one u gives; and for any convex weights p of all keys at most
+  exp(-[H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|]), H the entropy, since log Σ exp s_j ≥ Σ p_j s_j + H(p) (Gibbs).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -39,7 +40,6 @@ from ln_probe.analyses.geometry.inputs import (
     UNDERFLOW,
     Powers,
     QuerySet,
-    ScaledSet,
     Units,
     at_unit,
     of_unit_size,
@@ -83,6 +83,11 @@ class Rows:
     index: Ints
     value: Floats
 
+    def row(self, k: int) -> tuple[Ints, Floats]:
+        """Indices and weights of one row."""
+        here = slice(int(self.start[k]), int(self.start[k + 1]))
+        return self.index[here], self.value[here]
+
     def some(self, which: Ints) -> Rows:
         """Some of the rows, one after the other."""
         sizes = self.start[which + 1] - self.start[which]
@@ -92,8 +97,7 @@ class Rows:
 
     @classmethod
     def gathered(cls, count: int, pieces: list[tuple[Ints, Ints, Ints, Floats]]) -> Rows:
-        """From pieces (which rows, their sizes, all their indices, all their values), each row in one piece or
-        empty."""
+        """From pieces (rows, their sizes, all their indices, all their values); a row is in one piece or empty."""
         sizes = np.zeros(count, np.int64)
         for rows, some, _, _ in pieces:
             sizes[rows] = some
@@ -103,6 +107,15 @@ class Rows:
             place = np.arange(len(indices)) + np.repeat(start[rows] - (np.cumsum(some) - some), some)
             index[place], value[place] = indices, values
         return cls(start, index, value)
+
+    @classmethod
+    def of(cls, rows: dict[int, tuple[Ints, Floats]], count: int) -> Rows:
+        """`count` rows, those that are not given empty."""
+        sizes, order = np.zeros(count + 1, np.int64), sorted(rows)
+        sizes[np.array(order, np.int64) + 1] = [len(rows[k][0]) for k in order]
+        index = np.concatenate([rows[k][0] for k in order]) if rows else np.empty(0, np.int64)
+        value = np.concatenate([rows[k][1] for k in order]) if rows else np.empty(0)
+        return cls(np.cumsum(sizes), index, value)
 
 
 @dataclass(frozen=True)
@@ -229,22 +242,15 @@ class Checker:
             points, noise = points * 0.0, noise * 0.0
         high = None if own.bias is None else Heights.of(own.bias, own.powers.bias)
         if self._queries is not None and self._queries.missing.shape[1]:
-            high = self._counting_outside(high, own, mean)
-            noise = noise + projection_noise(points)
+            direction = outside(self._queries, int(own.key_power[0]))
+            if direction is not None:
+                beyond = Heights.along(own.keys, mean, *direction)
+                counted = high is not None and high.value.any()
+                high = beyond.plus(high, max(beyond.power, high.power)) if high is not None and counted else beyond
+            noise = noise + self._queries.projection_noise(points)
             points = self._queries.keys_in_span(points)
         size = float(np.linalg.norm(points)) / self.number**0.5  # R; points are of ordinary size
         return self._judged(points, noise, high, size if size > 0.0 else 1.0)
-
-    def _counting_outside(
-        self, bias: Heights | None, own: ScaledSet, mean: Float64[np.ndarray, " d"]
-    ) -> Heights | None:
-        """The bias, and the scores that the part of the center outside the span of the axes gives."""
-        assert self._queries is not None
-        direction = outside(self._queries, int(own.key_power[0]))
-        if direction is None:
-            return bias
-        found = Heights.along(own.keys, mean, *direction)
-        return found if bias is None or not bias.value.any() else found.plus(bias, max(found.power, bias.power))
 
     @cached_property
     def measured(self) -> Space:
@@ -311,13 +317,8 @@ class Checker:
         lower = np.full(len(targets), -np.inf)
         near = np.zeros(len(targets), bool)
         error = space.error
-        for block in _blocks(len(targets), self.number):
+        for block, own, scores in self._against_others(space, targets, unit):
             some = targets[block]
-            here = np.arange(len(some))
-            scores = space.scores(unit[block])
-            own = scores[here, some] - error[some]
-            scores += error
-            scores[here, some] = -np.inf
             if until is not None:
                 scores[np.arange(self.number) > until[block][:, None]] = -np.inf
             gap = own - scores.max(axis=1)
@@ -340,14 +341,9 @@ class Checker:
     def leads(self, targets: Ints, queries: Float64[np.ndarray, "target dim"]) -> tuple[Floats, Ints]:
         """The proven gap of each unit query over *all* other keys, and the key that comes nearest."""
         space, gaps, rivals = self.judged, np.empty(len(targets)), np.empty(len(targets), np.int64)
-        for block in _blocks(len(targets), self.number):
-            some, here = targets[block], np.arange(len(targets[block]))
-            scores = space.scores(queries[block])
-            own = scores[here, some] - space.error[some]
-            scores += space.error
-            scores[here, some] = -np.inf
+        for block, own, scores in self._against_others(space, targets, queries):
             rivals[block] = scores.argmax(axis=1)
-            gaps[block] = own - scores[here, rivals[block]]
+            gaps[block] = own - scores[np.arange(len(own)), rivals[block]]
         return gaps / _LONGEST_UNIT, rivals
 
     def reproduces(self, targets: Ints, weights: Rows, until: Ints | None = None) -> Between:
@@ -372,16 +368,9 @@ class Checker:
         """The smallest gap to any other key under the query u (shortened to the unit ball)."""
         space = self.measured
         inside = _into_ball(points, space.upwards)
-        lower = np.empty(len(targets))
-        error = space.error
-        for block in _blocks(len(targets), self.number):
-            some = targets[block]
-            here = np.arange(len(some))
-            scores = space.scores(inside[block])
-            own = scores[here, some]
-            scores += error
-            scores[here, some] = -np.inf
-            lower[block] = own - error[some] - scores.max(axis=1)
+        lower, error = np.empty(len(targets)), space.error
+        for block, own, scores in self._against_others(space, targets, inside):
+            lower[block] = own - scores.max(axis=1)
         upper = lower + 2 * (error[targets] + error.max())
         lower, upper = lower - self.doubt * np.abs(lower), upper + self.doubt * np.abs(upper)
         nothing = ~np.isfinite(points).all(axis=1)
@@ -424,17 +413,14 @@ class Checker:
         space = self.nats
         usable = np.isfinite(points).all(axis=1)
         inside = _into_ball(np.where(usable[:, None], points, 0.0), False)
-        error, length = space.error, space.length
-        most = float(error.max())
+        error, most = space.error, float(space.error.max())
         few = (self.number + 16) * _AMPLE * _EPS
         found, bound = (Between(np.empty(len(targets)), np.empty(len(targets))) for _ in range(2))
         for block in _blocks(len(targets), self.number):
-            some = targets[block]
-            here = np.arange(len(some))
+            some, here = targets[block], np.arange(len(targets[block]))
             scores = space.scores(inside[block])
             scores -= scores.max(axis=1, keepdims=True)
-            own = scores[here, some].copy()
-            logs = scores.copy()
+            own, logs = scores[here, some], scores.copy()
             shares = np.exp(scores, out=scores)
             total = shares.sum(axis=1)
             log_weight = own - np.log(total)
@@ -446,27 +432,34 @@ class Checker:
             # H(p) + Σ p_j (h_j - h_i) - |Σ p_j (z_j - z_i)|, for p as they are computed
             entropy = -np.einsum("ij,ij->i", shares, np.where(shares > 0, logs, 0.0))
             mean = shares @ space.rows - space.rows[some]
-            far = shares @ length + length[some]
+            far = shares @ space.length + space.length[some]
             doubt = shares @ space.noise + space.noise[some] + few * (far + 1.0 + np.log(self.number) + entropy)
             level = entropy - np.linalg.norm(mean, axis=1)
             if space.offset is not None:
                 level += shares @ space.offset - space.offset[some]
                 doubt += few * (shares @ np.abs(space.offset) + np.abs(space.offset[some]))
-            bound.upper[block] = np.exp(np.clip(-(level - doubt), -700.0, 0.0)) * (1 + few)
+            bound.upper[block] = np.minimum(np.exp(np.clip(-(level - doubt), -700.0, 0.0)) * (1 + few), 1.0)
             bound.lower[block] = np.exp(np.clip(-(level + doubt), -700.0, 0.0))
-        bound = Between(bound.lower, np.minimum(bound.upper, 1.0))
-        nothing = ~usable
-        found.lower[nothing], found.upper[nothing] = 0.0, 1.0
-        bound.lower[nothing], bound.upper[nothing] = 0.0, 1.0
+        found.lower[~usable], found.upper[~usable] = 0.0, 1.0
+        bound.lower[~usable], bound.upper[~usable] = 0.0, 1.0
         return found, bound
 
-    # Parts
+    def _against_others(
+        self, space: Space, targets: Ints, queries: Float64[np.ndarray, "target dim"]
+    ) -> Iterator[tuple[slice, Floats, Float64[np.ndarray, "some key"]]]:
+        """For blocks of targets: what each scores at least, and the others at most, under its query."""
+        for block in _blocks(len(targets), self.number):
+            some, here = targets[block], np.arange(len(targets[block]))
+            scores = space.scores(queries[block])
+            own = scores[here, some] - space.error[some]
+            scores += space.error
+            scores[here, some] = -np.inf
+            yield block, own, scores
 
     def _miss(self, space: Space, targets: Ints, weights: Rows) -> tuple[Between, Means]:
         """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; infinite for weights that are not convex."""
-        found = Means(
-            *_means(space.rows, space.noise, targets, weights.start, weights.index, weights.value, space.upwards)
-        )
+        start, index, value = weights.start, weights.index, weights.value
+        found = _means(space.rows, space.noise, targets, start, index, value, space.upwards)
         terms = (np.diff(weights.start) + space.rows.shape[1] + 8) * _AMPLE * _EPS
         error = found.noise + terms * found.size
         bad = ~found.convex
@@ -475,26 +468,16 @@ class Checker:
         return Between(lower, upper), found
 
 
-@dataclass(frozen=True)
-class Means:
-    """What rows of weights come to, a value each.
+class Means(NamedTuple):
+    """What rows of weights come to, a value each."""
 
-    Attributes:
-        convex: no negative weight, some positive one.
-        length: of Σ w_j (z_j - z_i), weights over their sum.
-        size, noise: Σ w_j |z_j - z_i| and Σ w_j (noise_j + noise_i).
-        nearest: the smallest |z_j - z_i| of a positive weight.
-        last: the largest index of a positive weight.
-        own: whether a key has a weight in its own row.
-    """
-
-    convex: Bool[np.ndarray, " row"]
-    length: Floats
-    size: Floats
-    noise: Floats
-    nearest: Floats
-    last: Ints
-    own: Bool[np.ndarray, " row"]
+    convex: Bool[np.ndarray, " row"]  # no negative weight, some positive one
+    length: Floats  # of Σ w_j (z_j - z_i), weights over their sum
+    size: Floats  # Σ w_j |z_j - z_i|
+    noise: Floats  # Σ w_j (noise_j + noise_i)
+    nearest: Floats  # the smallest |z_j - z_i| of a positive weight
+    last: Ints  # the largest index of a positive weight
+    own: Bool[np.ndarray, " row"]  # whether a key has a weight in its own row
 
 
 @compiled
@@ -506,7 +489,7 @@ def _means(
     index: Ints,
     value: Floats,
     upwards: bool,
-) -> tuple[Bool[np.ndarray, " row"], Floats, Floats, Floats, Floats, Ints, Bool[np.ndarray, " row"]]:
+) -> Means:
     number, dim = targets.shape[0], rows.shape[1]
     convex, own = np.ones(number, np.bool_), np.zeros(number, np.bool_)
     length, size, doubt, nearest = np.zeros(number), np.zeros(number), np.zeros(number), np.full(number, np.inf)
@@ -545,7 +528,7 @@ def _means(
                 part = min(part, 0.0)
             square += part * part
         length[k], size[k], doubt[k] = np.sqrt(square), size[k] / total, doubt[k] / total
-    return convex, length, size, doubt, nearest, last, own
+    return Means(convex, length, size, doubt, nearest, last, own)
 
 
 def through(
@@ -591,11 +574,6 @@ def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | N
     d, columns = queries.missing.shape
     center = float(np.linalg.norm(np.ldexp(queries.center, key_power - power)))
     return direction, np.full(d, _AMPLE * (3 * d + 8) * _EPS * columns**0.5 * center), power
-
-
-def projection_noise(centred: Float64[np.ndarray, "key d"]) -> Floats:
-    """The error of `QuerySet.keys_in_span`."""
-    return np.asarray(_AMPLE * (centred.shape[1] + 8) * _EPS * np.linalg.norm(centred, axis=1))
 
 
 def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:

@@ -1,6 +1,6 @@
-"""In which coordinates is a set of keys judged? Scaled, centred, equal keys merged, in their own span.
+"""The coordinates in which a set of keys is solved: scaled, centred, equal keys merged, in their own span.
 
-Products of queries and keys, and what certificates are made of: score gaps and residuals.
+Also the products of queries and keys, score gaps and residuals that solvers use in these coordinates.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.compiled import compiled, room
@@ -240,6 +240,19 @@ def unit_rows(rows: Float64[np.ndarray, "row dim"]) -> Float64[np.ndarray, "row 
     length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
     rows /= np.where(length > 0.0, length, 1.0)
     return rows
+
+
+def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
+    """Queries that give the bias a positive weight, as a query that is added to biased scores must.
+
+    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap
+    for it: the solvers stay further from tau than that.
+    """
+    without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
+    found = queries.copy()
+    found[without, -1] = np.maximum(gaps[without], TAU) / (1e4 * max(float(np.ptp(bias)), 1.0))
+    found[without] = unit_rows(found[without])
+    return found
 
 
 def normalize(

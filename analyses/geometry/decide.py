@@ -1,28 +1,23 @@
-"""Which keys of one set can be selected? Three stages, each leaves less to the next.
+"""Which keys of one set can be selected? Each stage decides some keys and leaves fewer to the next.
 
-1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap
-   is a witness.
-2. *Nearest point* of the hull of the others, by an active-set method, first in white coordinates (few steps),
-   then, if rounding or the tolerance stood in the way, in flat ones (exact distances).
-3. *Linear program*.
+1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap is a
+   witness.
+2. *Nearest point* of the hull of the others, by an active-set method, first in white coordinates (few steps), then, if
+   rounding or the tolerance stood in the way, in flat ones (exact distances).
+3. *Linear program* (HiGHS), which gives a query and convex weights at once.
 
-What none of them decides is `undecided`. All certificates are computed again in normalized coordinates before they
-count, and what counts here is proved once more, key by key, before it is given out (`proofs`).
+Keys that no stage decides are `undecided`. All certificates are computed again in normalized coordinates before they
+count, and are proved once more, key by key, before they are given out (`prove`).
 
-The last resort for one key: a linear program (HiGHS) that gives a query and convex weights at once.
+Of a large set (`Pool`, 10⁴ to 10⁵ keys, in bounded memory) only vertices are needed to reproduce an interior key, and a
+few hundred of them at a time (Dulá & Helgason, "A new procedure for identifying the frame of the convex hull of a
+finite collection of points", EJOR 92 (1996) 352-367):
 
-Which keys of a large pool can be selected? 10⁴ to 10⁵ keys, in bounded memory.
-
-Only vertices are needed to reproduce an interior key, and a few hundred of them at a time (Dulá & Helgason,
-"A new procedure for identifying the frame of the convex hull of a finite collection of points", EJOR 92
-(1996) 352-367). So:
-
-1. The white query of every key is tried on the longest keys first; what it beats there is tried on all.
+1. The white query of every key is tried on the longest keys first, then those that win there on all.
 2. Every key left is looked for in the hull of the longest vertices, which holds most interior keys.
-3. The rest are solved against all the generators known so far, column by column. One that is separated from
-   them hands its query to all undecided keys: the winner is a new generator, often the key itself.
-
-Step 3 is repeated until nothing is left. Scores are computed in blocks, never as a square matrix.
+3. The rest are solved against all the generators known so far, column by column. A key that is separated from them
+   hands its query to all undecided keys: the winner is a new generator, often the key itself. This is repeated until
+   nothing is left. Scores are computed in blocks, never as a square matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int8, Int64
+from jaxtyping import Float64, Int8, Int64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
 from ln_probe.analyses.geometry.active_set import Search, active_set
@@ -42,12 +37,13 @@ from ln_probe.analyses.geometry.coordinates import (
     Floats,
     Ints,
     KeyCoordinates,
+    count_bias,
     residuals,
     score_gaps,
     scores_of,
     unit_rows,
 )
-from ln_probe.analyses.geometry.wolfe import BUDGET, lowest, nearest_point, nearest_points, scale_of, unscale
+from ln_probe.analyses.geometry.wolfe import BUDGET, Nearest, lowest, nearest_point, nearest_points, scale_of, unscale
 
 # Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
 # first on any machine that is not stuck, so that what is decided does not depend on how busy it is.
@@ -226,7 +222,7 @@ def _length(x: Floats, stretch: Floats, slope: Floats) -> float:
 
 
 class Pool:
-    """Candidates for verdicts on a large set; `decide` in verdicts.py checks them."""
+    """Candidates for verdicts on a large set; `decide` checks them."""
 
     def __init__(self, sets: KeyCoordinates, threads: int | None = None, budget: float = BUDGET) -> None:
         self.sets, self.budget = sets, budget
@@ -243,14 +239,17 @@ class Pool:
             largest = float(np.sqrt(largest**2 + np.sum(sets.slope**2)))
         self.near = 0.5 * TAU / largest
 
-    def solve(self) -> None:
-        """Find a query or weights for every key."""
-        length = np.einsum("ij,ij->i", self.white, self.white)
-        self._try_white_queries(length)
-        self.go_on(length)
+    def solve(self, vertices: Ints) -> None:
+        """Find a query or weights for every key.
 
-    def go_on(self, length: Floats) -> None:
-        """Find a query or weights for the keys that are still open, given some vertices."""
+        Args:
+            vertices: keys that white queries were found to select; if there are none, white queries are tried here.
+        """
+        length = np.einsum("ij,ij->i", self.white, self.white)
+        self.generator[vertices] = True
+        self.query[vertices] = self.white[vertices]
+        if len(vertices) == 0:
+            self._try_white_queries(length)
         vertices = np.flatnonzero(self.generator)
         vertices = vertices[np.argsort(-length[vertices], kind="stable")[: 2 * _LONGEST]]
         if len(vertices) > self.white.shape[1]:
@@ -258,12 +257,6 @@ class Pool:
         for _ in range(_ROUNDS):
             if not self._round():
                 break
-
-    def know(self, vertices: Ints) -> None:
-        """Take keys for vertices that have been shown to be, and none of the others by their white query."""
-        self.generator[vertices] = True
-        self.query[vertices] = self.white[vertices]
-        self.go_on(np.einsum("ij,ij->i", self.white, self.white))
 
     def _try_white_queries(self, length: Floats) -> None:
         longest = np.argsort(-length, kind="stable")[:_LONGEST]
@@ -316,23 +309,21 @@ class Pool:
         def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints]:
             rows = np.concatenate([points, self.white[some]])
             targets = len(points) + np.arange(len(some))
-            _, _, upper, _, sizes, weights, indices = nearest_points(
+            found = nearest_points(
                 rows,
-                columns,
                 targets,
-                np.full(len(some), len(points)),
-                np.full(len(some), -1),
-                self.sets.lifted,
-                self.sets.stretch,
-                self.sets.slope,
-                self.near,
-                1.0,
-                False,
-                True,
+                tau=self.near,
+                gap=1.0,
+                counts=np.full(len(some), len(points)),
+                ray=self.sets.lifted,
+                stretch=self.sets.stretch,
+                slope=self.sets.slope,
+                columns=columns,
+                scaled=True,
             )
-            hit = upper <= self.near
-            entries = np.repeat(hit, sizes)
-            return some[hit], sizes[hit], weights[entries], indices[entries]
+            hit = np.flatnonzero(found.upper <= self.near)
+            weights = found.weights.some(hit)
+            return some[hit], np.diff(weights.start), weights.value, weights.index
 
         for found in in_threads(work, _pieces(todo), self.threads):
             self._keep(*found, generators)
@@ -387,7 +378,7 @@ def _pieces(todo: Ints) -> list[Ints]:
     return [todo[k : k + _KEYS_PER_TASK] for k in range(0, len(todo), _KEYS_PER_TASK)]
 
 
-# From so many keys on, it pays to solve over columns that are fetched as they are needed (pool.py): at d = 64
+# From so many keys on, it pays to solve over columns that are fetched as they are needed (`Pool`): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
 POOL = 768
 # From so many on, what is left costs too much to be sought by linear programs and one by one.
@@ -410,47 +401,12 @@ NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 
 
 @dataclass(frozen=True)
-class SparseWeights:
-    """Convex weights over keys, a row per certified key: `index[start[i]:start[i+1]]`, `value[…]`."""
-
-    start: Int64[np.ndarray, " _"]
-    index: Int64[np.ndarray, " entry"]
-    value: Float64[np.ndarray, " entry"]
-
-    def row(self, i: int) -> tuple[Int64[np.ndarray, " entry"], Float64[np.ndarray, " entry"]]:
-        here = slice(int(self.start[i]), int(self.start[i + 1]))
-        return self.index[here], self.value[here]
-
-    def rows(self, keys: Ints) -> Rows:
-        """Rows of some keys, one after the other."""
-        return Rows(self.start, self.index, self.value).some(keys)
-
-    @classmethod
-    def of(cls, rows: Rows) -> SparseWeights:
-        """The same, a row for every key."""
-        return cls(rows.start, rows.index, rows.value)
-
-    @classmethod
-    def of_rows(cls, rows: dict[int, tuple[Ints, Floats]], number: int) -> SparseWeights:
-        """From rows by key; the other keys have none."""
-        sizes = np.zeros(number + 1, np.int64)
-        for i, (index, _) in rows.items():
-            sizes[i + 1] = len(index)
-        order = sorted(rows)
-        return cls(
-            start=np.cumsum(sizes),
-            index=np.concatenate([rows[i][0] for i in order]) if rows else np.empty(0, np.int64),
-            value=np.concatenate([rows[i][1] for i in order]) if rows else np.empty(0),
-        )
-
-
-@dataclass(frozen=True)
 class Verdicts:
     """Verdicts on one set of keys, with what is to prove them, in the order of the keys."""
 
     code: Int8[np.ndarray, " key"]  # index into NAMES
     query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
-    weights: SparseWeights  # over other keys
+    weights: Rows  # over other keys
     source: Int64[np.ndarray, " key"]  # whose row of weights a key has: its own, or its representative's
     gap: Float64[np.ndarray, " key"]  # proven of its query, where it was proved already; else NaN
 
@@ -471,7 +427,7 @@ def decide(
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
     Keys within tau of each other are solved for once, as one: what is found counts for all of them if the checker finds
-    that it proves it of each (`proofs`).
+    that it proves it of each (`prove`).
 
     Args:
         only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
@@ -539,7 +495,7 @@ class _Deciding:
         code, query = self.code[group], self.query[group]
         many = np.bincount(group, minlength=len(group))[group] > 1
         code[many & (code == SELECTABLE)] = DUPLICATE
-        return Verdicts(code, query, SparseWeights.of(Rows.gathered(len(group), self.pieces)), group, self.gap)
+        return Verdicts(code, query, Rows.gathered(len(group), self.pieces), group, self.gap)
 
     def white_queries(self) -> None:
         """Every key under the query that points at it where keys are white."""
@@ -555,16 +511,9 @@ class _Deciding:
     def pool(self) -> None:
         """Columns that are fetched as they are needed."""
         pool = Pool(self.sets, self.threads, self.budget)
-        known = np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE)
-        if len(known):
-            pool.know(known)
-        else:
-            pool.solve()
+        pool.solve(np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE))
         keys = np.flatnonzero(pool.inside)
-        sizes = np.array([len(pool.rows[int(k)][0]) for k in keys], np.int64)
-        if len(keys):
-            index, weight = (np.concatenate([pool.rows[int(k)][part] for k in keys]) for part in (0, 1))
-            self._try_weights(keys, sizes, weight, index)
+        self._try_weights(keys, Rows.of(pool.rows, len(self.sets.leaders)).some(keys))
         todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
         self._try_queries(todo, self.sets.query(pool.query[todo]))
 
@@ -573,26 +522,11 @@ class _Deciding:
         sets, todo = self.sets, self.left()
         if len(todo) == 0:
             return
-        points, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
-        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
         size, dim = sets.white.shape
-        _, _, _, queries, sizes, weights, indices = nearest_points(
-            points,
-            np.ascontiguousarray(points.T),
-            todo,
-            np.full(len(todo), len(sets.leaders)),
-            self.starts[todo],
-            sets.lifted,
-            stretch,
-            slope,
-            TAU,
-            -1.0,
-            careful,
-            None,
-            self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim))),
-        )
-        self._try_weights(todo, sizes, weights, indices)
-        self._try_queries(todo, to_query(queries))
+        budget = self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim)))
+        found, queries = nearest_leaders(sets, todo, careful, starts=self.starts[todo], budget=budget)
+        self._try_weights(todo, found.weights)
+        self._try_queries(todo, queries)
 
     def programs(self) -> None:
         """A linear program for each key."""
@@ -601,7 +535,7 @@ class _Deciding:
             others = np.delete(np.arange(len(sets.leaders)), k)
             found, dual = separate(sets.white[others], sets.white[k], sets.lifted, self.budget)
             used = np.flatnonzero(dual)
-            self._try_weights(np.array([k]), np.array([len(used)]), dual[used], others[used])
+            self._try_weights(np.array([k]), Rows(np.array([0, len(used)]), others[used], dual[used]))
             self._try_queries(np.array([k]), sets.query(found[None]))
 
     def _try_queries(self, todo: Ints, found: Floats) -> None:
@@ -626,29 +560,41 @@ class _Deciding:
         self.query[targets[good]] = found[good]
         self.starts[todo] = np.where(rivals >= 0, self.place[rivals], -1)
 
-    def _try_weights(self, todo: Ints, sizes: Ints, weights: Floats, indices: Ints) -> None:
-        leaders = self.sets.leaders
-        keep = indices >= 0  # the ray is not a key
-        if not keep.all():
-            sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))
-            weights, indices = weights[keep], indices[keep]
-        indices = leaders[indices]
-        rest = residuals(self.sets.normalized, leaders[todo], sizes, weights, indices, self.sets.biased)
-        good = (rest <= TAU) & (self.code[leaders[todo]] == UNDECIDED) & (sizes > 0)
-        if good.any():
-            keys, entries = leaders[todo[good]], np.repeat(good, sizes)
-            self.code[keys] = UNSELECTABLE
-            self.pieces.append((keys, sizes[good], indices[entries], weights[entries]))
+    def _try_weights(self, todo: Ints, weights: Rows) -> None:
+        keys, sizes = self.sets.leaders[todo], np.diff(weights.start)
+        index, value = self.sets.leaders[weights.index], weights.value
+        rest = residuals(self.sets.normalized, keys, sizes, value, index, self.sets.biased)
+        good = (rest <= TAU) & (self.code[keys] == UNDECIDED) & (sizes > 0)
+        entries = np.repeat(good, sizes)
+        self.code[keys[good]] = UNSELECTABLE
+        self.pieces.append((keys[good], sizes[good], index[entries], value[entries]))
 
 
-def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:
-    """Queries that give the bias a positive weight, as a query that is added to biased scores must.
+def nearest_leaders(
+    sets: KeyCoordinates,
+    targets: Ints,
+    careful: bool,
+    counts: Ints | None = None,
+    starts: Ints | None = None,
+    budget: float = BUDGET,
+) -> tuple[Nearest, Floats]:
+    """The nearest points of the hull of the other leaders, in white coordinates or carefully in flat ones.
 
-    A query without one (it wins at any bias, if it is long enough) gives up a ten-thousandth of its score gap
-    for it: the solvers stay further from tau than that.
+    Returns:
+        what `nearest_points` found, and its queries over normalized keys.
     """
-    without: Bool[np.ndarray, " query"] = queries[:, -1] <= 0.0
-    found = queries.copy()
-    found[without, -1] = np.maximum(gaps[without], TAU) / (1e4 * max(float(np.ptp(bias)), 1.0))
-    found[without] = unit_rows(found[without])
-    return found
+    rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
+    stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
+    found = nearest_points(
+        rows,
+        targets,
+        tau=TAU,
+        counts=counts,
+        starts=starts,
+        ray=sets.lifted,
+        stretch=stretch,
+        slope=slope,
+        careful=careful,
+        budget=budget,
+    )
+    return found, to_query(found.query)

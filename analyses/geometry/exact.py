@@ -15,10 +15,7 @@ no rule against cycling: what is left over becomes strictly less with every supp
 
 Products of all keys with a query are first computed in float64 with a bound of their error; only where that bound
 leaves a sign open are they computed in whole numbers.
-
-Linear equations in whole numbers, solved exactly: by python-flint where it is installed, else by elimination.
-
-A set of keys as whole numbers, and products with them in float64 whose error is bounded.
+Equations are solved by python-flint where it is installed, else by elimination.
 """
 
 from __future__ import annotations
@@ -97,17 +94,16 @@ def eliminate(rows: list[list[int]], right: list[int]) -> tuple[list[int], int]:
     return [int(value) for value in found], int(before)
 
 
-def independent(columns: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Places of columns, first come first kept, and of as many rows on which these are a regular square system.
+def independent(columns: list[list[int]]) -> list[int]:
+    """Places of linearly independent columns, first come first kept.
 
     Decided modulo a prime: what is independent there is independent. (What is not may be left out wrongly, once in
     some 10⁹ times.)
     """
     if not columns:
-        return [], []
+        return []
     table: NDArray[np.int64] = np.array([[value % _PRIME for value in column] for column in columns], np.int64).T
     kept: list[int] = []
-    rows: list[int] = []
     free = np.ones(len(table), bool)
     for k in range(table.shape[1]):
         left: Int64[np.ndarray, " row"] = np.flatnonzero(free & (table[:, k] != 0))
@@ -115,14 +111,13 @@ def independent(columns: list[list[int]]) -> tuple[list[int], list[int]]:
             continue
         at = int(left[0])
         kept.append(k)
-        rows.append(at)
         free[at] = False
         table[at] = table[at] * pow(int(table[at, k]), -1, _PRIME) % _PRIME
         for row in left[1:]:
             table[row] = (table[row] - table[row, k] * table[at]) % _PRIME
         if not free.any():
             break
-    return kept, rows
+    return kept
 
 
 Floats = NDArray[np.float64]
@@ -168,11 +163,12 @@ class WholeSet:
         self._across = None if self.axes is None else np.ldexp(self.axes, -self._axes_scale)
         # The axes, in units that make their products with those whole numbers whole.
         self._axes: list[list[int]] | None = None
+        self.lows = self._low  # measured keys are 2 to these, times whole numbers
         if self.axes is not None:
             mantissa, exponent, least = _dyadic(self.axes, 0, shift=low)
-            self._axes_low = [int(value) for value in least]
+            self.lows = [int(value) for value in least]
             self._axes = [
-                [int(m) << int(e - c) for m, e, c in zip(ms, es, self._axes_low, strict=True)]
+                [int(m) << int(e - c) for m, e, c in zip(ms, es, self.lows, strict=True)]
                 for ms, es in zip(mantissa, exponent, strict=True)
             ]
         lifts = np.zeros(number) if self.bias is None else self.bias
@@ -180,12 +176,12 @@ class WholeSet:
         m_bias, e_bias, _ = _dyadic(lifts[:, None], 0)
         m_slope, e_slope, _ = _dyadic(slope[:, None], 0, shift=low)
         used = np.concatenate([e_bias[m_bias != 0], e_slope[m_slope != 0]])
-        self._bias_low = int(used.min()) if len(used) else 0
+        self.bias_low = int(used.min()) if len(used) else 0  # the bias is 2 to this, times whole numbers
         self._bias = [
-            int(m) << int(e - self._bias_low) if m else 0 for m, e in zip(m_bias[:, 0], e_bias[:, 0], strict=True)
+            int(m) << int(e - self.bias_low) if m else 0 for m, e in zip(m_bias[:, 0], e_bias[:, 0], strict=True)
         ]
         self._slope = [
-            int(m) << int(e - self._bias_low) if m else 0 for m, e in zip(m_slope[:, 0], e_slope[:, 0], strict=True)
+            int(m) << int(e - self.bias_low) if m else 0 for m, e in zip(m_slope[:, 0], e_slope[:, 0], strict=True)
         ]
         # Scaled by powers of two to at most 1/2, for products in floating point.
         self._scale = exponent_of(self.points)
@@ -194,16 +190,6 @@ class WholeSet:
         self._bias_scale = max((exponent_of(v) + power for v, power in terms if v.any()), default=0)
         self._lifts = np.ldexp(lifts, -self._bias_scale - 1)
         self._whole: dict[int, tuple[list[int], int]] = {}
-
-    @property
-    def lows(self) -> list[int]:
-        """Measured keys are 2 to these, times whole numbers."""
-        return self._low if self._axes is None else self._axes_low
-
-    @property
-    def bias_low(self) -> int:
-        """The bias is 2 to this, times whole numbers."""
-        return self._bias_low
 
     def measured(self, j: int) -> tuple[list[int], int]:
         """Key j in whole numbers: as measured, and its bias."""
@@ -214,9 +200,7 @@ class WholeSet:
             ]
             lift = self._bias[j] + sum(a * b for a, b in zip(self._slope, plain, strict=True))
             if self._axes is not None:
-                plain = [
-                    sum(a[r] * k for a, k in zip(self._axes, plain, strict=True)) for r in range(len(self._axes_low))
-                ]
+                plain = [sum(a[r] * k for a, k in zip(self._axes, plain, strict=True)) for r in range(len(self.lows))]
             self._whole[j] = plain, lift
         return self._whole[j]
 
@@ -234,7 +218,7 @@ class WholeSet:
         powers = [shift - low for low in self.lows]
         if not self.biased:
             return steps, np.zeros(len(steps)), np.array(powers)
-        return steps, lifts, np.array([*powers, self._bias_scale + 1 - self._bias_low])
+        return steps, lifts, np.array([*powers, self._bias_scale + 1 - self.bias_low])
 
     def may_be_equal(self, steps: Floats) -> NDArray[np.bool_]:
         """Which rows of `steps` may be 0 as measured; float64 rules out most that are not."""
@@ -262,7 +246,7 @@ class WholeSet:
             along = [sum(a * b for a, b in zip(axis, along, strict=True)) for axis in self._axes]
         along = [a + lift * b for a, b in zip(along, self._slope, strict=True)] if lift else along
         parts = [mantissa(value) for value in [*along, lift, row[-1]]]
-        powers = [self._scale + 1 - low for low in self._low] + [self._bias_scale + 1 - self._bias_low, last_power]
+        powers = [self._scale + 1 - low for low in self._low] + [self._bias_scale + 1 - self.bias_low, last_power]
         top = max((e + s for (m, e), s in zip(parts, powers, strict=True) if m), default=0)
         factor = np.array([np.ldexp(m, max(e + s - top, -2000)) for (m, e), s in zip(parts, powers, strict=True)])
         value = steps @ factor[:-2] + lifts * factor[-2] + last * factor[-1]
@@ -281,10 +265,7 @@ def _array(name: str, values: Any, dims: int) -> Floats:
 
 
 def _dyadic(values: Floats, axis: int, shift: Ints | None = None) -> tuple[Ints, Ints, Ints]:
-    """Odd whole numbers (or 0) and exponents whose powers of two they multiply; and the least exponent along `axis`.
-
-    `shift` is added to the exponents of every row.
-    """
+    """Odd whole numbers (or 0), the powers of two (plus `shift`) that they multiply, and the least along `axis`."""
     fraction, exponent = np.frexp(values)
     mantissa = np.ldexp(fraction, 53).astype(np.int64)
     zeros = np.frexp((mantissa & -mantissa).astype(np.float64))[1].astype(np.int64) - 1
@@ -483,7 +464,7 @@ class ExactSet(WholeSet):
         self, key: _Key, kept: list[int], weights: list[Fraction] | None, copies: list[int], end: float
     ) -> ExactVerdict | None:
         """Nonnegative least squares on whole numbers from a support; None if it has no weights to start from."""
-        chosen, _ = independent([self._column(key, k) for k in kept])
+        chosen = independent([self._column(key, k) for k in kept])
         kept = [kept[t] for t in chosen]
         now = None if weights is None else {k: weights[t] for k, t in zip(kept, chosen, strict=True)}
         steps = 0
@@ -567,26 +548,6 @@ def _vertex(copies: list[int], query: tuple[Fraction, ...], steps: int) -> Exact
     if copies:
         return ExactVerdict("duplicate", (copies[0],), (Fraction(1),), query, steps)
     return ExactVerdict("selectable", (), (), query, steps)
-
-
-def decide_exactly(
-    points: Any,
-    bias: Any,
-    i: int,
-    *,
-    axes: Any = None,
-    center: Any = None,
-    support: Any = None,
-    query: Any = None,
-    among: Any = None,
-) -> ExactVerdict:
-    """The exact verdict on key i of a set; to ask about several keys of a set, make an `ExactSet`.
-
-    Args:
-        points, bias, axes, center: as for `ExactSet`.
-        i, support, query, among: as for `ExactSet.decide`.
-    """
-    return ExactSet(points, bias, axes=axes, center=center).decide(i, among=among, support=support, query=query)
 
 
 def proves(

@@ -1,33 +1,24 @@
-"""In which coordinates are keys judged, and in which are they measured?
+"""What a user may give (keys, a bias, a set of queries), checked, and brought to the units in which it is computed.
 
-Verdicts are about the keys in their own coordinates: the tolerance means the same with a set of queries as without
-one. A set `c + A u` can only remove directions, those that its axes do not span (`QuerySet.missing`); it never rescales
-them. There the part of the center that the axes span changes nothing, and the rest counts as a bias per key.
+Arrays and tensors of any floating-point type become float64. Keys, bias and queries are multiplied by powers of two
+until their largest entries are about 1, which rounds nothing (entries 300 decades below the largest of their kind may
+underflow; the checker allows for that), so no result depends on the scale of the keys. Where keys are measured by a set
+of queries every coordinate has a unit of its own, since only products of keys and queries count. The unit of a bias is
+that of its spread: a value that all keys share changes nothing.
 
-Margins and attention are about the queries of the set, so they are measured in `Aᵀk`: scores are `c·k + u·Aᵀk` with
-|u| ≤ 1, in nats, and equal for every basis of a head (`W_Q M, W_K M⁻ᵀ` is the same model). The center acts as a bias
-per key, `c·k`.
+Verdicts are about the keys in their own coordinates (`own_keys`): the tolerance means the same with a set of queries as
+without one. A set `c + A u` can only remove directions, those that its axes do not span (`QuerySet.missing`); it never
+rescales them. The part of the center that the axes span changes nothing, and the rest counts as a bias per key.
 
-What a user may give as keys: arrays or tensors of any floating-point type, checked, in float64.
+Margins and attention are about the queries of the set, so they are measured in `Aᵀk` (`judged`): scores are
+`c·k + u·Aᵀk` with |u| ≤ 1, in nats, and equal for every basis of a head (`W_Q M, W_K M⁻ᵀ` is the same model). The
+center acts as a bias per key, `c·k`.
 
-The sets of queries over which attention is maximized: solid ellipsoids, of any dimension.
-
-What is the scale of a set of keys? It is taken out once, here, so that no result depends on it.
-
-Keys, bias and queries are multiplied by powers of two until their largest entries are about 1, which rounds nothing
-(entries 300 decades below the largest of their kind may underflow; the checker allows for that). Squares then stay
-within the range of float64 whatever the units of the keys are. Where keys are measured by a set of queries every
-coordinate has a unit of its own, since only products of keys and queries count. The unit of a bias is that of its
-spread: whatever is the same for all keys changes nothing.
-
-Products of matrices whose terms cancel: exact but for one rounding of the result.
-
-Seen through the axes of a query set, keys of an ill-conditioned basis are small differences of large terms, and a plain
-product leaves nothing of them. Here both factors are cut into slices of so few bits that the product of any two slices
-is exact in float64 whatever the order of its sums, so ordinary matrix products do the work.
-
-Source: K. Ozaki, T. Ogita, S. Oishi, S. M. Rump, "Error-free transformations of matrix multiplication by using fast
-routines of matrix multiplication and its applications", Numerical Algorithms 59 (2012) 95-118.
+Seen through the axes, keys of an ill-conditioned basis are small differences of large terms, and a plain product leaves
+nothing of them. `accurate_product` cuts both factors into slices of so few bits that the product of any two slices is
+exact in float64 whatever the order of its sums (K. Ozaki, T. Ogita, S. Oishi, S. M. Rump, "Error-free transformations
+of matrix multiplication by using fast routines of matrix multiplication and its applications", Numerical Algorithms 59
+(2012) 95-118).
 """
 
 from __future__ import annotations
@@ -165,6 +156,11 @@ class QuerySet:
         points = self.in_span(centred)
         rounding = (len(self.axes) + 16) * float(np.finfo(np.float64).eps)
         return points if np.linalg.norm(points) > rounding * np.linalg.norm(centred) else np.zeros_like(points)
+
+    def projection_noise(self, centred: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " key"]:
+        """A bound of the error of `keys_in_span`, with a factor of 2 for its own rounding."""
+        eps = float(np.finfo(np.float64).eps)
+        return np.asarray(2.0 * (centred.shape[1] + 8) * eps * np.linalg.norm(centred, axis=1))
 
     def compact(self) -> QuerySet:
         """The same set with at most d axes (only `axes @ axes.T` matters).

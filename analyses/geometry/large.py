@@ -1,24 +1,19 @@
-"""Verdicts on a set of keys that is too large to solve for as a whole: a vocabulary.
+"""Verdicts, margins and attention on a set of keys that is too large to solve for as a whole: a vocabulary.
 
-Most keys are selected by the query that points at them (`screening`), most of the others by the white query. What is
-left is solved for among *some* keys: its rivals under these queries, its neighbours, the longest. Weights over some are
-weights over all, so an unselectable key is found at once. A query has to hold against all keys; those that it loses to
-join the rivals, and the key is solved for again (cutting planes). All of it is proved by the checker, on all keys.
+Every key is first screened by the query that points at it (`pointed`), in one pass in single precision. The scores are
+one symmetric matrix, Z Zᵀ, over the lengths of its rows, so half of its blocks are enough; a block is looked at once,
+from both sides, and forgotten. A bound of what single precision may have lost is taken off (N. Higham, Accuracy and
+Stability of Numerical Algorithms, 2002, §3.1): a positive `gap` proves that the key can be selected, and `log_weight`
+is known to `doubt`.
 
-Every key of a large set under the query that points at it: what that proves, in one pass in single precision.
+White queries select most of the other keys. The rest are solved for among *some* keys: their rivals under these
+queries, their neighbours, the longest. Weights over some are weights over all, so an unselectable key is found at once.
+A query has to hold against all keys; those that it loses to join the rivals, and the key is solved for again (cutting
+planes). Margins are found the same way. The checker proves all of it, on all keys.
 
-Scores of all keys under all pointing queries are one symmetric matrix, Z Zᵀ, over the lengths of its rows, so half of
-its blocks are enough. A block is looked at once, from both sides, and forgotten. What single precision may have lost is
-bounded, and taken off (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1): a positive `gap` is a
-proof that the key can be selected, and `log_weight` is known to `doubt`. Most keys of a vocabulary need nothing else.
-
-Margins and attainable weights of a few keys of a large set, without solving over all of it.
-
-A margin is decided by few rivals: it is solved for among some keys, what is found is checked against all, and those
-keys join that break the bound (cutting planes). A softmax weight depends on all keys, but smoothly: the direction in
-which the gradient points is tried for all targets at once (Frank & Wolfe 1956, which on a ball is nearly Newton's
-method as long as one key holds most of the weight), and what that leaves goes to Newton's method of `ball_newton`, its
-second-order model made by matrix products.
+A softmax weight depends on all keys, but smoothly: the direction in which the gradient points is tried for all targets
+at once (Frank & Wolfe 1956, which on a ball is nearly Newton's method as long as one key holds most of the weight), and
+the rest goes to Newton's method of `newton`, its second-order model made by matrix products.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int8, Int64
 
-from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, outside, projection_noise, through
+from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, outside, through
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Verdicts, decide
@@ -230,7 +225,7 @@ class LargeChecker(Checker):
                 value, lost = (np.concatenate([getattr(part, name) for part in found]) for name in ("value", "noise"))
                 beyond = Heights(value, lost, direction[2])
                 level = beyond if high is None or not high.value.any() else beyond.plus(high, max(direction[2], 0))
-            noise += projection_noise(points)
+            noise += queries.projection_noise(points)
             for p in parts:
                 points[p] = queries.in_span(points[p])
         size = float(np.linalg.norm(_lengths(points))) / len(keys) ** 0.5
@@ -282,7 +277,7 @@ class LargeChecker(Checker):
 def decide_large(
     checker: LargeChecker, lead: Float64[np.ndarray, " key"], order: Int64[np.ndarray, " key"], most: int
 ) -> Int8[np.ndarray, " key"]:
-    """The verdict of every key (index into `verdicts.NAMES`), proved; undecided where it would cost too much.
+    """The verdict of every key (index into `decide.NAMES`), proved; undecided where it would cost too much.
 
     Args:
         checker: of the keys.
@@ -372,7 +367,7 @@ def _first_rivals(checker: LargeChecker, keys: Ints, queries: Float64[np.ndarray
 
 def weights_of(found: Verdicts, places: Ints, some: Ints) -> Rows:
     """Weights of some keys (by their places in `some`), over all keys."""
-    rows = found.weights.rows(found.source[places])
+    rows = found.weights.some(found.source[places])
     return replace(rows, index=some[rows.index])
 
 
@@ -446,13 +441,12 @@ def _proposed(
     sets = checker.among(some)
     places = np.searchsorted(some, keys)
     verdicts: Verdicts = decide(sets, threads=None, only=places)
-    found = propose(measured(sets, where, through_queries=True), verdicts, gap, places, budget)
-    index = some[found.weights.index]
-    return found.point, Rows(found.weights.start, index, found.weights.value)
+    point, weights = propose(measured(sets, where, through_queries=True), verdicts, gap, places, budget)
+    return point, replace(weights, index=some[weights.index])
 
 
 def attainable_large(checker: LargeChecker, keys: Int64[np.ndarray, " some"], gap: float = WEIGHT_GAP) -> Attainable:
-    """The largest softmax weights of some keys among all; `proofs.prove_attention` checks them."""
+    """The largest softmax weights of some keys among all; `prove.prove_attention` checks them."""
     work = _Weights(checker, keys, gap * _PROOF)
     for _ in range(_TOGETHER):
         if not len(work.todo):

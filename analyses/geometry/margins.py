@@ -3,21 +3,19 @@
 Without a set of queries the margin is the distance of a key to the hull of all others, relative to the RMS norm of the
 centred keys. With one it is the best score gap that a query of the set gives, in nats, negative if none puts the key on
 top: the center `c·k` and a bias count as they count in a score. This module only proposes; what its queries and weights
-prove is computed by `certificates`.
-
-The best score gap over a ball of queries when keys also have offsets: a conic active-set method, compiled.
+prove is computed by `checker`.
 
 With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum and, by duality, a convex minimum:
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
-Without offsets this is the distance of z_i to the hull of the others (`min_norm`). The method is Wolfe's: keep an
-active set whose points are affinely independent, go to the minimizer over its affine hull as far as the weights stay
-convex, drop the point that blocks, else add the point that scores highest under the query u = -x/|x|. Only the affine
-minimizer differs. On the affine hull the offset is an affine function, of slope d within the hull's own directions;
-with p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none:
-the way is along d until a weight is used up. Every iterate brackets the margin: the query from below, the weights from
-above.
+Without offsets this is the distance of z_i to the hull of the others (`wolfe`). With them `best_gaps` is a conic
+active-set method, Wolfe's, compiled: keep an active set whose points are affinely independent, go to the minimizer over
+its affine hull as far as the weights stay convex, drop the point that blocks, else add the point that scores highest
+under the query u = -x/|x|. Only the affine minimizer differs. On the affine hull the offset is an affine function, of
+slope d within the hull's own directions; with p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1
+- |d|²), and if |d| ≥ 1 there is none: the way is along d until a weight is used up. Every iterate brackets the margin:
+the query from below, the weights from above.
 
 Source of the scheme: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 """
@@ -361,19 +359,6 @@ _ROUNDS, _STEPS = 12, 60
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """What may prove each key's margin, in the order of the keys asked for.
-
-    Attributes:
-        point: a query u, |u| ≤ 1; without a set of queries a unit query over normalized keys.
-        weights: convex weights of other keys, a row per key asked for.
-    """
-
-    point: Float64[np.ndarray, "some r"]
-    weights: Rows
-
-
-@dataclass(frozen=True)
 class Measured:
     """Points whose margins are measured, copies left out.
 
@@ -423,15 +408,20 @@ def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Meas
 
 def propose(
     space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
-) -> Proposed:
-    """Queries and weights for the margins of keys `only` among all keys of the set."""
+) -> tuple[Float64[np.ndarray, "some r"], Rows]:
+    """What may prove the margins of the keys `only` among all keys of the set.
+
+    Returns:
+        a query u of each, |u| ≤ 1 (without a set of queries a unit query over normalized keys), and convex weights of
+        other keys, a row for each.
+    """
     point = np.zeros((len(only), space.rows.shape[1]))
     pieces = []
     inside = np.zeros(len(only), bool)
     if space.level is not None:  # what cannot be selected has a margin of 0: the level query and its weights prove it
         inside = verdicts.code[only] == UNSELECTABLE
         if inside.any():
-            rows = verdicts.weights.rows(verdicts.source[only[inside]])
+            rows = verdicts.weights.some(verdicts.source[only[inside]])
             pieces.append((np.flatnonzero(inside), np.diff(rows.start), rows.index, rows.value))
             point[inside] = space.level
     copied = (space.copy[only] >= 0) & ~inside
@@ -445,19 +435,18 @@ def propose(
         which = np.flatnonzero(some)  # a copy is solved for among all keys: it ties with the key at best
         if len(which) == 0 or len(names) < 2:
             continue
-        found, sizes, indices, values = solve(space, names, only[which], gap, budget)
-        point[which] = found
-        pieces.append((which, sizes, names[indices], values))
-    return Proposed(point, Rows.gathered(len(only), pieces))
+        point[which], weights = solve(space, names, only[which], gap, budget)
+        pieces.append((which, np.diff(weights.start), names[weights.index], weights.value))
+    return point, Rows.gathered(len(only), pieces)
 
 
 def _gaps(
     space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
-) -> tuple[Floats, Ints, Ints, Floats]:
-    """Queries, and sizes, places and values of the weights, for keys with offsets."""
+) -> tuple[Floats, Rows]:
+    """Queries, and weights over `names`, for keys with offsets."""
     assert space.offset is not None
     here = np.ascontiguousarray(space.rows[names])
-    _, _, found, sizes, values, indices = best_gaps(
+    _, _, query, sizes, values, indices = best_gaps(
         here,
         np.ascontiguousarray(here.T),
         space.offset[names],
@@ -466,35 +455,24 @@ def _gaps(
         ZERO * space.size,
         budget,
     )
-    return found, sizes, indices, values
+    return query, Rows(np.concatenate([[0], np.cumsum(sizes)]), indices, values)
 
 
 def _distances(
     space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
-) -> tuple[Floats, Ints, Ints, Floats]:
+) -> tuple[Floats, Rows]:
     """The same without offsets: the nearest point of the hull of the others."""
     here = np.ascontiguousarray(space.rows[names])
-    targets = np.searchsorted(names, keys)
-    _, _, _, queries, sizes, values, indices = nearest_points(
+    found = nearest_points(
         here,
-        np.ascontiguousarray(here.T),
-        targets,
-        np.full(len(targets), len(here)),
-        np.full(len(targets), -1),
-        space.upwards,
-        np.ones(here.shape[1]),
-        np.ones(1),
-        ZERO * space.size,
-        gap,
-        True,
-        None,
-        budget,
+        np.searchsorted(names, keys),
+        tau=ZERO * space.size,
+        gap=gap,
+        ray=space.upwards,
+        careful=True,
+        budget=budget,
     )
-    keep = indices >= 0  # the ray is not a key
-    if not keep.all():
-        sizes = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[keep], minlength=len(sizes))
-        indices, values = indices[keep], values[keep]
-    return unit_rows(queries), sizes, indices, values
+    return unit_rows(found.query), found.weights
 
 
 def again(

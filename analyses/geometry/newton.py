@@ -1,20 +1,15 @@
-"""The largest softmax weight over a ball of queries: Newton's method with a certified gap, compiled.
+"""The largest softmax weight over a set of queries: Newton's method with a certified gap, compiled.
 
-For scores `s_j = a_j + M_j·u` the function `f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)` is convex, so at any
-point of the unit ball, with gradient `g`, no query of the ball has a weight above
+The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized residual stream,
+or the part of it that occurs. For scores `s_j = a_j + M_j·u` the function `f(u) = log Σ_j exp(s_j) - s_i = -log w_i(u)`
+is convex, so at any point of the unit ball, with gradient `g`, no query of the ball has a weight above
 
     w_i(u) · exp(g·u + |g|)
 
-(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step minimizes the second-order model of f over
-the whole ball, by the secular equation `|v(c)| = 1` with `(H + c) v = H u - g` (Moré & Sorensen 1983), and is
-cut short by a line search if the model was too bold. H has the rank of the keys that share the attention,
-mostly few, so the system is solved in whichever of the two dimensions is smaller.
-
-How much attention can a key get? Its largest softmax weight over a set of queries, certified.
-
-The set is a solid ellipsoid `center + axes @ u`, `|u| <= 1`: what a head can produce from a normalized
-residual stream, or the part of it that occurs. The log of a softmax weight is concave in the query, so a
-point and the gradient there bound the weight on the whole set.
+(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step minimizes the second-order model of f over the whole
+ball, by the secular equation `|v(c)| = 1` with `(H + c) v = H u - g` (Moré & Sorensen 1983), and is cut short by a line
+search if the model was too bold. H has the rank of the keys that share the attention, mostly few, so the system is
+solved in whichever of the two dimensions is smaller.
 """
 
 from __future__ import annotations
@@ -436,7 +431,7 @@ def attainable(
     only: Int64[np.ndarray, " some"] | None = None,
     budget: float = BUDGET,
 ) -> Attainable:
-    """The largest softmax weight of every key over a set of queries, as the solver finds it: `proofs` checks it.
+    """The largest softmax weight of every key over a set of queries, as the solver finds it: `prove` checks it.
 
     Args:
         where: the keys through the set of queries.

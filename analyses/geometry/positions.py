@@ -1,27 +1,25 @@
-"""From which position on is a key unselectable, if a query at position t sees only keys 0..t?
+"""What depends on the position of a query: when a key becomes unselectable, and how much attention it can get anywhere.
 
-The hull of the visible keys only grows, so there is one such position per key. It is found by bisection in
-which every answer is used in full: weights say which keys suffice (nothing later is needed), a query says
-which key is the first to beat it (nothing earlier is enough).
+If a query at position t sees the keys 0..t, their hull only grows, so there is one position from which on a key is
+unselectable. It is found by bisection in which every answer is used in full: weights say which keys suffice (nothing
+later is needed), a query says which key is the first to beat it (nothing earlier is enough).
 
-How much attention can a key get from any position that sees it?
-
-`attainable` is about one set of keys and one set of queries. A key of a prompt is seen from several positions t: they
-see different keys, and with rotary positions R_t their queries differ, `R_t (c + A u)`, |u| ≤ 1. What is found here is
-the largest softmax weight over all positions that see the key and another one.
+`newton.attainable` is about one set of keys and one set of queries. A key of a prompt is seen from several positions t:
+they see different keys, and with rotary positions R_t their queries differ, `R_t (c + A u)`, |u| ≤ 1.
+`attainable_anywhere` bounds the largest softmax weight over all positions that see the key and another one.
 
 Without rotary positions the queries are the same everywhere. Under one query every further key lowers the weight of the
-others, so with a causal mask the largest weight is to be had at the first of these positions, and one problem per key
-(among the keys before it) answers the question to within `gap`.
+others, so with a causal mask the largest weight occurs at the first of these positions, and one problem per key (among
+the keys before it) answers the question to within `gap`.
 
-With rotary positions a later position may give more, and so it may where keys fall out of a window. Then the answer is
-an upper bound. For any convex weights p of keys that position t sees, its own key i among them or not,
+With rotary positions, or where keys fall out of a window, a later position may give more. Then the answer is an upper
+bound. For any convex weights p of keys that position t sees, with or without its own key i,
 
     log w_i(t) ≤ -[H(p) + c_t·v + Σ p_j (b_j - b_i) - |A_tᵀ v|],    v = Σ p_j (k_j - k_i)
 
-(Gibbs, as in `certificates`; H the entropy, b a bias per key). p comes from the problem at the last position, among the
-keys that all positions see, so it is one p per key; the bound is evaluated at every position. With a window the
-positions are taken in two halves, so that all positions of a half see at least half of the window's keys.
+(Gibbs, as in `checker`; H the entropy, b a bias per key). p comes from the problem at the last position, among the keys
+that all positions see, so it is one p per key; the bound is evaluated at every position. With a window the positions
+are taken in two halves, so that all positions of a half see at least half of the window's keys.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.geometry.active_set import INSIDE, SEPARATED
+from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import room
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, scores_of
-from ln_probe.analyses.geometry.decide import UNSELECTABLE, SparseWeights, Verdicts
+from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts, nearest_leaders
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.newton import STEPS, WEIGHT_GAP, into_ball, largest_weights
-from ln_probe.analyses.geometry.wolfe import nearest_points
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class FirstUnselectable:
 
     at: Int64[np.ndarray, " key"]  # -1: never
     query: Float64[np.ndarray, "key dim"]  # over normalized keys: selects the key at position at-1; NaN: not needed
-    weights: SparseWeights  # over keys 0..at
+    weights: Rows  # over keys 0..at
     source: Int64[np.ndarray, " key"]  # whose row of weights a key has
     # Positions of exact arithmetic, by key: the verdict among keys 0..at and that among 0..at-1 (None if not needed).
     exact: Mapping[int, tuple[ExactVerdict, ExactVerdict | None]] = field(default_factory=dict)
@@ -82,7 +80,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
             few[k] = counts[a]
             unit = units[a]
             scores_of(ordered, unit, len(leaders), scores)
-            if sets.biased and unit[-1] <= 0.0:  # give up a little of the gap to count the bias, see verdicts.py
+            if sets.biased and unit[-1] <= 0.0:  # give up a little of the gap to count the bias, see `count_bias`
                 rest = np.delete(scores[: counts[a]], todo[k]) if todo[k] < counts[a] else scores[: counts[a]]
                 unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (1e4 * max(float(np.ptp(ordered[-1])), 1.0))
                 unit /= np.linalg.norm(unit)
@@ -108,7 +106,7 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
                 query[key] = np.nan
     at = at[sets.representative]
     at = np.where(at >= 0, np.maximum(at, np.arange(number)), -1)
-    return FirstUnselectable(at, query[sets.representative], SparseWeights.of_rows(rows, number), sets.representative)
+    return FirstUnselectable(at, query[sets.representative], Rows.of(rows, number), sets.representative)
 
 
 def _seen(leaders: Ints, own: int, used: Ints) -> int:
@@ -125,26 +123,10 @@ def _probe(sets: KeyCoordinates, targets: Ints, counts: Ints) -> tuple[Ints, Flo
         todo = np.flatnonzero((ended != INSIDE) & (ended != SEPARATED))
         if len(todo) == 0:
             break
-        rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
-        stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
-        ended[todo], _, _, queries, sizes, weights, indices = nearest_points(
-            rows,
-            np.ascontiguousarray(rows.T),
-            targets[todo],
-            counts[todo],
-            np.full(len(todo), -1),
-            sets.lifted,
-            stretch,
-            slope,
-            TAU,
-            -1.0,
-            careful,
-        )
-        units[todo] = to_query(queries)
-        first = np.concatenate([[0], np.cumsum(sizes)])
+        found, units[todo] = nearest_leaders(sets, targets[todo], careful, counts[todo])
+        ended[todo] = found.ended
         for a, k in enumerate(todo):
-            index, weight = indices[first[a] : first[a + 1]], weights[first[a] : first[a + 1]]
-            used[k] = index[index >= 0], weight[index >= 0]
+            used[k] = found.weights.row(a)
     return ended, units, used
 
 

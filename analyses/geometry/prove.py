@@ -1,12 +1,12 @@
-"""Only what is proved is given out: every proposal goes to the checker, and what fails is tried again or given up.
+"""Give out only what is proved: the checker tests every proposal, and what fails is tried again or given up.
 
-The solvers propose verdicts, queries and weights; `certificates.Checker` computes what these prove of the keys as they
-were given. A verdict that is not proved is sought again for that key alone, against every key that differs from it, by
-the careful active-set method and by a linear program; if that fails too, it is `undecided`. Bounds are never taken from
-a solver: what is given out is what the query and the weights prove, and where that is wider than was asked for, another
+The solvers propose verdicts, queries and weights; `checker.Checker` computes what these prove of the keys as they were
+given. A verdict that is not proved is sought again for that key alone, against every key that differs from it, by the
+careful active-set method and by a linear program; if that fails too, it is `undecided`. Bounds are never taken from a
+solver: the bound given out is what the query and the weights prove, and where it is wider than was asked for, another
 solver has a try.
 
-How far can the verdicts on a set of keys be trusted to mean something? Figures, and a warning where they say no.
+`conditioning` says how far the verdicts on a set can be trusted: figures, and warnings.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.checker import SLACK, Checker, Rows
-from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, unit_rows
+from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, count_bias, unit_rows
 from ln_probe.analyses.geometry.decide import (
     DUPLICATE,
     LARGE,
     SELECTABLE,
     UNDECIDED,
     UNSELECTABLE,
-    SparseWeights,
     Verdicts,
-    count_bias,
     separate,
 )
 from ln_probe.analyses.geometry.exact import ExactVerdict
@@ -95,7 +93,7 @@ def prove_verdicts(
         failed[up] = ~(gap.lower > TAU * (1 - SLACK))
     down = np.flatnonzero(code == UNSELECTABLE)
     if len(down):
-        miss = checker.reproduces(down, verdicts.weights.rows(verdicts.source[down]))
+        miss = checker.reproduces(down, verdicts.weights.some(verdicts.source[down]))
         clear[down] = -miss.upper
         failed[down] = ~(miss.upper <= TAU * (1 + SLACK))
     todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
@@ -138,7 +136,7 @@ def _repair(
                     code[i], clear[i], rows[i] = UNSELECTABLE, -miss.upper[0], (index, value)
                     break
         repaired[i] = code[i] != UNDECIDED
-    weights = SparseWeights.of_rows(rows, number)
+    weights = Rows.of(rows, number)
     return Proved(Verdicts(code, query, weights, source, verdicts.gap), clear, repaired)
 
 
@@ -155,26 +153,16 @@ def _proposals(
         return
     # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
     points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
-    dim = points.shape[1]
-    slope = np.zeros(dim - sets.biased + 1)
-    slope[-1] = 1.0
-    _, _, _, queries, _, weights, indices = nearest_points(
+    found = nearest_points(
         points,
-        np.ascontiguousarray(points.T),
         np.array([len(others)]),
-        np.array([len(others)]),
-        np.array([-1]),
-        sets.biased,
-        np.ones(dim - sets.biased),
-        slope,
-        TAU,
-        -1.0,
-        True,
-        None,
-        budget,
+        tau=TAU,
+        counts=np.array([len(others)]),
+        ray=sets.biased,
+        careful=True,
+        budget=budget,
     )
-    keep = indices >= 0
-    yield _counting(sets, i, others, unit_rows(queries)), others[indices[keep]], weights[keep]
+    yield _counting(sets, i, others, unit_rows(found.query)), others[found.weights.index], found.weights.value
     if len(others) <= LARGE:
         query, dual = separate(points[:-1], points[-1], sets.biased, budget)
         used = np.flatnonzero(dual)
@@ -206,8 +194,7 @@ def prove_margins(
     if number == 1:
         nothing = np.full(1, np.nan)
         return Margins(nothing, nothing, np.zeros((1, space.rows.shape[1])), Rows.gathered(1, []), np.zeros(1, bool))
-    found = propose(space, verdicts, gap, asked, budget)
-    point, weights = found.point, found.weights
+    point, weights = propose(space, verdicts, gap, asked, budget)
     if point.shape[1] < checker.measured.rows.shape[1]:  # a bias that is the same for all keys is measured nowhere
         point = np.column_stack([point, np.zeros(len(point))])
     if space.offset is None:  # the zero query gives no key less than 0
@@ -292,14 +279,14 @@ def prove_positions(checker: Checker, verdicts: Verdicts, first: FirstUnselectab
     down = np.flatnonzero(verdicts.code == UNSELECTABLE)
     if len(down) == 0:
         return replace(first, at=at), 0
-    miss = checker.reproduces(down, first.weights.rows(first.source[down]), until=at[down])
+    miss = checker.reproduces(down, first.weights.some(first.source[down]), until=at[down])
     failed = down[~(miss.upper <= TAU * (1 + SLACK)) | (at[down] < 0)]  # (strictly, weights may be on near-copies)
     if len(failed):  # the verdict's own weights prove it where their last key is
         rows = _rows_of(first, down)
         for i in map(int, failed):
             rows[i] = verdicts.row(i)
             at[i] = max(i, int(rows[i][0].max()))
-        first = replace(first, weights=SparseWeights.of_rows(rows, number), source=np.arange(number))
+        first = replace(first, weights=Rows.of(rows, number), source=np.arange(number))
     late = down[at[down] > down]
     open_ = 0
     if len(late):
@@ -337,7 +324,7 @@ def close_positions(
             gap, _ = checker.selects(one, query[one], until=np.array([high - 1]))
             if not gap.lower[0] > TAU * (1 - SLACK):
                 query[i], open_ = np.nan, open_ + 1
-    weights = SparseWeights.of_rows(rows, len(at))
+    weights = Rows.of(rows, len(at))
     return replace(first, at=at, query=query, weights=weights, source=np.arange(len(at))), open_
 
 
@@ -440,7 +427,7 @@ def _best_gap(
     space = measured(sets, where, through_queries=False)
     if len(space.distinct) < 2:
         return np.zeros(len(keys))
-    query = propose(space, verdicts, _ROUGHLY, keys, np.inf).point
+    query, _ = propose(space, verdicts, _ROUGHLY, keys, np.inf)
     scores = query @ space.rows.T
     own = scores[np.arange(len(keys)), keys]
     for k, i in enumerate(keys):

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float64, Int32, Int64
 
 from ln_probe.analyses.geometry.checker import SLACK, CertificateError, Checker, Rows
 from ln_probe.analyses.geometry.coordinates import Floats, Ints, KeyCoordinates, unit_rows
-from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, SparseWeights
+from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, as_float, proves
 from ln_probe.analyses.geometry.inputs import UNDERFLOW, Judged, OwnKeys, QuerySet, Units, by_spread, judged, own_keys
 from ln_probe.analyses.geometry.newton import Attainable
@@ -38,7 +38,7 @@ from ln_probe.analyses.geometry.positions import FirstUnselectable
 from ln_probe.analyses.geometry.prove import Margins, Proved
 
 _EPS = float(np.finfo(np.float64).eps)
-# Covers the rounding of a bound of an error, as in `certificates`.
+# Covers the rounding of a bound of an error, as in `checker`.
 _AMPLE = 2.0
 # Entries of one block of scores: 8 MB.
 _BLOCK = 1_000_000
@@ -212,12 +212,29 @@ def certify(
         _attention(checker, reach)
 
 
-def certify_exactly(checker: Checker, given: GivenSet, proved: Proved, first: FirstUnselectable | None) -> None:
-    """Check every verdict and position of exact arithmetic, by fractions.
+def certify_given_out(
+    checker: Checker,
+    given: GivenSet,
+    proved: Proved,
+    first: FirstUnselectable | None,
+    witnesses: Mapping[int, tuple[Float64[np.ndarray, " d"] | None, Ints]],
+    weights: Mapping[int, tuple[Ints, Float64[np.ndarray, " n"]]],
+) -> None:
+    """Check exact verdicts, witnesses and weights as a user gets them, on the keys as they were given.
+
+    Args:
+        witnesses: by key, a query (None where none is given out) and the keys that it has to beat.
+        weights: by key, convex weights of other keys that reproduce it.
 
     Raises:
         CertificateError: one does not hold; says of which key.
     """
+    _exact_proofs(checker, given, proved, first)
+    _witnesses(checker, given, witnesses)
+    _weights(checker, proved, first, weights)
+
+
+def _exact_proofs(checker: Checker, given: GivenSet, proved: Proved, first: FirstUnselectable | None) -> None:
     axes, center = given.exact_span
 
     def holds(verdict: ExactVerdict, i: int, among: Ints | None = None) -> bool:
@@ -234,17 +251,9 @@ def certify_exactly(checker: Checker, given: GivenSet, proved: Proved, first: Fi
             _fail(checker, i, f"its exact query does not select it among the keys before {at}")
 
 
-def certify_witnesses(
+def _witnesses(
     checker: Checker, given: GivenSet, witnesses: Mapping[int, tuple[Float64[np.ndarray, " d"] | None, Ints]]
 ) -> None:
-    """Check that every witness, as it is given out, selects its key among the keys as they were given.
-
-    Args:
-        witnesses: by key, with the keys that it has to beat; None where none is given out.
-
-    Raises:
-        CertificateError: one does not; says of which key.
-    """
     have = [(i, query, rivals) for i, (query, rivals) in witnesses.items() if query is not None]
     if not have:
         return
@@ -254,17 +263,12 @@ def certify_witnesses(
             _fail(checker, i, "its witness, as it is given out, does not score it above all others")
 
 
-def certify_weights(
+def _weights(
     checker: Checker,
     proved: Proved,
     first: FirstUnselectable | None,
     weights: Mapping[int, tuple[Ints, Float64[np.ndarray, " n"]]],
 ) -> None:
-    """Check that weights, as they are given out, are convex weights of other keys that reproduce theirs.
-
-    Raises:
-        CertificateError: some do not; says of which key, and by how much.
-    """
     for i, (index, value) in weights.items():
         total = math.fsum(value)
         if not ((value >= 0.0).all() and abs(total - 1.0) <= _ULPS * len(value)) or (index == i).any():
@@ -300,7 +304,7 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
             checker, int(up[k]), f"it is said to be {NAMES[verdicts.code[up[k]]]}, and {have} does not differ from it"
         )
     down = np.flatnonzero((verdicts.code == UNSELECTABLE) & proved.by_tolerance)
-    miss = checker.reproduces(down, verdicts.weights.rows(verdicts.source[down]))
+    miss = checker.reproduces(down, verdicts.weights.some(verdicts.source[down]))
     for k in np.flatnonzero(~(miss.lower <= tau * (1 + SLACK)))[:1]:
         why = (
             f"its convex weights miss it by {miss.lower[k]:.3g} (tau {tau:.3g})"
@@ -312,7 +316,7 @@ def _verdicts(checker: Checker, proved: Proved) -> None:
 
 def _positions(checker: Checker, proved: Proved, first: FirstUnselectable) -> None:
     down = np.flatnonzero((first.at >= 0) & proved.by_tolerance)
-    miss = checker.reproduces(down, first.weights.rows(first.source[down]), until=first.at[down])
+    miss = checker.reproduces(down, first.weights.some(first.source[down]), until=first.at[down])
     for k in np.flatnonzero(~(miss.lower <= checker.tau * (1 + SLACK)))[:1]:
         i = int(down[k])
         _fail(checker, i, f"it is said to be inside at {first.at[i]}, but its weights up to there do not reproduce it")
@@ -376,7 +380,7 @@ def decide_strictly(given: GivenSet, sets: KeyCoordinates, proved: Proved, secon
         code[i], source[i] = _CODES[found.code], i
         if found.code == "unselectable":
             rows[i] = np.array(found.index, np.int64), np.array([float(w) for w in found.weights])
-    weights = SparseWeights.of_rows(rows, len(code))
+    weights = Rows.of(rows, len(code))
     return replace(proved, verdicts=replace(verdicts, code=code, weights=weights, source=source), exact=exact)
 
 

@@ -19,6 +19,8 @@ the differences themselves leave a Gram matrix nothing of the short ones. Bounds
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ln_probe.analyses.geometry.active_set import (
@@ -41,6 +43,7 @@ from ln_probe.analyses.geometry.active_set import (
     remove,
     weighted_mean,
 )
+from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
 
@@ -352,43 +355,69 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
     return float(np.sqrt(square))
 
 
+class Nearest(NamedTuple):
+    """What searches for nearest points found, a row per target."""
+
+    ended: Ints  # how: SEPARATED, INSIDE, …
+    lower: Floats  # bounds of the distance
+    upper: Floats
+    query: Floats  # "target dim": the best found, not normalized
+    weights: Rows  # of the nearest point, over the keys; the ray is left out
+
+
 def nearest_points(
     rows: Floats,
-    columns: Floats,
     targets: Ints,
-    counts: Ints,
-    starts: Ints,
-    ray: bool,
-    stretch: Floats,
-    slope: Floats,
+    *,
     tau: float,
-    gap: float,
-    careful: bool,
+    gap: float = -1.0,
+    counts: Ints | None = None,
+    starts: Ints | None = None,
+    ray: bool = False,
+    stretch: Floats | None = None,
+    slope: Floats | None = None,
+    columns: Floats | None = None,
+    careful: bool = False,
     scaled: bool | None = None,
     budget: float = BUDGET,
-) -> tuple[Ints, Floats, Floats, Floats, Ints, Floats, Ints]:
-    """`nearest_point` for many targets of one set of keys; a negative start means the closest key.
+) -> Nearest:
+    """`nearest_point` for many targets of one set of keys.
 
     Args:
+        rows, targets: the keys, "key dim", and the indices of those to find the nearest point for.
+        tau, gap, ray: as in `Search`.
+        counts: of each target, the number of keys whose hull is searched, the first ones; None: all.
+        starts: of each target, the first active key; None or negative: the closest key.
+        stretch, slope: as in `Search`; None: the coordinates are the normalized ones.
+        columns: of the first keys, "dim key", if they are known.
         careful: polish runs that end without an answer.
         scaled: seek among differences of length one; by default where verdicts are asked for and not distances, that is
             without `gap`.
         budget: multiply-adds per target after which it ends EXHAUSTED with what was found so far.
-
-    Returns:
-        how each ended, lower and upper bounds, queries "target dim" (the best found, not normalized), the
-        sizes of the active sets, and their weights and indices one after the other (the ray has index -1).
 
     Raises:
         ValueError: a budget that is not positive.
     """
     if not budget > 0.0:
         raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
-    if scaled is None:
-        scaled = gap < 0.0
-    return _nearest_points(
-        rows, columns, targets, counts, starts, ray, stretch, slope, tau, gap, careful, scaled, float(budget)
+    ended, lower, upper, query, sizes, weights, indices = _nearest_points(
+        rows,
+        np.ascontiguousarray(rows.T) if columns is None else columns,
+        targets,
+        np.full(len(targets), len(rows)) if counts is None else counts,
+        np.full(len(targets), -1) if starts is None else starts,
+        ray,
+        np.ones(rows.shape[1] - ray) if stretch is None else stretch,
+        np.append(np.zeros(rows.shape[1] - ray), 1.0) if slope is None else slope,
+        tau,
+        gap,
+        careful,
+        gap < 0.0 if scaled is None else scaled,
+        float(budget),
     )
+    keys = indices >= 0
+    start = np.concatenate([[0], np.cumsum(keys)])[np.concatenate([[0], np.cumsum(sizes)])]
+    return Nearest(ended, lower, upper, query, Rows(start, indices[keys], weights[keys]))
 
 
 @compiled

@@ -19,33 +19,17 @@ def keys():
 
 
 def search(keys, gap, budget, careful=False, scaled=None):
-    number, dim = keys.shape
-    return nearest_points(
-        keys,
-        np.ascontiguousarray(keys.T),
-        np.arange(number),
-        np.full(number, number),
-        np.full(number, -1),
-        False,
-        np.ones(dim),
-        np.ones(1),
-        1e-7,
-        gap,
-        careful,
-        scaled,
-        budget,
-    )
+    every = np.arange(len(keys))
+    return nearest_points(keys, every, tau=1e-7, gap=gap, careful=careful, scaled=scaled, budget=budget)
 
 
 def certificates(keys, found):
     """Gap that each query proves per unit length, and distance that each set of weights proves."""
-    _, _, _, queries, sizes, weights, indices = found
-    first = np.concatenate([[0], np.cumsum(sizes)])
     lower, upper = np.zeros(len(keys)), np.zeros(len(keys))
-    for i, query in enumerate(queries):
+    for i, query in enumerate(found.query):
         length = np.linalg.norm(query)
         lower[i] = np.delete((keys[i] - keys) @ query, i).min() / length if length > 0 else 0.0
-        index, weight = indices[first[i] : first[i + 1]], weights[first[i] : first[i + 1]]
+        index, weight = found.weights.row(i)
         assert (weight >= 0).all()
         assert weight.sum() == pytest.approx(1)
         assert i not in index
@@ -138,22 +122,10 @@ def test_lengths_of_differences_do_not_stand_in_the_way():
     wide -= wide.mean(axis=0)
     left, values, _ = np.linalg.svd(wide / np.sqrt((wide**2).sum(1).mean()), full_matrices=False)
     white, stretch = left * np.sqrt(N), values / np.sqrt(N)
-    open_, columns = {}, np.ascontiguousarray(white.T)
+    open_ = {}
     for scaled in (False, True):
         ended, *_ = nearest_points(
-            white,
-            columns,
-            np.arange(N),
-            np.full(N, N),
-            np.full(N, -1),
-            False,
-            stretch,
-            np.ones(1),
-            1e-7,
-            -1.0,
-            False,
-            scaled,
-            3e6,
+            white, np.arange(N), tau=1e-7, stretch=stretch, slope=np.ones(1), scaled=scaled, budget=3e6
         )
         open_[scaled] = int((ended == EXHAUSTED).sum())
     assert open_[True] <= 5

@@ -179,7 +179,7 @@ def test_a_pool_proposes_what_holds(biased: bool, rng: np.random.Generator) -> N
     sets = coordinates(keys, bias)
     code = decide(sets).code[sets.leaders]
     pool = Pool(sets)
-    pool.solve()
+    pool.solve(np.empty(0, np.int64))
     assert (pool.inside == (code == UNSELECTABLE)).all()
     assert np.isfinite(pool.query[code == SELECTABLE]).all()
     checker = Checker(keys, bias, None, TAU)

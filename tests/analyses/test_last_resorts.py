@@ -6,10 +6,18 @@ import pytest
 import ln_probe
 from ln_probe.analyses.geometry import decide, prove
 from ln_probe.analyses.geometry.active_set import BRACKETED, STALLED
+from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.decide import separate
-from ln_probe.analyses.geometry.wolfe import nearest_points
+from ln_probe.analyses.geometry.wolfe import Nearest, nearest_points
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+
+
+def stalled(rows, targets, **_):
+    """A search that finds nothing."""
+    none = np.zeros(len(targets))
+    ended = np.full(len(targets), STALLED)
+    return Nearest(ended, none, none, np.zeros((len(targets), rows.shape[1])), Rows.gathered(len(targets), []))
 
 
 def test_the_program_separates_or_reproduces():
@@ -35,18 +43,6 @@ def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
     bias = rng.standard_normal(60) if biased else None
     expected = ln_probe.key_geometry(keys, bias=bias, margins=False).verdict
 
-    def stalled(rows, columns, targets, *rest):
-        none = np.zeros(len(targets))
-        return (
-            np.full(len(targets), STALLED),
-            none,
-            none,
-            np.zeros((len(targets), rows.shape[1])),
-            np.zeros(len(targets), np.int64),
-            np.empty(0),
-            np.empty(0, np.int64),
-        )
-
     monkeypatch.setattr(decide, "nearest_points", stalled)
     geometry = ln_probe.key_geometry(keys, bias=bias, margins=False)
     assert (geometry.verdict == expected).all()
@@ -56,18 +52,6 @@ def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
 
 def test_what_nothing_decides_is_undecided(monkeypatch):
     keys = np.concatenate([SQUARE, [[0.1, 0.2]]])
-
-    def stalled(rows, columns, targets, *rest):
-        none = np.zeros(len(targets))
-        return (
-            np.full(len(targets), STALLED),
-            none,
-            none,
-            np.zeros((len(targets), rows.shape[1])),
-            np.zeros(len(targets), np.int64),
-            np.empty(0),
-            np.empty(0, np.int64),
-        )
 
     for module in (decide, prove):
         monkeypatch.setattr(module, "nearest_points", stalled)
@@ -88,11 +72,8 @@ def test_thin_hulls_are_bracketed_by_the_polish():
     rng = np.random.default_rng(0)
     wide = rng.standard_normal((40, 6)) * np.array([1, 1, 1, 1, 1, 1e-8])
     here = np.arange(40)
-    given = np.ones(6), np.ones(1), 1e-13, 0.01
-    columns = np.ascontiguousarray(wide.T)
-    count, start = np.full(40, 40), np.full(40, -1)
-    ended, lower, upper, queries, *_ = nearest_points(wide, columns, here, count, start, False, *given, True)
-    fast, *_ = nearest_points(wide, columns, here, count, start, False, *given, False)
+    ended, lower, upper, queries, _ = nearest_points(wide, here, tau=1e-13, gap=0.01, careful=True)
+    fast, *_ = nearest_points(wide, here, tau=1e-13, gap=0.01)
     assert (fast == STALLED).any()
     assert (ended == BRACKETED).all()
     assert (upper < 1e-13).sum() == 1  # one key is inside

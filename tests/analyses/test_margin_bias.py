@@ -12,20 +12,7 @@ from ln_probe.analyses.geometry.wolfe import nearest_points
 def distances(keys, bias, gap):
     """Lower and upper bound of each key's distance, bias included, to the others and all that lies under them."""
     rows = np.ascontiguousarray(np.column_stack([keys, bias]))
-    every = np.arange(len(rows))
-    _, lower, upper, *_ = nearest_points(
-        rows,
-        np.ascontiguousarray(rows.T),
-        every,
-        np.full(len(rows), len(rows)),
-        np.full(len(rows), -1),
-        True,
-        np.ones(rows.shape[1]),
-        np.ones(1),
-        1e-12,
-        gap,
-        True,
-    )
+    _, lower, upper, *_ = nearest_points(rows, np.arange(len(rows)), tau=1e-12, gap=gap, ray=True, careful=True)
     return lower, upper
 
 
