@@ -28,7 +28,7 @@ from ln_probe.analyses.geometry import exact as exact_arithmetic
 from ln_probe.analyses.geometry.checker import Checker
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates
 from ln_probe.analyses.geometry.decide import UNDECIDED, decide
-from ln_probe.analyses.geometry.inputs import judged
+from ln_probe.analyses.geometry.inputs import score_space
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP
 from ln_probe.analyses.geometry.prove import prove_margins, prove_verdicts
 
@@ -196,7 +196,7 @@ def worst() -> None:
                 rng = np.random.default_rng(0)
                 keys = family(rng, n, d)
                 bias = rng.standard_normal(n) if biased else None
-                where = judged(keys, bias, None)
+                where = score_space(keys, bias, None)
                 sets, checker = coordinates(keys, bias), Checker(keys, bias, None, TAU)
                 everything = prove_verdicts(checker, sets, decide(sets, 1)).verdicts
                 none = processor_seconds(decide, sets, 1, np.empty(0, np.int64))  # white queries alone

@@ -5,7 +5,7 @@ of the point of their affine hull nearest to the origin are `G⁻¹ e`, made to 
 `e` is 1 for a point and 0 for a direction (the ray of keys with a bias). The inverse and that solution are updated in
 O(m²) when a point comes or goes, and rebuilt when they have drifted.
 
-`polish` goes on where that gives up. Keys whose hull is 1e8 times thinner in one direction than in another (rounding
+`polish` continues where that stalls. Keys whose hull is 1e8 times thinner in one direction than in another (rounding
 noise out of a plane, say) leave nothing of a Gram matrix in float64. A QR factorization of the active set itself loses
 half as many digits, at O(m³) per step.
 
@@ -29,7 +29,7 @@ CONVERGED = 4  # nearest point found to rounding, and neither of the above
 STALLED = 5  # rounding or the step limit stopped it: no verdict
 EXHAUSTED = 6  # the budget ran out: bounds, query and weights hold as far as they go
 
-# Verdicts are taken this far (relative) from tau, so that whoever computes the certificate again agrees.
+# Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
 
 
@@ -408,7 +408,7 @@ def _longest(search: Search) -> float:
 def polish(
     search: Search, active: ActiveSet, m: int, x: Floats, best: Floats, scores: Floats, budget: float
 ) -> tuple[int, int, float, float, float]:
-    """Go on from the active set of `nearest_point` (with weights of the keys); arguments and results are the same."""
+    """Continue from the active set of `nearest_point` (with weights of the keys), with its arguments and results."""
     rows, target, tau, gap, ray = search.rows, search.target, search.tau, search.gap, search.ray
     dim, capacity = rows.shape[1], active.members.shape[0]
     step = room(capacity)

@@ -312,7 +312,7 @@ class KeyGeometry:
         weights as they are given out, positions and bounds.
 
         Raises:
-            CertificateError: a certificate does not prove its verdict, position or bound, whatever the rounding.
+            CertificateError: a certificate does not prove its verdict, position or bound; rounding is allowed for.
         """
         for b, found in enumerate(self._found):
             name = f" of set {b}" if self.verdict.ndim > 1 else ""
@@ -455,13 +455,13 @@ def set_geometry(
 
     Args:
         gap: width of a margin's bracket, as a share of the margin; None leaves margins out.
-        only: margins and attention of these keys, a row for each; the verdicts of others may stay undecided.
+        only: margins and attention of these keys, a row for each; the verdicts of the others stay undecided.
     """
     given = GivenSet(keys, bias, queries)
     where, sets = given.measured, coordinates(given.own.points, given.own.lift)
     checker = Checker(keys, bias, queries, TAU, units=given.units)
     prove = checker.leads if only is None else None
-    verdicts = decide(sets, threads, only, budget, prove, others=False)
+    verdicts = decide(sets, threads, only, budget, prove)
     proved = prove_verdicts(checker, sets, verdicts, seek=only is None, budget=budget)
     if strict:
         proved = decide_strictly(given, sets, proved, STRICT_SECONDS)

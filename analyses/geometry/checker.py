@@ -4,12 +4,12 @@ This is plain array arithmetic on the keys as the user gave them. It shares the 
 the solvers, and nothing else: not the merging of equal keys, nor the coordinates keys are solved in, nor
 representatives in place of keys.
 
-Claims are proved of the given float64 numbers. A sum of m products, in whatever order and with or without fused
+Claims are proved of the given float64 numbers. A sum of m products, in any order and with or without fused
 multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of
 Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), which is taken off lower
 bounds and added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding
 and that of the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and
-any shift common to all keys cancels. Keys are first brought to units of their own (`inputs.Units`), which rounds
+any shift common to all keys cancels. Keys are first brought to their own units (`inputs.Units`), which rounds
 nothing; there all that underflows is below `UNDERFLOW`.
 
 The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
@@ -69,7 +69,7 @@ class CertificateError(AssertionError):
 
 @dataclass(frozen=True)
 class Between:
-    """What is true of each certificate: between these, whatever the rounding."""
+    """Bounds of what each certificate proves; rounding is included."""
 
     lower: Floats
     upper: Floats
@@ -577,7 +577,7 @@ def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | N
 
 
 def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:
-    """Points shortened until their length is at most 1, whatever the rounding; upwards, if that is asked for."""
+    """Points shortened until their length is at most 1, rounding included; upwards, if that is asked for."""
     points = np.nan_to_num(points, posinf=0.0, neginf=0.0)
     if upwards:
         points = points.copy()

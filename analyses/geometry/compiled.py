@@ -44,7 +44,7 @@ _WEEK = 7 * 24 * 3600.0
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` on its first call.
 
-    The machine code is cached beside the module, or in the user's cache folder if that one is read-only (both give way
+    The machine code is cached next to the module, or in the user's cache folder if that one is read-only (both give way
     to `NUMBA_CACHE_DIR`); where neither can be written it is compiled anew in every process, which costs some seconds.
     """
     return _compile(function, fastmath=_FAST_MATH)
@@ -76,7 +76,7 @@ def _place(folder: Path, stamp: str) -> Path | None:
     """The folder for the machine code of these sources, made; None where none can be.
 
     numba takes cached code for valid while the function's own file is unchanged, but it contains what the function
-    calls in other files: so the code of every state of the sources, and of every numba, has a folder of its own.
+    calls in other files: so the code of every state of the sources, and of every numba, has its own folder.
     """
     name = f"numba-{hashlib.sha256(f'{numba.__version__} {stamp}'.encode()).hexdigest()[:16]}"
     chosen = os.environ.get("NUMBA_CACHE_DIR")

@@ -188,7 +188,7 @@ class KeyCoordinates:
     white: Float64[np.ndarray, "group rank"]
     basis: Float64[np.ndarray, "d flat"]  # columns: the directions of flat and white, without the bias
     stretch: Float64[np.ndarray, " flat"]
-    slope: Float64[np.ndarray, " _"]  # of the bias on the white keys; last: the RMS of what is left
+    slope: Float64[np.ndarray, " _"]  # of the bias on the white keys; last: the RMS of the residual
     lifted: bool  # whether flat and white have a last coordinate for the bias
     biased: bool  # whether normalized has one
     scale: float  # the RMS norm of the centred keys: normalized = (key - mean) / scale
@@ -379,7 +379,7 @@ def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
     if number > dim:
         values, vectors = np.linalg.eigh(rows.T @ rows)
         there = values > _GRAM_IS_ENOUGH * values[-1]
-        # What is not there must be empty to within the tolerance, or the Gram matrix cannot tell.
+        # The other directions must be empty to within the tolerance, or the Gram matrix cannot tell.
         if there.all() or np.abs(rows @ vectors[:, ~there]).max(initial=0.0) <= RANK_TOLERANCE:
             return np.ascontiguousarray(vectors[:, there][:, ::-1])
         rows_or_triangle = np.asarray(np.linalg.qr(rows, mode="r"))

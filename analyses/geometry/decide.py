@@ -38,6 +38,7 @@ from ln_probe.analyses.geometry.coordinates import (
     Ints,
     KeyCoordinates,
     count_bias,
+    query_norm,
     residuals,
     score_gaps,
     scores_of,
@@ -165,7 +166,7 @@ def _by_columns(
             if own[k] >= 0:
                 scores[own[k]] = np.inf
             level = np.sum(x * keys[k])
-            if attempt > 0 and scores.min() - level > tau * (1.0 + 1e-3) * _length(x, stretch, slope):
+            if attempt > 0 and scores.min() - level > tau * (1.0 + 1e-3) * query_norm(x, stretch, slope):
                 state[k] = 0
                 for t in range(dim):
                     queries[k, t] = -x[t]
@@ -208,17 +209,6 @@ def _by_columns(
             for t in range(dim):
                 x[t] = best[t]
     return state, queries, sizes, weights[:used].copy(), indices[:used].copy()
-
-
-@compiled
-def _length(x: Floats, stretch: Floats, slope: Floats) -> float:
-    """An upper bound of the length of a query over normalized keys."""
-    dim, flat = x.shape[0], stretch.shape[0]
-    total = 0.0
-    lift = x[flat] / slope[flat] if dim > flat else 0.0
-    for t in range(flat):
-        total += float(((x[t] - lift * slope[t]) / stretch[t]) ** 2)
-    return float(np.sqrt(total + float(lift * lift)))
 
 
 class Pool:
@@ -381,7 +371,7 @@ def _pieces(todo: Ints) -> list[Ints]:
 # From so many keys on, it pays to solve over columns that are fetched as they are needed (`Pool`): at d = 64
 # and lognormal norms 0.75 → 0.52 ms per key at 1024 and 1.97 → 0.71 at 2048, but 0.34 → 0.56 at 512.
 POOL = 768
-# From so many on, what is left costs too much to be sought by linear programs and one by one.
+# Above this number of keys, linear programs for the undecided keys cost too much.
 LARGE = 4096
 # Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large
 # set: about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
@@ -421,8 +411,6 @@ def decide(
     only: Ints | None = None,
     budget: float = BUDGET,
     prove: Prover | None = None,
-    *,
-    others: bool = True,
 ) -> Verdicts:
     """Verdict and certificate for every key of a set; `threads` are used for large ones only.
 
@@ -430,12 +418,9 @@ def decide(
     that it proves it of each (`prove`).
 
     Args:
-        only: white queries are tried for all keys, but no more than these keys (indices) are solved for: the others
-        that
-            white queries leave stay undecided.
+        only: indices of the keys to decide; the others stay undecided. None: all.
         budget: multiply-adds per key, after which it stays undecided.
         prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
-        others: with `only`, whether white queries are tried for the other keys too (else they stay undecided).
     """
     work = _Deciding(sets, threads, budget, prove)
     if len(sets.leaders) == 1:  # nothing to compete with
@@ -451,25 +436,18 @@ def decide(
         if len(sets.leaders) > POOL and len(work.left()):
             work.pool()
     else:
-        allowed = np.isin(sets.leaders, sets.representative[only])
-        if others:
-            work.white_queries()
-            work.allowed = allowed
-        else:
-            work.allowed = allowed
-            work.white_queries()
+        work.allowed = np.isin(sets.leaders, sets.representative[only])
+        work.white_queries()
         work.starts[:] = -1
     for careful in (False, True):
         work.nearest_points(careful)
-    if (
-        len(sets.leaders) <= LARGE
-    ):  # a program over a whole pool would take minutes: what is left of one stays undecided
+    if len(sets.leaders) <= LARGE:  # a program over a whole pool would take minutes
         work.programs()
     return work.verdicts()
 
 
 class _Deciding:
-    """What is known so far about the representatives of one set; each method is a stage that decides some of them."""
+    """The state of the decision on one set; each method is a stage that decides some of its leaders."""
 
     def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float, prove: Prover | None = None) -> None:
         self.sets, self.threads, self.budget, self.prove = sets, threads, budget, prove

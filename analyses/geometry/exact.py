@@ -11,7 +11,7 @@ always one of the two, exact: no tolerance, no "undecided".
 Both come from one problem: nonnegative least squares for these equations (Lawson & Hanson 1974, ch. 23). If nothing is
 left over, its solution is the weights; if something is, that is the query. The method is run in float64 first, and
 then on whole numbers from where that ended, usually to find that nothing is left to do. In exact arithmetic it needs
-no rule against cycling: what is left over becomes strictly less with every support, and there are finitely many.
+no rule against cycling: the residual becomes strictly less with every support, and there are finitely many.
 
 Products of all keys with a query are first computed in float64 with a bound of their error; only where that bound
 leaves a sign open are they computed in whole numbers.
@@ -343,7 +343,7 @@ class ExactSet(WholeSet):
             among: indices of the keys it competes with (those exactly equal to it do not count), by default all.
             support: indices of keys in whose hull a solver saw it, or which it saw as the nearest face: a hint.
             query: one that a solver found to select it, over the measured keys: as `ExactVerdict.query`; a hint.
-            seconds: to give up after, looked at between supports. By default it goes on to the end, which may take
+            seconds: to give up after, checked between supports. By default there is no limit; deciding may take
                 half a minute where hundreds of keys of 64 dimensions lie within an ulp of a common plane.
 
         Raises:
@@ -534,7 +534,7 @@ class ExactSet(WholeSet):
         )
 
     def _query(self, key: _Key, left: list[Fraction]) -> tuple[Fraction, ...] | None:
-        """The query over measured keys that what is left over stands for; None if the bias does not count."""
+        """The query over measured keys that the residual represents; None if the bias does not count."""
         unit, low = (left[len(key.shifts) - 1] * power_of_two(key.shifts[-1]), self.bias_low) if self.biased else (1, 0)
         if not unit > 0:
             return None

@@ -3,20 +3,20 @@
 Arrays and tensors of any floating-point type become float64. Keys, bias and queries are multiplied by powers of two
 until their largest entries are about 1, which rounds nothing (entries 300 decades below the largest of their kind may
 underflow; the checker allows for that), so no result depends on the scale of the keys. Where keys are measured by a set
-of queries every coordinate has a unit of its own, since only products of keys and queries count. The unit of a bias is
+of queries every coordinate has its own unit, since only products of keys and queries count. The unit of a bias is
 that of its spread: a value that all keys share changes nothing.
 
 Verdicts are about the keys in their own coordinates (`own_keys`): the tolerance means the same with a set of queries as
 without one. A set `c + A u` can only remove directions, those that its axes do not span (`QuerySet.missing`); it never
 rescales them. The part of the center that the axes span changes nothing, and the rest counts as a bias per key.
 
-Margins and attention are about the queries of the set, so they are measured in `Aᵀk` (`judged`): scores are
+Margins and attention are about the queries of the set, so they are measured in `Aᵀk` (`score_space`): scores are
 `c·k + u·Aᵀk` with |u| ≤ 1, in nats, and equal for every basis of a head (`W_Q M, W_K M⁻ᵀ` is the same model). The
 center acts as a bias per key, `c·k`.
 
 Seen through the axes, keys of an ill-conditioned basis are small differences of large terms, and a plain product leaves
 nothing of them. `accurate_product` cuts both factors into slices of so few bits that the product of any two slices is
-exact in float64 whatever the order of its sums (K. Ozaki, T. Ogita, S. Oishi, S. M. Rump, "Error-free transformations
+exact in float64 in any order of its sums (K. Ozaki, T. Ogita, S. Oishi, S. M. Rump, "Error-free transformations
 of matrix multiplication by using fast routines of matrix multiplication and its applications", Numerical Algorithms 59
 (2012) 95-118).
 """
@@ -102,7 +102,7 @@ def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:
         raise ValueError(f"{where} contains {what} ({bad.sum()} of {bad.size} do): remove or repair it first")
 
 
-# Radii and axes beyond this make scores whose squares leave float64's range, whatever the keys.
+# Radii and axes beyond this make scores whose squares leave float64's range for any keys.
 _LARGEST = 1e150
 
 # A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
@@ -322,7 +322,7 @@ def _scaled(
         center, center_power = of_unit_size(queries.center, key_power)
         axes, axes_power = of_unit_size(queries.axes, key_power[:, None])
         queries = replace(queries, center=center, axes=axes)
-    # What has no entries but zeros has no unit of its own.
+    # An array of zeros has no unit.
     known = [power for power in (axes_power, center_power, bias_power) if power is not None]
     axes_power, center_power, bias_power = (
         min(known, default=0) if power is None else power for power in (axes_power, center_power, bias_power)
@@ -425,7 +425,7 @@ def _slices(values: Float64[np.ndarray, "a b"], bits: int, axis: int) -> list[Fl
     return found
 
 
-# A product that loses more than this share of the keys' spread to rounding is made again without cancellation: a
+# A product that loses more than this share of the keys' spread to rounding is recomputed without cancellation: a
 # hundredth of the tolerance of verdicts.
 _LOST = 1e-9
 # Scores beyond this have squares that leave float64's range.
@@ -473,7 +473,7 @@ def own_keys(plain: ScaledSet, queries: QuerySet | None) -> OwnKeys:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoreSpace:
     """One set of keys where it is measured.
 
     Attributes:
@@ -498,12 +498,12 @@ class Judged:
         return at_unit(self.rows, self.powers.axes, power), offset
 
 
-def judged(
+def score_space(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None,
     queries: QuerySet | None,
     powers: Powers = GIVEN,
-) -> Judged:
+) -> ScoreSpace:
     """Keys, through a set of queries if there is one; `powers` are the units they are in.
 
     Raises:
@@ -517,7 +517,7 @@ def judged(
         spread = _length(centred) / len(keys) ** 0.5
         aside = _length(mean) / spread if spread > 0.0 else (np.inf if mean.any() else 0.0)
     if queries is None:
-        return Judged(keys, None, aside, np.nan, powers)
+        return ScoreSpace(keys, None, aside, np.nan, powers)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         moving = np.column_stack([queries.axes, queries.center])
         seen = centred @ moving
@@ -540,7 +540,7 @@ def judged(
     offset = at_unit(seen[:, -1], powers.center, powers.offset)
     if level is not None:
         offset = offset + at_unit(level, powers.bias, powers.offset)
-    return Judged(
+    return ScoreSpace(
         rows=np.ascontiguousarray(seen[:, :-1]),
         offset=offset if np.ptp(offset) > 0.0 else None,
         offset_over_spread=aside,

@@ -1,8 +1,8 @@
 """Verdicts, margins and attention on a set of keys that is too large to solve for as a whole: a vocabulary.
 
 Every key is first screened by the query that points at it (`pointed`), in one pass in single precision. The scores are
-one symmetric matrix, Z Zᵀ, over the lengths of its rows, so half of its blocks are enough; a block is looked at once,
-from both sides, and forgotten. A bound of what single precision may have lost is taken off (N. Higham, Accuracy and
+one symmetric matrix, Z Zᵀ, over the lengths of its rows, so half of its blocks are enough; a block is used once,
+from both sides, and discarded. A bound of what single precision may have lost is taken off (N. Higham, Accuracy and
 Stability of Numerical Algorithms, 2002, §3.1): a positive `gap` proves that the key can be selected, and `log_weight`
 is known to `doubt`.
 
@@ -27,7 +27,7 @@ from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, ou
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Verdicts, decide
-from ln_probe.analyses.geometry.inputs import GIVEN, Judged, QuerySet
+from ln_probe.analyses.geometry.inputs import GIVEN, QuerySet, ScoreSpace
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP, ZERO, measured, propose
 from ln_probe.analyses.geometry.newton import (
     _BOLD,
@@ -76,7 +76,7 @@ def pointed(rows: Float64[np.ndarray, "key r"], offset: Float64[np.ndarray, " ke
     """Screen every key by the query that points at it.
 
     Args:
-        rows: keys through a query set, in nats (`judged.rows`); a query is a point of the unit ball.
+        rows: keys through a query set, in nats (`ScoreSpace.rows`); a query is a point of the unit ball.
         offset: added to the scores; None: nothing.
 
     Returns:
@@ -173,7 +173,7 @@ class _Sums:
 _EPS = float(np.finfo(np.float64).eps)
 # Keys read at once while they are brought into coordinates: 50 MB at d = 768.
 _READ = 8192
-# The screening's proof counts with this much to spare; what it leaves is looked at again.
+# The screening's proof counts with this much to spare; the other keys are checked again.
 _CLEAR = 2.0
 # Directions in which keys spread less than this share of the widest (variances) are left out of white queries.
 _THIN = 1e-12
@@ -437,7 +437,7 @@ def _proposed(
     space = checker.measured
     rows = np.ascontiguousarray(space.rows[some])
     offset = None if space.offset is None or not np.ptp(space.offset[some]) else space.offset[some]
-    where = Judged(rows, offset, np.nan, np.nan)
+    where = ScoreSpace(rows, offset, np.nan, np.nan)
     sets = checker.among(some)
     places = np.searchsorted(some, keys)
     verdicts: Verdicts = decide(sets, threads=None, only=places)

@@ -43,7 +43,7 @@ from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, scores_of, unit_rows
 from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts
-from ln_probe.analyses.geometry.inputs import Judged
+from ln_probe.analyses.geometry.inputs import ScoreSpace
 from ln_probe.analyses.geometry.newton import largest_weights
 from ln_probe.analyses.geometry.wolfe import nearest_points
 
@@ -363,7 +363,7 @@ class Measured:
     """Points whose margins are measured, copies left out.
 
     Attributes:
-        rows, offset: as in `Judged`, normalized if there is no set of queries.
+        rows, offset: as in `ScoreSpace`, normalized if there is no set of queries.
         upwards: the last coordinate is a bias: weights may exceed the target there.
         distinct: a key for each different row.
         copy: another key with the same row; -1 if there is none.
@@ -382,7 +382,7 @@ class Measured:
     level: Float64[np.ndarray, " r"] | None
 
 
-def measured(sets: KeyCoordinates, where: Judged, through_queries: bool) -> Measured:
+def measured(sets: KeyCoordinates, where: ScoreSpace, through_queries: bool) -> Measured:
     """Where margins are measured."""
     d = len(sets.basis)
     if through_queries:

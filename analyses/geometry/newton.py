@@ -21,7 +21,7 @@ from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.coordinates import Floats, Ints, scores_of
-from ln_probe.analyses.geometry.inputs import Judged
+from ln_probe.analyses.geometry.inputs import ScoreSpace
 from ln_probe.analyses.geometry.wolfe import BUDGET
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
@@ -31,7 +31,7 @@ _MODEL_SHARE = 2e-2
 # A step of which the line search leaves less than _BOLD was blocked by keys that the model left out: it is
 # made finer by _FINER, down to _FINEST.
 _BOLD, _FINER, _FINEST = 0.2, 0.1, 1e-12
-# The secular equation is solved to this accuracy; what is left is put right by scaling the point to the
+# The secular equation is solved to this accuracy; the rest is corrected by scaling the point to the
 # sphere.
 _SECULAR = 1e-2
 _SECULAR_STEPS = 30
@@ -301,7 +301,7 @@ def largest_weights(
 
     Args:
         rows, columns: "key dim" and "dim key", in nats.
-        starts: points of the ball, "start target dim"; each target goes on from the best of its own.
+        starts: points of the ball, "start target dim"; each target starts from its best one.
         tolerance: stop when the weight is known to this, or after `most` steps.
         budget: multiply-adds per target after which it stops with the bounds found so far.
         counts: of each target, among how many keys, the first ones, its weight is taken; None: all.
@@ -425,7 +425,7 @@ class Attainable:
 
 
 def attainable(
-    where: Judged,
+    where: ScoreSpace,
     starts: Float64[np.ndarray, "key r"] | None = None,
     gap: float = WEIGHT_GAP,
     only: Int64[np.ndarray, " some"] | None = None,

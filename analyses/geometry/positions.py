@@ -167,7 +167,7 @@ def attainable_anywhere(
 
     Returns:
         A weight that a query at some position gives, and what no query at any position exceeds; NaN where no position
-        sees the key and another one. Both hold whatever the rounding.
+        sees the key and another one. Both allow for rounding.
     """
     number = len(keys)
     targets = np.arange(number) if only is None else only
@@ -191,7 +191,7 @@ def attainable_anywhere(
 
 
 class _Problem:
-    """Some keys of a prompt, and what can be said of their weights at the positions of an interval."""
+    """Some keys of a prompt, and bounds of their weights at the positions of an interval."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Problem:
         scores -= scores.max(axis=1, keepdims=True)
         shares = np.exp(scores)
         shares /= shares.sum(axis=1, keepdims=True)
-        # Whatever these weights are, what follows is true of them.
+        # The bound holds for any such weights.
         entropy = -np.einsum("ij,ij->i", shares, np.log(np.where(shares > 0.0, shares, 1.0)))
         mean = shares @ self.keys - self.keys[self.targets]
         level = entropy + shares @ self.bias - self.bias[self.targets]

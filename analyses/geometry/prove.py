@@ -29,7 +29,7 @@ from ln_probe.analyses.geometry.decide import (
     separate,
 )
 from ln_probe.analyses.geometry.exact import ExactVerdict
-from ln_probe.analyses.geometry.inputs import Judged, outwards
+from ln_probe.analyses.geometry.inputs import ScoreSpace, outwards
 from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
 from ln_probe.analyses.geometry.newton import Attainable
 from ln_probe.analyses.geometry.positions import FirstUnselectable
@@ -180,7 +180,7 @@ def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Fl
 def prove_margins(
     checker: Checker,
     sets: KeyCoordinates,
-    where: Judged,
+    where: ScoreSpace,
     verdicts: Verdicts,
     through_queries: bool,
     gap: float,
@@ -351,7 +351,7 @@ def _position(
 
 
 _EPS = float(np.finfo(np.float64).eps)
-# Beyond these a figure is spoken of. Directions that differ more than this in spread are told apart by tau alone: what
+# Beyond these a warning is given. Directions that differ more than this in spread are distinguished by tau alone: what
 # is thinner than tau counts as flat. Keys that far from the origin have lost half of float32's digits to their offset.
 _SPREAD, _OFFSET = 1e6, 1e4
 # Scores that rounding moves by more than this (nats) have no attention worth stating.
@@ -405,7 +405,7 @@ class Conditioning:
 
 
 def conditioning(
-    sets: KeyCoordinates, where: Judged, verdicts: Verdicts, clear: Float64[np.ndarray, " key"]
+    sets: KeyCoordinates, where: ScoreSpace, verdicts: Verdicts, clear: Float64[np.ndarray, " key"]
 ) -> Conditioning:
     """Figures of one set, from its coordinates, its verdicts and how clear they are (`Proved.clear`)."""
     near = np.isnan(clear) | ((clear < 0) & (clear < -TAU / 2))
@@ -421,7 +421,7 @@ def conditioning(
 
 
 def _best_gap(
-    sets: KeyCoordinates, where: Judged, verdicts: Verdicts, keys: Int64[np.ndarray, " some"]
+    sets: KeyCoordinates, where: ScoreSpace, verdicts: Verdicts, keys: Int64[np.ndarray, " some"]
 ) -> Float64[np.ndarray, " some"]:
     """The relative score gap that the query towards the nearest point of the hull of the others gives."""
     space = measured(sets, where, through_queries=False)

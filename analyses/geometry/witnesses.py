@@ -1,20 +1,16 @@
-"""What a user gets as the witness of a key: a query over the keys as they were given, proved to select it as it stands.
+"""What a user gets about a set of keys: witnesses, exact verdicts, and the check of everything that was given out.
 
-Solvers work on normalized points in units of their own. Brought back to the given keys a query is rounded, and where a
-key wins by little, or units differ by hundreds of decades, no float64 query may be left that selects it. So every query
-is looked at again as it is given out: in float64 with a bound of the error, and in whole numbers where that leaves a
-sign open.
+Solvers work on normalized points in their own units. Brought back to the given keys a query is rounded, and where a key
+wins by little, or units differ by hundreds of decades, no float64 query may be left that selects it. So every query is
+checked as it is given out (`GivenSet.selects`): in float64 with a bound of the error, and in whole numbers where that
+leaves a sign open.
 
-Does everything that was given out about a set of keys hold? It was proved once; here it is looked at again.
+`certify` checks everything again. Proving gives the doubt of rounding to the other side; `certify` gives it to the
+claim: it raises only where a claim is false for any rounding, so a true one never raises.
 
-Proving gives the doubt of rounding to the other side; this gives it to the claim: it raises only where a claim is false
-whatever the rounding was, so a true one never raises.
-
-Verdicts and positions of exact arithmetic where the tolerance would decide.
-
-A key that was proved to win by more than tau against every other is a vertex in exact arithmetic too. All others
-(unselectable, copies within tau, undecided) are decided again, on the given numbers as fractions; what was found in
-float64 is the place to start from.
+`decide_strictly` decides where the tolerance would. A key that was proved to win by more than tau against every other
+is a vertex in exact arithmetic too. All others (unselectable, copies within tau, undecided) are decided again, on the
+given numbers as fractions, starting from what was found in float64.
 """
 
 from __future__ import annotations
@@ -32,7 +28,16 @@ from ln_probe.analyses.geometry.checker import SLACK, CertificateError, Checker,
 from ln_probe.analyses.geometry.coordinates import Floats, Ints, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, as_float, proves
-from ln_probe.analyses.geometry.inputs import UNDERFLOW, Judged, OwnKeys, QuerySet, Units, by_spread, judged, own_keys
+from ln_probe.analyses.geometry.inputs import (
+    UNDERFLOW,
+    OwnKeys,
+    QuerySet,
+    ScoreSpace,
+    Units,
+    by_spread,
+    own_keys,
+    score_space,
+)
 from ln_probe.analyses.geometry.newton import Attainable
 from ln_probe.analyses.geometry.positions import FirstUnselectable
 from ln_probe.analyses.geometry.prove import Margins, Proved
@@ -58,10 +63,10 @@ class GivenSet:
         self.units = Units(keys, bias, queries)
 
     @cached_property
-    def measured(self) -> Judged:
+    def measured(self) -> ScoreSpace:
         """The keys as the queries see them; without queries the keys themselves."""
         own = self.units.measured
-        return judged(own.keys, own.bias, own.queries, own.powers)
+        return score_space(own.keys, own.bias, own.queries, own.powers)
 
     @cached_property
     def own(self) -> OwnKeys:

@@ -486,7 +486,7 @@ def _start(search: Search, start: int, shorten: bool, squares: Floats, scores: F
             if scores[j] < closest and j != search.target:
                 closest, nearest = scores[j], j
     scale = search.scale
-    for j in range(search.number):  # (a loop of its own: roots and quotients on vector registers)
+    for j in range(search.number):  # (a separate loop: roots and quotients on vector registers)
         scale[j] = scale_of(scores[j] + own, squares[j] + own) if shorten else 1.0
     return nearest
 

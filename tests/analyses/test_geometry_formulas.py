@@ -400,11 +400,11 @@ def test_the_spread_of_a_set_and_its_keys_near_the_tolerance() -> None:
 
 def test_the_offset_of_a_set_is_in_units_of_its_spread(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((6, DIM)) + np.array([3.0, 0.0, 4.0])
-    found = inputs.judged(keys, None, None)
+    found = inputs.score_space(keys, None, None)
     mean = keys.mean(axis=0)
     spread = np.sqrt(((keys - mean) ** 2).sum(axis=1).mean())
     assert found.offset_over_spread == pytest.approx(np.linalg.norm(mean) / spread)
-    through = inputs.judged(keys, np.arange(6.0), QuerySet(np.ones(DIM), 2.0 * np.eye(DIM)))
+    through = inputs.score_space(keys, np.arange(6.0), QuerySet(np.ones(DIM), 2.0 * np.eye(DIM)))
     np.testing.assert_allclose(through.rows, 2.0 * (keys - mean))
     np.testing.assert_allclose(through.offset - through.offset.mean(), (keys - mean).sum(axis=1) + np.arange(6.0) - 2.5)
     assert through.largest_score == pytest.approx(3.0 * np.abs(keys - mean).sum(axis=1).max() + 5.0)

@@ -13,7 +13,7 @@ from ln_probe.analyses.geometry.active_set import INSIDE, SEPARATED, Search, act
 from ln_probe.analyses.geometry.checker import CertificateError, Checker, Rows
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates, span
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Pool, decide
-from ln_probe.analyses.geometry.inputs import _LARGEST, QuerySet, judged
+from ln_probe.analyses.geometry.inputs import _LARGEST, QuerySet, score_space
 from ln_probe.analyses.geometry.margins import Keys, _nearest
 from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_positions, prove_verdicts
@@ -74,15 +74,17 @@ def test_where_all_can_be_selected_no_position_is_left_open() -> None:
 
 
 def test_a_key_is_near_the_tolerance_only_if_no_query_clears_it() -> None:
-    sets, where = coordinates(SQUARE[:4]), judged(SQUARE[:4], None, None)
+    sets, where = coordinates(SQUARE[:4]), score_space(SQUARE[:4], None, None)
     barely = np.full(4, TAU)  # what some query showed; the best one shows far more
     assert conditioning(sets, where, decide(sets), barely).near_tau == 0
     close = np.append(SQUARE[:4], [[0.5, 1.0 + 2e-9, 0.0]], axis=0)  # beyond an edge by about the tolerance
-    sets, where = coordinates(close), judged(close, None, None)
+    sets, where = coordinates(close), score_space(close, None, None)
     verdicts = decide(sets)
     assert conditioning(sets, where, verdicts, np.append(barely, TAU)).near_tau == 1
     one = SQUARE[:1]
-    assert conditioning(coordinates(one), judged(one, None, None), decide(coordinates(one)), barely[:1]).near_tau == 1
+    assert (
+        conditioning(coordinates(one), score_space(one, None, None), decide(coordinates(one)), barely[:1]).near_tau == 1
+    )
 
 
 def test_a_pair_of_equal_keys_is_called_so() -> None:

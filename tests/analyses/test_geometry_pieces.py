@@ -16,7 +16,15 @@ from ln_probe.analyses.geometry.checker import Between, Checker, Rows
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates, merge
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide, separate
 from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, WholeSet, mantissa, power_of_two, proves
-from ln_probe.analyses.geometry.inputs import LEFT_OUT, Judged, QuerySet, accurate_product, judged, key_sets, seen_from
+from ln_probe.analyses.geometry.inputs import (
+    LEFT_OUT,
+    QuerySet,
+    ScoreSpace,
+    accurate_product,
+    key_sets,
+    score_space,
+    seen_from,
+)
 from ln_probe.analyses.geometry.margins import Measured, again, too_wide
 from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.probes import unembedding
@@ -237,7 +245,7 @@ def test_copies_are_left_out_of_what_is_measured(rng: np.random.Generator) -> No
     keys = rng.standard_normal((6, 3))
     keys[[3, 5]] = keys[[1, 1]]
     sets = coordinates(keys)
-    where = judged(keys, None, None)
+    where = score_space(keys, None, None)
     space = margins.measured(sets, where, through_queries=False)
     assert space.distinct.tolist() == [0, 1, 2, 4]
     assert (space.copy[[0, 2, 4]] == -1).all()
@@ -245,7 +253,7 @@ def test_copies_are_left_out_of_what_is_measured(rng: np.random.Generator) -> No
     assert space.copy[1] in (3, 5)
     assert space.size == pytest.approx(1.0)
     queries = QuerySet(rng.standard_normal(3), rng.standard_normal((3, 2)))
-    where = judged(keys, np.arange(6.0), queries)
+    where = score_space(keys, np.arange(6.0), queries)
     space = margins.measured(sets, where, through_queries=True)
     assert space.distinct.tolist() == list(range(6))  # their offsets differ
     assert space.size == pytest.approx(np.sqrt((where.rows**2).sum(axis=1).mean()))
@@ -405,7 +413,7 @@ def test_the_second_attempt_keeps_bound_and_proof_together(monkeypatch: pytest.M
         return weight, upper, np.full((n, 3), float(first)), np.full((n, 3), 10.0 + first), np.zeros(n, np.int64)
 
     monkeypatch.setattr(newton, "largest_weights", solver)
-    found = newton.attainable(Judged(rows, None, 0.0, 1.0))
+    found = newton.attainable(ScoreSpace(rows, None, 0.0, 1.0))
     assert calls == [3, 2]
     assert found.weight.tolist() == [0.5, 0.3, 0.3]
     assert found.upper.tolist() == [0.5, 0.4, 0.9]
