@@ -82,7 +82,7 @@ STRICT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class SetGeometry:
-    """All that was found out about one set of keys; `KeyGeometry` is its readable face."""
+    """The geometry of one set of keys, bounds for the keys asked for; `KeyGeometry` is the public view of it."""
 
     given: GivenSet
     sets: KeyCoordinates
@@ -92,14 +92,14 @@ class SetGeometry:
     open_positions: int
     attainable: Attainable | None
     representative: Int64[np.ndarray, " key"]
-    reachable: Bool[np.ndarray, " key"] | None
+    reachable: Bool[np.ndarray, " asked"] | None
 
     @property
     def conditioning(self) -> Conditioning:
         return conditioning(self.sets, self.given.measured, self.proved.verdicts, self.proved.clear)
 
     @property
-    def bounds(self) -> tuple[Float64[np.ndarray, " key"], Float64[np.ndarray, " key"]]:
+    def bounds(self) -> tuple[Float64[np.ndarray, " asked"], Float64[np.ndarray, " asked"]]:
         """Of every margin, in the unit that is given out."""
         if self.margins is None:
             nothing = np.full(len(self.representative), np.nan)
