@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from io import TextIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, cast
+from typing import IO, Self, cast
 
 import rich.live
 from rich.console import Console
@@ -81,7 +81,7 @@ def tell(what: str, done: float = 0.0, total: float = math.nan, unit: str = "") 
         text = json.dumps(plain | {"what": what[: _SIZE // 8]}).encode()
         try:
             os.pwrite(_slot.file, text.ljust(_SIZE), 0)
-        except OSError:  # a full disk is told of where results are written
+        except OSError:  # the code that writes results reports a full disk
             _slot.file = None
 
 
@@ -107,12 +107,12 @@ def read(path: Path) -> Pulse:
 FIRST = 0.5  # seconds after which something is said, so that with Python's own start it is within two
 EVERY = 25.0  # seconds between lines: thirty are promised, and a busy machine is late
 _TICK, _FRAMES = 0.25, 4
-# Seconds and share of a stage from which on what is left is told: before, it would be a guess.
+# The remaining time of a stage is shown after so many seconds and such a share of it: earlier, it would be a guess.
 _SOONEST, _LEAST = 3.0, 0.02
 
 
 class Live:
-    """Shows what is going on while it lasts.
+    """Shows what is going on until it is left.
 
     Args:
         status: one line about it; by default what this process says of itself (`pulse`).
@@ -134,7 +134,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._moving: rich.live.Live | None = None
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Self:
         self.begun = time.monotonic()
         self._next = self.begun + FIRST
         if self.quiet:

@@ -28,7 +28,6 @@ from ln_probe.batch.options import (
     ReportOptions,
     Workers,
     check_targets,
-    claiming,
     count_option,
     run_of,
     settings_of,
@@ -145,13 +144,15 @@ def report(options: ReportOptions, execution: Execution, processes: Workers, int
 
     check_engine(execution)
 
+    from filelock import FileLock
+
     from ln_probe.batch.run import WORK_FOLDER, BusyError, claim, locked, others
 
     undo = Undo(out, out / WORK_FOLDER)
     with ExitStack() as lock:
         try:
             lock.enter_context(locked(out, part))
-            with claiming(out):
+            with FileLock(out / WORK_FOLDER / "claim.lock"):  # slices that start together read the prompts in turn
                 run = run_of(options, settings, out, out / WORK_FOLDER / "corpus")
                 claimed = claim(run, targets, fresh=execution.fresh)
         except BusyError as error:
@@ -191,7 +192,7 @@ def merge(slices: Folder, processes: Workers, output: Output) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     try:
-        with locked(folder), Display(len(targets), 1, quiet=output.quiet) as display:
+        with locked(folder), Display(len(targets), quiet=output.quiet) as display:
             todo = remains(run, targets, display)
             missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
             for target, why in missing.items():
@@ -253,7 +254,7 @@ def go(
     from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
 
     targets = claimed.targets
-    with Display(0, 1, quiet=output.quiet) as display:
+    with Display(quiet=output.quiet) as display:
         for target in claimed.removed:
             display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
         for target in targets:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ln_probe.analyses.files import FileError, read_text
+from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
 from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.batch.exits import refuse
@@ -97,7 +97,7 @@ def count_option(group: str | None, *names: str, least: int, most: int = 10**9, 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What decides the tables, as it was typed."""
+    """The options that decide the tables, as they were typed."""
 
     model: Annotated[
         list[str] | None,
@@ -186,7 +186,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Execution:
-    """Who does the work, and how much of it; the tables do not depend on it."""
+    """Where the work is done, and how much of it; the tables do not depend on these options."""
 
     engine: Annotated[str, _of(WORK, help="'local' processes or a 'ray' cluster.")] = "local"
     address: Annotated[str | None, _of(WORK, help="Of the Ray cluster; 'auto' finds one, none starts one here.")] = None
@@ -226,7 +226,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Output:
-    """What is said meanwhile and in the end."""
+    """What the command prints."""
 
     as_json: Annotated[bool, _of(OUTPUT, "--json", help="Print what was done as JSON.")] = False
     quiet: Annotated[bool, _of(OUTPUT, "--quiet", help="No progress display.")] = False
@@ -290,53 +290,6 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def check_precision(dtype: str | None, device: str | None) -> None:
-    """Raise ValueError for a format or a device that there is not."""
-    from ln_probe.models import device_named, dtype_named
-
-    if dtype is not None:
-        dtype_named(dtype)
-    if device is not None:
-        device_named(device)
-
-
-def check_formats(dtype: str | None, targets: Sequence[Target]) -> None:
-    """Raise ValueError if a compiled program is asked for in a format in which it is another function."""
-    from ln_probe.analyses.lab.arithmetic import arithmetic_of
-    from ln_probe.models import dtype_named, kind_of, other_function
-
-    for target in targets if dtype is not None else ():
-        path = Path(target.name).expanduser()
-        if target.error or kind_of(target.name, path) != "lab":
-            continue
-        try:
-            own = arithmetic_of(path)
-        except (OSError, ValueError):  # as loading it will say
-            continue
-        if own.bound and own.dtype != dtype_named(str(dtype)):
-            raise ValueError(other_function(target.name, own.dtype, dtype_named(str(dtype))))
-
-
-def check_layers(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
-    """Raise ValueError if a layer is asked for that a model lacks, as far as its configuration says how many it has."""
-    _check(wanted, targets, "layer")
-
-
-def check_heads(wanted: Sequence[int] | None, targets: Sequence[Target]) -> None:
-    """Raise ValueError if a head is asked for that a model lacks, as far as its configuration says how many it has."""
-    _check(wanted, targets, "head")
-
-
-def _check(wanted: Sequence[int] | None, targets: Sequence[Target], what: str) -> None:
-    from ln_probe.batch.cost import shape_of
-
-    for target in targets if wanted else ():
-        count = shape_of(target).get(f"{what}s")
-        wrong = [number for number in wanted or () if count is not None and number >= count]
-        if wrong:
-            raise ValueError(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {int(count or 0) - 1}")
-
-
 def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
     """The checkpoints asked for; exits where the list makes no sense."""
     import ln_probe
@@ -357,45 +310,35 @@ def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
 
 def settings_of(options: ReportOptions) -> Settings:
     """What is measured, and how; exits where that makes no sense."""
-    from ln_probe.analyses.files import sha256_of_file
-    from ln_probe.analyses.probes.base import ProbeError
     from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.hooks.objective import Objective
+    from ln_probe.models import device_named, dtype_named
     from ln_probe.prompt_sources import check_source
     from ln_probe.prompts import read_vocabulary
     from ln_probe.settings import KEYS, Settings, read_groups
 
     known = ", ".join(entries())
-    wanted = DEFAULT if options.probes is None else tuple(p.strip() for p in options.probes.split(",") if p.strip())
-    if unknown := [p for p in wanted if p not in entries()]:
-        raise refuse(f"unknown probe {unknown[0]!r}: choose from {known}")
-    if not wanted:
-        raise refuse(f"--probes {options.probes!r} names no probe: choose from {known}")
-    try:
-        chosen(wanted)
-    except ProbeError as error:
-        raise refuse(str(error)) from error
-    if options.keys not in KEYS:
-        raise refuse(f"--keys must be one of {', '.join(KEYS)}, got {options.keys!r}")
-    if options.prompts not in (None, "sampled"):
-        try:
-            check_source(str(options.prompts))
-        except (FileNotFoundError, ValueError) as error:
-            raise refuse(str(error)) from error
+    probes = DEFAULT if options.probes is None else tuple(p.strip() for p in options.probes.split(",") if p.strip())
     vocab = None if options.vocab is None else str(options.vocab.absolute())
-    if vocab is not None:
-        try:
-            read_vocabulary(vocab)
-        except (FileNotFoundError, ValueError) as error:
-            raise refuse(str(error)) from error
-    try:
-        check_precision(options.dtype, options.device)
-        layers = None if options.layers is None else numbers(options.layers, "layer")
-        heads = None if options.heads is None else numbers(options.heads, "head")
-    except ValueError as error:
-        raise refuse(str(error)) from error
     calibration, groups = (None if f is None else str(f.resolve()) for f in (options.calibration, options.groups))
     try:
+        if unknown := [p for p in probes if p not in entries()]:
+            raise ValueError(f"unknown probe {unknown[0]!r}: choose from {known}")
+        if not probes:
+            raise ValueError(f"--probes {options.probes!r} names no probe: choose from {known}")
+        chosen(probes)
+        if options.keys not in KEYS:
+            raise ValueError(f"--keys must be one of {', '.join(KEYS)}, got {options.keys!r}")
+        if options.prompts not in (None, "sampled"):
+            check_source(str(options.prompts))
+        if vocab is not None:
+            read_vocabulary(vocab)
+        if options.dtype is not None:
+            dtype_named(options.dtype)
+        if options.device is not None:
+            device_named(options.device)
+        layers = None if options.layers is None else numbers(options.layers, "layer")
+        heads = None if options.heads is None else numbers(options.heads, "head")
         if groups is not None:
             read_groups(groups)
         if calibration is not None:
@@ -404,32 +347,53 @@ def settings_of(options: ReportOptions) -> Settings:
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     return Settings(
-        wanted,
-        layers,
-        heads,
-        options.keys,
-        options.max_tokens,
-        options.seed,
-        vocab,
-        options.keys_sample,
-        options.batch_size,
-        calibration,
-        None if calibration is None else sha256_of_file(Path(calibration)),
-        groups,
-        None if groups is None else sha256_of_file(Path(groups)),
-        options.loss,
-        options.optimal,
+        probes=probes,
+        layers=layers,
+        heads=heads,
+        keys=options.keys,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        vocab=vocab,
+        keys_sample=options.keys_sample,
+        batch_size=options.batch_size,
+        calibration=calibration,
+        calibration_sha256=None if calibration is None else sha256_of_file(Path(calibration)),
+        groups=groups,
+        groups_sha256=None if groups is None else sha256_of_file(Path(groups)),
+        loss=options.loss,
+        optimal=options.optimal,
     )
 
 
 def check_targets(options: ReportOptions, settings: Settings, targets: Sequence[Target]) -> None:
-    """Exit if a model lacks a layer or a head that is asked for, or is another function in the format asked for."""
+    """Exit if a model lacks a layer or a head that is asked for, as far as its configuration says how many it has, or
+    if it is a compiled program that is another function in the format asked for."""
+    from ln_probe.batch.cost import shape_of
+
+    if options.dtype is not None:
+        for target in targets:
+            _check_format(options.dtype, target)
+    for what, wanted in (("layer", settings.layers), ("head", settings.heads)):
+        for target in targets if wanted else ():
+            count = shape_of(target).get(f"{what}s")
+            wrong = [number for number in wanted or () if count is not None and number >= count]
+            if wrong:
+                raise refuse(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {int(count or 0) - 1}")
+
+
+def _check_format(dtype: str, target: Target) -> None:
+    from ln_probe.analyses.lab.arithmetic import arithmetic_of
+    from ln_probe.models import dtype_named, kind_of, other_function
+
+    path = Path(target.name).expanduser()
+    if target.error or kind_of(target.name, path) != "lab":
+        return
     try:
-        check_formats(options.dtype, targets)
-        check_layers(settings.layers, targets)
-        check_heads(settings.heads, targets)
-    except ValueError as error:
-        raise refuse(str(error)) from error
+        own = arithmetic_of(path)
+    except (OSError, ValueError):  # loading it will raise the same
+        return
+    if own.bound and own.dtype != dtype_named(dtype):
+        raise refuse(other_function(target.name, own.dtype, dtype_named(dtype)))
 
 
 def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) -> Run:
@@ -440,14 +404,6 @@ def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) 
     sharded = divide(options.prompts, corpus, options.shard, options.max_prompts)
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     return Run(out, settings, sharded, options.dtype, options.device, options.allow_pickle, options.strict, command)
-
-
-def claiming(out: Path) -> Any:
-    """Slices that start together read the prompts one after another."""
-    from filelock import FileLock
-
-    (out / ".ln_probe").mkdir(parents=True, exist_ok=True)
-    return FileLock(out / ".ln_probe" / "claim.lock")
 
 
 def slice_of(text: str | None) -> Slice | None:

@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ln_probe.analyses import progress
@@ -341,7 +340,7 @@ def _do(target: Target, unit: Unit) -> Outcome:
         progress.tell("")
 
 
-class Display:
+class Display(Live):
     """Units done and under way, what each worker is doing, tokens a second, time left and failures.
 
     Attributes:
@@ -349,27 +348,15 @@ class Display:
         pulses: asks what they are doing, by worker; this very process, if it is not set.
     """
 
-    def __init__(self, total: int, workers: int, *, quiet: bool = False) -> None:
-        self.workers, self._total = workers, total
+    def __init__(self, total: int = 0, *, quiet: bool = False) -> None:
+        super().__init__(self.line, quiet=quiet)
+        self.workers, self._total = 1, total
         self.pulses: Callable[[], Iterable[Pulse]] = lambda: ()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Counter[str] = Counter()
         self._running: dict[tuple[Target, Unit], float] = {}
         self._left: list[Unit] = []
-        self.tokens, self.failed, self.begun = 0, 0, time.monotonic()
-        self._live = Live(self.line, quiet=quiet)
-
-    def __enter__(self) -> Display:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def say(self, text: str) -> None:
-        self._live.say(text)
+        self.tokens, self.failed = 0, 0
 
     def began(self, target: Target, unit: Unit) -> None:
         self._running[target, unit] = time.monotonic()

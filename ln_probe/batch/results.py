@@ -10,11 +10,11 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -93,7 +93,7 @@ def write(path: Path, key: str, result: Result) -> str:
         table.to_parquet(buffer, index=False)
         arrays[_TABLE + name] = np.frombuffer(buffer.getvalue(), np.uint8)
     info = json.dumps(dict(result.info), sort_keys=True)
-    digest = _digest(key, info, arrays)
+    digest = _digest(key, info, sorted(arrays.items()))
     header = json.dumps({"key": key, "sha256": digest, "info": info})
     with replacing(path) as aside:
         try:
@@ -110,21 +110,13 @@ def _as_os_error(error: Exception) -> Exception:
     return error if code is None else OSError(int(code[1]), str(error))
 
 
-@runtime_checkable
-class _Digest(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-
-def _digest(key: str, info: str, arrays: Mapping[str, np.ndarray]) -> str:
+def _digest(key: str, info: str, arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+    """SHA-256 of a result; `arrays` are in the order of their names."""
     digest = hashlib.sha256(f"{key}\n{info}\n".encode())
-    for name in sorted(arrays):
-        _update(digest, name, arrays[name])
+    for name, array in arrays:
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def _update(digest: _Digest, name: str, array: np.ndarray) -> None:
-    digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-    digest.update(array.tobytes())
 
 
 class Stored:
@@ -146,12 +138,10 @@ class Stored:
                 header = json.loads(file.metadata()[_HEADER])
                 maker, written, info = (str(header[field]) for field in ("key", "sha256", "info"))
                 self.names = tuple(sorted(file.keys()))
-                digest = hashlib.sha256(f"{maker}\n{info}\n".encode())
-                for name in self.names:
-                    _update(digest, name, file.get_tensor(name))
+                digest = _digest(maker, info, ((name, file.get_tensor(name)) for name in self.names))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{path} is damaged ({error})") from error
-        if digest.hexdigest() != written:
+        if digest != written:
             raise DamagedError(f"{path} is damaged (its content is not what was written)")
         if maker != key:
             raise DamagedError(f"{path} is the result of something else")

@@ -108,7 +108,7 @@ class Worker:
 
     def _do(self, target: Target, unit: Unit) -> int:
         if unit.kind == REPORT:
-            Joining(self.run, target).make()
+            make_report(self.run, target)
             return 0
         doing: dict[str, Callable[[Target, Unit], tuple[Result, int]]] = {
             CALIBRATION: self._calibrate,
@@ -319,87 +319,82 @@ def _opened(run: Run, target: Target, *units: Unit) -> list[Stored]:
     return found
 
 
-class Joining:
-    """Makes the report of a checkpoint from its units' results; the model is not needed any more."""
+def make_report(run: Run, target: Target) -> None:
+    """Join the units' results into the report of a checkpoint, save it, and delete the results. No model is loaded.
 
-    def __init__(self, run: Run, target: Target) -> None:
-        self.run, self.target = run, target
-
-    def make(self) -> None:
-        """Join, save, and write down that it is done; then the units' results go.
-
-        Where a probe of the run is not installed, the report is made of the others' pieces and says so; all pieces are
-        kept, and the report does not count as done.
-        """
-        run, target = self.run, self.target
-        units = list(run.units())
-        by_unit = dict(zip(units, _opened(run, target, *units), strict=True))
-        base = by_unit[Unit(CALIBRATION)]
-        made = calibration(base)
-        tokens = TokenShards(run, target, key=base.info["tokens"])
-        try:
-            token, prompts = _strings(tokens, run.corpus.shards)
-        except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
-            run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
-            raise _MissingError([Unit(CALIBRATION)], str(error)) from error
-        self._check_inputs(by_unit, prompts)
-        pieces: dict[str, list[Piece | Failure]] = {}
-        for unit, stored in by_unit.items():
-            for name, piece in unpacked(stored).items() if unit.kind != CALIBRATION else ():
-                pieces.setdefault(name, []).append(piece)
-        probes, missing = self._installed()
-        settings, source = run.settings, ModelSource(**_tuples(base.info["model"]))
-        request = {**run.identity, "model": target.name, "revision": target.revision}
-        report = assemble(
-            probes,
-            pieces,
-            Context(made, settings.layers, token, settings.keys, settings.seed),
-            exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
-            provenance=provenance(
-                source, base.info["prompts"], settings, made, base.info["d_model"], probes, Objective.of(settings.loss)
-            )
-            | {"request": request, "command": run.command},
-            notes=made.notes,
-            failures=missing,
+    If a probe of the run is not installed, the report contains the other probes' results and names the missing one; all
+    results are kept, and the report does not count as done.
+    """
+    units = list(run.units())
+    by_unit = dict(zip(units, _opened(run, target, *units), strict=True))
+    base = by_unit[Unit(CALIBRATION)]
+    made = calibration(base)
+    tokens = TokenShards(run, target, key=base.info["tokens"])
+    try:
+        token, prompts = _strings(tokens, run.corpus.shards)
+    except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
+        run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
+        raise _MissingError([Unit(CALIBRATION)], str(error)) from error
+    _check_inputs(by_unit, prompts)
+    pieces: dict[str, list[Piece | Failure]] = {}
+    for unit, stored in by_unit.items():
+        for name, piece in unpacked(stored).items() if unit.kind != CALIBRATION else ():
+            pieces.setdefault(name, []).append(piece)
+    probes, missing = _installed(run)
+    settings, source = run.settings, ModelSource(**_tuples(base.info["model"]))
+    request = {**run.identity, "model": target.name, "revision": target.revision}
+    report = assemble(
+        probes,
+        pieces,
+        Context(made, settings.layers, token, settings.keys, settings.seed),
+        exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
+        provenance=provenance(
+            source, base.info["prompts"], settings, made, base.info["d_model"], probes, Objective.of(settings.loss)
         )
-        if refused := run.refusal(report.deviations):
-            raise ValueError(refused)
-        folder = run.out / target.folder
-        with results.storing(run.out):
-            mark_begun(run, target, [*files_of(report), REPORT_FILE])
-            report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
-            mark_done(run, target, missing)
-            if not missing:
-                remove_listed(run.folder(target), run.unit_files())
+        | {"request": request, "command": run.command},
+        notes=made.notes,
+        failures=missing,
+    )
+    if refused := run.refusal(report.deviations):
+        raise ValueError(refused)
+    folder = run.out / target.folder
+    with results.storing(run.out):
+        mark_begun(run, target, [*files_of(report), REPORT_FILE])
+        report.save(folder, index=Path(os.path.relpath(run.out / INDEX_FILE, folder)).as_posix())
+        mark_done(run, target, missing)
+        if not missing:
+            remove_listed(run.folder(target), run.unit_files())
 
-    def _check_inputs(self, by_unit: Mapping[Unit, Stored], prompts: Sequence[str]) -> None:
-        """Raise MixedError if results were not all made of one model's files and of the prompts that there are."""
-        base = by_unit[Unit(CALIBRATION)]
-        for unit, stored in by_unit.items():
-            expected = {"model": base.info["inputs"]["model"]}
-            if unit.kind == CALIBRATION:
-                expected["prompts"] = _all_of(prompts)
-            elif unit.kind == PROMPTS:
-                expected["prompts"] = prompts[unit.shard]
-            found = stored.info["inputs"]
-            wrong = next((what for what in expected if found[what] != expected[what]), None)
-            if wrong is not None:
-                raise MixedError(
-                    f"{stored.path} was made of another {'model' if wrong == 'model' else 'set of prompts'} than "
-                    f"{base.path.name} ({wrong} {found[wrong][:16]}…, not {expected[wrong][:16]}…): delete the folder "
-                    f"{base.path.parent} and run the same command (or its slices) again"
-                )
 
-    def _installed(self) -> tuple[tuple[Probe, ...], list[Failure]]:
-        """The probes of the run, and those that are not here."""
-        here, missing = [], []
-        for asked in self.run.probes:
-            try:
-                here.append(find(asked.name))
-            except ProbeError as error:
-                why = f"it is not installed here ({error}); its pieces are kept: install it and run the same command"
-                missing.append(Failure(asked.name, asked.package, why))
-        return chosen(here), missing
+def _check_inputs(by_unit: Mapping[Unit, Stored], prompts: Sequence[str]) -> None:
+    """Raise MixedError if results were not all made of one model's files and of the prompts that there are."""
+    base = by_unit[Unit(CALIBRATION)]
+    for unit, stored in by_unit.items():
+        expected = {"model": base.info["inputs"]["model"]}
+        if unit.kind == CALIBRATION:
+            expected["prompts"] = _all_of(prompts)
+        elif unit.kind == PROMPTS:
+            expected["prompts"] = prompts[unit.shard]
+        found = stored.info["inputs"]
+        wrong = next((what for what in expected if found[what] != expected[what]), None)
+        if wrong is not None:
+            raise MixedError(
+                f"{stored.path} was made of another {'model' if wrong == 'model' else 'set of prompts'} than "
+                f"{base.path.name} ({wrong} {found[wrong][:16]}…, not {expected[wrong][:16]}…): delete the folder "
+                f"{base.path.parent} and run the same command (or its slices) again"
+            )
+
+
+def _installed(run: Run) -> tuple[tuple[Probe, ...], list[Failure]]:
+    """The probes of the run, and those that are not here."""
+    here, missing = [], []
+    for asked in run.probes:
+        try:
+            here.append(find(asked.name))
+        except ProbeError as error:
+            why = f"it is not installed here ({error}); its pieces are kept: install it and run the same command"
+            missing.append(Failure(asked.name, asked.package, why))
+    return chosen(here), missing
 
 
 def _tuples(plain: Any) -> Any:

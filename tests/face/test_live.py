@@ -73,7 +73,8 @@ def test_another_process_is_heard(tmp_path: Path) -> None:
 
 def test_a_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("gpt2", None, "gpt2", "x")
-    display = Display(0, 2, quiet=True)
+    display = Display(quiet=True)
+    display.workers = 2
     display.pulses = lambda: [progress.Pulse("edited passes", 3, 26, "", time.time())]
     display.began(target, Unit(CALIBRATION))
     assert display.line() == "gpt2: calibration · edited passes: 3 of 26"
