@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from io import TextIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, cast
+from typing import IO, cast
 
 import rich.live
 from rich.console import Console
@@ -134,7 +134,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._moving: rich.live.Live | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Live:
         self.begun = time.monotonic()
         self._next = self.begun + FIRST
         if self.quiet:

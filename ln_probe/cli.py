@@ -192,7 +192,8 @@ def merge(slices: Folder, processes: Workers, output: Output) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     try:
-        with locked(folder), Display(len(targets), quiet=output.quiet) as display:
+        display = Display(len(targets), quiet=output.quiet)
+        with locked(folder), display:
             todo = remains(run, targets, display)
             missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
             for target, why in missing.items():
@@ -254,7 +255,8 @@ def go(
     from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
 
     targets = claimed.targets
-    with Display(quiet=output.quiet) as display:
+    display = Display(quiet=output.quiet)
+    with display:
         for target in claimed.removed:
             display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
         for target in targets:
