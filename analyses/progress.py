@@ -2,8 +2,9 @@
 
     tell("gpt2: downloading", 120e6, 548e6, "B")
 
-`tell` costs a microsecond and reaches other processes through a small file, at most twice a second. `Live` shows a line
-that moves on a terminal, and plain lines anywhere else: one after a second, then at least one every 30 seconds.
+`tell` costs a microsecond and reaches other processes through a small file, at most twice a second. `ProgressLine`
+shows a line that moves on a terminal, and plain lines anywhere else: one after a second, then at least one every 30
+seconds.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _EVERY = 0.5  # seconds between two writes
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """What is going on.
+class Progress:
+    """What a process is doing.
 
     Attributes:
-        what: a stage, in words; empty: nothing.
-        done, total: how much of it, and of how much; NaN if that is not known.
+        what: the stage, in words; empty if there is none.
+        done, total: how much of it is done, and of how much; NaN if that is not known.
         unit: of both; "B" are bytes.
         since: when the stage began, in seconds of `time.time`.
     """
@@ -59,63 +60,57 @@ def _amount(value: float, unit: str) -> str:
     return f"{value / 1e6:.0f} MB" if unit == "B" else f"{value:.0f} {unit}".rstrip()
 
 
-class _Slot:
-    """The one of this process."""
-
-    def __init__(self) -> None:
-        self.pulse = Pulse()
-        self.file: int | None = None
-        self.written = -math.inf
-
-
-_slot = _Slot()
+_progress = Progress()  # of this process
+_file: int | None = None  # from which other processes read it
+_written = -math.inf
 
 
 def tell(what: str, done: float = 0.0, total: float = math.nan, unit: str = "") -> None:
-    """Say what is going on from now on; an empty `what`: nothing any more."""
-    same = what == _slot.pulse.what
-    _slot.pulse = Pulse(what, float(done), float(total), unit, _slot.pulse.since if same else time.time())
-    if _slot.file is not None and (not same or time.monotonic() - _slot.written >= _EVERY):
-        _slot.written = time.monotonic()
-        plain = {k: v for k, v in asdict(_slot.pulse).items() if v == v}
+    """Set what this process is doing from now on; an empty `what`: nothing."""
+    global _progress, _file, _written
+    same = what == _progress.what
+    _progress = Progress(what, float(done), float(total), unit, _progress.since if same else time.time())
+    if _file is not None and (not same or time.monotonic() - _written >= _EVERY):
+        _written = time.monotonic()
+        plain = {k: v for k, v in asdict(_progress).items() if v == v}
         text = json.dumps(plain | {"what": what[: _SIZE // 8]}).encode()
         try:
-            os.pwrite(_slot.file, text.ljust(_SIZE), 0)
+            os.pwrite(_file, text.ljust(_SIZE), 0)
         except OSError:  # the code that writes results reports a full disk
-            _slot.file = None
+            _file = None
 
 
-def now() -> Pulse:
-    """What this process said last."""
-    return _slot.pulse
+def now() -> Progress:
+    """What this process is doing."""
+    return _progress
 
 
 def write_to(path: Path) -> None:
-    """Let other processes read it, from this file, which is made."""
-    _slot.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    _slot.written = -math.inf
+    """Make a file from which other processes can `read` what this one is doing."""
+    global _file, _written
+    _file, _written = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), -math.inf
 
 
-def read(path: Path) -> Pulse:
-    """What the process that writes to this file said last; nothing, if there is none or it is writing now."""
+def read(path: Path) -> Progress:
+    """What the process that writes to this file is doing; empty if there is none, or if it is writing now."""
     try:
-        return Pulse(**json.loads(path.read_bytes()[:_SIZE]))
+        return Progress(**json.loads(path.read_bytes()[:_SIZE]))
     except (OSError, ValueError, TypeError):
-        return Pulse()
+        return Progress()
 
 
-FIRST = 0.5  # seconds after which something is said, so that with Python's own start it is within two
-EVERY = 25.0  # seconds between lines: thirty are promised, and a busy machine is late
+FIRST = 0.5  # seconds until the first line, so that it appears within two, Python's own start included
+EVERY = 25.0  # seconds between lines: thirty are documented, and a busy machine is late
 _TICK, _FRAMES = 0.25, 4
 # The remaining time of a stage is shown after so many seconds and such a share of it: earlier, it would be a guess.
 _SOONEST, _LEAST = 3.0, 0.02
 
 
-class Live:
+class ProgressLine:
     """Shows what is going on until it is left.
 
     Args:
-        status: one line about it; by default what this process says of itself (`pulse`).
+        status: one line about it; by default what this process is doing (`now`).
         quiet: show nothing but what is `say`d.
         stream: where to; standard error by default.
     """
@@ -134,7 +129,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._moving: rich.live.Live | None = None
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> ProgressLine:
         self.begun = time.monotonic()
         self._next = self.begun + FIRST
         if self.quiet:
@@ -173,18 +168,18 @@ class Live:
             if time.monotonic() >= self._next and (text := self.status()):
                 try:
                     self.say(f"{clock(time.monotonic() - self.begun)}  {text}")
-                except (OSError, ValueError):  # nobody reads any more: no reason to stop working
+                except (OSError, ValueError):  # nobody reads any more; the work continues
                     return
 
 
 def here() -> str:
-    """What this process is doing, and how long that will take as far as can be told."""
+    """What this process is doing, and the time left if it can be estimated."""
     found = now()
     return f"{found}{left_of(found)}" if found.what else ""
 
 
-def left_of(found: Pulse) -> str:
-    """How much time a stage has left, at its pace until now; empty while that would be a guess."""
+def left_of(found: Progress) -> str:
+    """The time a stage has left, at its speed until now; empty as long as that would be a guess."""
     if math.isnan(found.total) or found.total <= 0:
         return ""
     share, spent = found.done / found.total, time.time() - found.since

@@ -306,7 +306,7 @@ def work(run: Run, schedule: Schedule, display: Display, execution: Execution, w
     engine = _engine(run, schedule, execution, workers)
     display.workers = engine.workers
     if isinstance(engine, LocalEngine):
-        display.pulses = engine.pulses
+        display.stages = engine.stages
     try:
         drive(engine, schedule, display)
     except StoppedError as error:
@@ -462,11 +462,11 @@ def lab_run(
         collect=collect,
         progress=not quiet and sys.stderr.isatty(),
     )
-    from ln_probe.analyses.progress import Live
+    from ln_probe.analyses.progress import ProgressLine
 
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     try:
-        with Live(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
+        with ProgressLine(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
             results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     except (FileExistsError, FileNotFoundError, ImportError, ValueError) as error:
         raise exits.refuse(str(error)) from error

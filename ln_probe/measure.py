@@ -14,7 +14,6 @@ import pandas as pd
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses import progress
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes import registry
@@ -23,7 +22,7 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.probes.uniformity import random_angle
-from ln_probe.analyses.progress import Live
+from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.model import HookedModel, n_layers
@@ -149,7 +148,7 @@ def analyze(
     clock = _Clock()
     was_training = cast(nn.Module, model).training
     default = prompts is None
-    with Live(quiet=not progress), Seal(hooked, hooks) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
         passes, ready, calibrated = _first_pass(
             seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
         )
@@ -157,7 +156,7 @@ def analyze(
         clock.lap("second pass")
         measured |= {p.name: passes.weigh(p) for p in chosen_probes if p.needs.nothing}
         clock.lap("weights")
-        progress.tell("pictures of attention")
+        tell("pictures of attention")
         exhibits = passes.record(ready.tokens, ready.strings, calibrated, count=len(ready.tokens))
         clock.lap("exhibits")
         source = source_of(cast(nn.Module, hooked))
@@ -203,7 +202,7 @@ def _first_pass(
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
-    progress.tell("preparing prompts")
+    tell("preparing prompts")
     if settings.vocab is not None:
         name_tokens(model, settings.vocab)
     tokens, seed, default = settings.max_tokens, settings.seed, prompts is None

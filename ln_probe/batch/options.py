@@ -293,7 +293,7 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
 def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
     """The checkpoints asked for; exits where the list makes no sense."""
     import ln_probe
-    from ln_probe.analyses.progress import Live
+    from ln_probe.analyses.progress import ProgressLine
     from ln_probe.batch.suite import SuiteError, suite
 
     names = tuple(options.model or ()) or tuple(ln_probe.bundled_models())
@@ -302,7 +302,7 @@ def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
     if not quiet:
         typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
     try:
-        with Live(quiet=quiet):
+        with ProgressLine(quiet=quiet):
             return suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
     except SuiteError as error:
         raise refuse(str(error)) from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
 from ln_probe.analyses.processes import check_stopped, follow_parent, starting_workers
-from ln_probe.analyses.progress import Live, Pulse, duration, here, left_of
+from ln_probe.analyses.progress import Progress, ProgressLine, duration, here, left_of
 from ln_probe.batch.results import DAMAGED, DIED, DONE, NO_STORAGE, RETURNED, DamagedError, Outcome, Stored, storing
 from ln_probe.batch.run import (
     CALIBRATION,
@@ -218,7 +218,7 @@ class LocalEngine:
         self._open = ExitStack()
         self._signs = self._open.enter_context(temporary_folder())
 
-    def pulses(self) -> list[progress.Pulse]:
+    def stages(self) -> list[progress.Progress]:
         """What the busy workers are doing."""
         return [progress.read(self._sign(worker)) for worker in sorted(set(self._running.values()))]
 
@@ -340,18 +340,18 @@ def _do(target: Target, unit: Unit) -> Outcome:
         progress.tell("")
 
 
-class Display(Live):
+class Display(ProgressLine):
     """Units done and under way, what each worker is doing, tokens a second, time left and failures.
 
     Attributes:
         workers: how many there are.
-        pulses: asks what they are doing, by worker; this very process, if it is not set.
+        stages: asks what they are doing, by worker; this very process, if it is not set.
     """
 
     def __init__(self, total: int = 0, *, quiet: bool = False) -> None:
         super().__init__(self.line, quiet=quiet)
         self.workers, self._total = 1, total
-        self.pulses: Callable[[], Iterable[Pulse]] = lambda: ()
+        self.stages: Callable[[], Iterable[Progress]] = lambda: ()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Counter[str] = Counter()
         self._running: dict[tuple[Target, Unit], float] = {}
@@ -380,7 +380,7 @@ class Display(Live):
     def line(self) -> str:
         """All of it in one line."""
         running = [f"{t.label}: {_named(u)}" for t, u in list(self._running)]
-        doing = [f"{p}{left_of(p)}" for p in self.pulses() if p.what] or [text for text in [here()] if text]
+        doing = [f"{p}{left_of(p)}" for p in self.stages() if p.what] or [text for text in [here()] if text]
         parts = [" + ".join(running) or "starting", "; ".join(doing)]
         if self._total:
             parts.append(f"{sum(self._done.values())} of {self._total} units")

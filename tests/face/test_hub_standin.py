@@ -177,8 +177,8 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub) -> None:
 
 
 def test_bytes_are_told_while_they_come(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[progress.Pulse] = []
-    monkeypatch.setattr(hub_names, "tell", lambda *args: told.append(progress.Pulse(*args)))
+    told: list[progress.Progress] = []
+    monkeypatch.setattr(hub_names, "tell", lambda *args: told.append(progress.Progress(*args)))
     hub_names.fetch("gpt2", revision=None, allow_pickle=False)
     total = sum(len(d) for n, d in hub.held["gpt2"]["main"].items() if n.endswith((".json", ".safetensors", ".txt")))
     assert told[0].what.startswith("gpt2: asking ")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ln_probe.analyses import progress
-from ln_probe.analyses.progress import Live, left_of
+from ln_probe.analyses.progress import ProgressLine, left_of
 from ln_probe.batch.pool import Display
 from ln_probe.batch.results import DONE, Outcome
 from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, Unit
@@ -24,7 +24,7 @@ def test_c11_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch
     monkeypatch.setattr(progress, "EVERY", 0.1)
     monkeypatch.setattr(progress, "_TICK", 0.01)
     log = io.StringIO()
-    with Live(stream=log) as shown:
+    with ProgressLine(stream=log) as shown:
         progress.tell("gpt2: downloading", 212e6, 548e6, "B")
         deadline = time.monotonic() + 30
         while log.getvalue().count("\n") < 3 and time.monotonic() < deadline:
@@ -40,7 +40,7 @@ def test_c11_without_a_terminal_a_line_comes_soon_and_then_regularly(monkeypatch
 def test_quiet_says_only_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST", 0.0)
     log = io.StringIO()
-    with Live(stream=log, quiet=True) as shown:
+    with ProgressLine(stream=log, quiet=True) as shown:
         progress.tell("working")
         time.sleep(0.05)
         shown.say("a line")
@@ -49,10 +49,10 @@ def test_quiet_says_only_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_is_told_once_it_is_more_than_a_guess() -> None:
     now = time.time()
-    assert left_of(progress.Pulse("x", 0, 10, "prompts", now - 60)) == ""
-    assert left_of(progress.Pulse("x", 5, 10, "prompts", now - 1)) == ""
-    assert left_of(progress.Pulse("x", 5, since=now - 60)) == "", "no total, no end in sight"
-    assert left_of(progress.Pulse("x", 2, 10, "prompts", now - 60)) == " · 4 min 00 s left"
+    assert left_of(progress.Progress("x", 0, 10, "prompts", now - 60)) == ""
+    assert left_of(progress.Progress("x", 5, 10, "prompts", now - 1)) == ""
+    assert left_of(progress.Progress("x", 5, since=now - 60)) == "", "no total, no end in sight"
+    assert left_of(progress.Progress("x", 2, 10, "prompts", now - 60)) == " · 4 min 00 s left"
 
 
 def _elsewhere(path: Path) -> None:
@@ -62,20 +62,20 @@ def _elsewhere(path: Path) -> None:
 
 def test_another_process_is_heard(tmp_path: Path) -> None:
     path = tmp_path / "sign"
-    assert progress.read(path) == progress.Pulse()
+    assert progress.read(path) == progress.Progress()
     process = multiprocessing.get_context("fork").Process(target=_elsewhere, args=(path,))
     process.start()
     process.join()
     assert str(progress.read(path)) == "edited passes: 3 of 26"
     path.write_bytes(b'{"what": "half')
-    assert progress.read(path) == progress.Pulse()
+    assert progress.read(path) == progress.Progress()
 
 
 def test_a_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("gpt2", None, "gpt2", "x")
     display = Display(quiet=True)
     display.workers = 2
-    display.pulses = lambda: [progress.Pulse("edited passes", 3, 26, "", time.time())]
+    display.stages = lambda: [progress.Progress("edited passes", 3, 26, "", time.time())]
     display.began(target, Unit(CALIBRATION))
     assert display.line() == "gpt2: calibration · edited passes: 3 of 26"
     left = [Unit(PROMPTS, 0), Unit(PROMPTS, 1), Unit(REPORT)]
