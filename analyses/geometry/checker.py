@@ -582,9 +582,8 @@ def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float6
     if upwards:
         points = points.copy()
         points[:, -1] = np.maximum(points[:, -1], 0.0)
-    length = np.linalg.norm(points, axis=1)
-    ample = 1 + (points.shape[1] + 8) * _EPS
-    return np.asarray(points / np.maximum(length * ample, 1.0)[:, None])
+    length = np.linalg.norm(points, axis=1) * (1 + (points.shape[1] + 8) * _EPS)
+    return np.asarray(points / np.maximum(length, 1.0)[:, None])
 
 
 def _sums(values: Floats, start: Ints) -> Floats:

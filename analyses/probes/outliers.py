@@ -34,7 +34,7 @@ _INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
 @dataclass
-class Outlier:
+class _Outlier:
     """What is known of one outlier token of one prompt.
 
     Attributes:
@@ -84,7 +84,7 @@ class PromptOutliers:
     def __init__(self, sites: Sequence[Site]) -> None:
         # After a post-norm block the stream is the norm's output; otherwise the norm only looks at it.
         self.post = any(s.attention_layers and s.layer not in s.attention_layers for s in sites)
-        self.found: dict[int, Outlier] = {}
+        self.found: dict[int, _Outlier] = {}
         self.massive: Bool[Tensor, " pos"] | None = None
         self.dimensions: dict[tuple[str, int], float] = {}
         self.longest: Longest | None = None
@@ -107,7 +107,7 @@ class PromptOutliers:
         self._keep_massive(x)
         for at in outlier.nonzero().flatten().tolist():
             if at not in self.found:
-                self.found[at] = Outlier(site, *self._written(site, x, at))
+                self.found[at] = _Outlier(site, *self._written(site, x, at))
             if self.longest is not None and self.longest.site[at] == site.name:
                 self.found[at].dimensions = _largest_dimensions(kept[at])
         if enough:
