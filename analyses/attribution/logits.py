@@ -33,14 +33,18 @@ from ln_probe.analyses.attribution.shared import (
     Bar,
     Direction,
     Tokens,
+    bias_part,
     direction,
     draw,
+    head_part,
     largest,
     outputs,
+    part_columns,
     place,
     prompt,
     soft_cap,
     token_ids,
+    whole_part,
 )
 from ln_probe.hooks.capture import CachedPrompt, is_cache
 from ln_probe.hooks.components import (
@@ -292,10 +296,7 @@ def _table(split: Split, final: Site | None, where: str, asked: Direction) -> tu
 
 def _row(part: Part, without: float, taken: float, bias: float) -> Mapping[str, object]:
     return {
-        "part": part.name,
-        "kind": part.kind,
-        "layer": part.layer,
-        "index": part.index,
+        **part_columns(part),
         "contribution": without + taken + bias,
         "without_projection": without,
         "projection": taken,
@@ -479,17 +480,15 @@ class _Watched:
             if source.kind == "attn":
                 z, g = (self.writers.split(source.layer, t) for t in (flat_value, flat_gradient))
                 each = einsum(z, g, "pos head k, pos head k -> head")
-                found |= {Part(f"L{source.layer}H{h}", "head", source.layer, h): float(v) for h, v in enumerate(each)}
+                found |= {head_part(source.layer, h): float(v) for h, v in enumerate(each)}
                 if bias is not None:
                     lift = by[id(self.outputs), source.layer].double().reshape(self.length, -1)
-                    found[Part(f"L{source.layer} b_O", "bias", source.layer)] = float((lift @ bias).sum())
+                    found[bias_part(source)] = float((lift @ bias).sum())
                 continue
             own = 0.0 if bias is None else float((flat_gradient @ bias).sum())
-            name = source.kind if source.layer < 0 else f"L{source.layer} mlp"
-            kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
-            found[Part(name, kind, source.layer)] = float((flat_value * flat_gradient).sum()) - own
+            found[whole_part(source)] = float((flat_value * flat_gradient).sum()) - own
             if bias is not None:
-                found[Part(f"L{source.layer} b_out", "bias", source.layer)] = own
+                found[bias_part(source)] = own
         return found
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, place, prompt
+from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, part_columns, place, prompt
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
 from ln_probe.hooks.components import Part, Split, record
@@ -312,14 +312,7 @@ def attribute_scores(
 
 
 def _row(side: str, part: Part, value: float) -> dict[str, object]:
-    return {
-        "side": side,
-        "part": part.name,
-        "kind": part.kind,
-        "layer": part.layer,
-        "index": part.index,
-        "contribution": value,
-    }
+    return {"side": side, **part_columns(part), "contribution": value}
 
 
 def _ranges(visible: list[int]) -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from ln_probe.hooks.capture import is_cache
+from ln_probe.hooks.components import Part, Source
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size, weight_of
 
@@ -188,6 +189,27 @@ def soft_cap(model: HookedModel) -> float:
     """What the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
     cap = getattr(model.cfg, "output_logits_soft_cap", None)
     return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
+
+
+def head_part(layer: int, head: int) -> Part:
+    """The part that one attention head is."""
+    return Part(f"L{layer}H{head}", "head", layer, head)
+
+
+def whole_part(source: Source) -> Part:
+    """The part that an MLP or an embedding is, without its bias."""
+    kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
+    return Part(source.kind if source.layer < 0 else f"L{source.layer} mlp", kind, source.layer)
+
+
+def bias_part(source: Source) -> Part:
+    """The part that the output bias of an attention layer or an MLP is."""
+    return Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer)
+
+
+def part_columns(part: Part) -> dict[str, object]:
+    """The columns of a table that say which part a row is about."""
+    return {"part": part.name, "kind": part.kind, "layer": part.layer, "index": part.index}
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

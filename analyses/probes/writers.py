@@ -26,7 +26,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.attribution.shared import outputs
+from ln_probe.analyses.attribution.shared import bias_part, head_part, outputs, whole_part
 from ln_probe.analyses.probes.base import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.hooks.capture import return_free_memory
@@ -220,22 +220,20 @@ class _Prompt:
                 wide = z.double()
                 mean = einsum(wide, W.double().mean(-1), "pos head k, head k -> pos head")
                 turned = einsum(wide, self.of.gram(source.layer, W), "pos head k, head k l -> pos head l")
-                names = [Part(f"L{source.layer}H{h}", "head", source.layer, h) for h in range(len(W))]
+                names = [head_part(source.layer, h) for h in range(len(W))]
                 self.means[source] = (names, mean, (turned * wide).sum(-1))
         else:
             out = seen.double() if bias is None else seen.double() - bias.double()
             dot = (kept.double() * out).sum(-1, keepdim=True)
             if first:
-                kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
-                name = source.kind if source.layer < 0 else f"L{source.layer} mlp"
-                part = Part(name, kind, source.layer)
-                self.means[source] = ([part], out.mean(-1, keepdim=True), out.pow(2).sum(-1, keepdim=True))
+                self.means[source] = (
+                    [whole_part(source)],
+                    out.mean(-1, keepdim=True),
+                    out.pow(2).sum(-1, keepdim=True),
+                )
         names, mean, square = self.means[source]
         if bias is not None:
-            names = [
-                *names,
-                Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer),
-            ]
+            names = [*names, bias_part(source)]
             fixed, rows = bias.double(), (self.length, 1)
             dot = torch.cat([dot, (kept.double() @ fixed)[:, None]], 1)
             mean = torch.cat([mean, fixed.mean().expand(rows)], 1)
@@ -268,22 +266,12 @@ class _Prompt:
     def _plain_vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
         seen = self.seen[source].double()
         bias = self.of.writers.bias(source, seen)
-        rest = (
-            {}
-            if bias is None
-            else {
-                Part(
-                    f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer
-                ): bias.expand(self.length, -1)
-            }
-        )
+        rest = {} if bias is None else {bias_part(source): bias.expand(self.length, -1)}
         if source.kind == "attn":
             W, z = self.of.writers.heads(source.layer, seen), self.of.writers.split(source.layer, seen)
             vectors = einsum(z, W, "pos head k, head k d -> head pos d")
-            return {Part(f"L{source.layer}H{h}", "head", source.layer, h): v for h, v in enumerate(vectors)} | rest
-        kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
-        name = source.kind if source.layer < 0 else f"L{source.layer} mlp"
-        return {Part(name, kind, source.layer): seen if bias is None else seen - bias} | rest
+            return {head_part(source.layer, h): v for h, v in enumerate(vectors)} | rest
+        return {whole_part(source): seen if bias is None else seen - bias} | rest
 
 
 # ------------------------------------------------------------------------------------------------ attribution of logits
