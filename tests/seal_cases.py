@@ -18,8 +18,7 @@ from architectures import HEADS, VOCAB, D, hugging_face
 from torch import Tensor, nn
 
 import ln_probe
-from ln_probe import passes
-from ln_probe.analyses import progress
+from ln_probe import measure, passes
 from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.sealing import edits_under_way, foreign_hooks
@@ -192,7 +191,7 @@ def at(stage: str, work: Callable[[], None]) -> Iterator[None]:
             done.append(1)
             work()
 
-    with mock.patch.object(passes, "tell", tell), mock.patch.object(progress, "tell", tell):
+    with mock.patch.object(passes, "tell", tell), mock.patch.object(measure, "tell", tell):
         yield
     assert done, f"{stage} was not reached"
 
