@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from ln_probe.analyses.lab.majority.bags.loss import Bags
+from ln_probe.analyses.lab.majority.bags import Bags
 from ln_probe.analyses.lab.majority.majority_task import BATCH, MajorityTask, majority_model, sequences, tables_of
 from ln_probe.analyses.lab.transformer import LabTransformer
 

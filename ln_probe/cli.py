@@ -496,8 +496,7 @@ def lab_compile(
     from ln_probe.batch.options import LARGEST
 
     try:
-        from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
-        from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program
+        from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program, save_compiled
         from ln_probe.analyses.lab.depth.crasp import parse
     except ImportError as error:
         raise exits.refuse(str(error)) from error

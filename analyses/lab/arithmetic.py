@@ -6,17 +6,125 @@ only where its activations are rounded (`"precision": {"bits": …, "fraction": 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 
 from ln_probe.analyses.files import read_json
-from ln_probe.analyses.lab.fixed_precision import Precision, install
 from ln_probe.analyses.lab.run_folder import LAB_FILE
+
+INSIDE_ATTENTION = ("hook_attn_scores", "hook_pattern")
+OF_NORMS = ("hook_scale", "hook_normalized")
+
+Rounding = Literal["down", "nearest"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A grid of fixed-point numbers.
+
+    Raises (on construction):
+        ValueError: fewer than 2 bits, a negative fraction, or a grid that float64's exponents do not hold.
+    """
+
+    bits: int
+    fraction: int
+
+    def __post_init__(self) -> None:
+        if self.bits < 2 or not 0 <= self.fraction <= 1000 or self.bits - self.fraction > 1000:
+            raise ValueError(f"no fixed-point numbers of {self.bits} bits, {self.fraction} of them behind the point")
+
+    @property
+    def step(self) -> float:
+        return 2.0**-self.fraction
+
+    def round(self, x: Float[Tensor, "*shape"], rounding: Rounding = "down") -> Float[Tensor, "*shape"]:
+        """The largest number of the grid that is not above x ("down"), or the nearest (halves to even)."""
+        whole = x / self.step
+        whole = whole.floor() if rounding == "down" else whole.round()
+        most = 2.0 ** (self.bits - 1)
+        return whole.clamp(-most, most - 1) * self.step
+
+    def holds(self, x: Float[Tensor, "*shape"]) -> bool:
+        """Whether every number is one of the grid's."""
+        return bool((self.round(x) == x).all())
+
+    def absorbs(self, eps: float) -> bool:
+        """Whether a norm that scales has a number of the grid for a divisor, be it not rounded.
+
+        For vectors whose root mean square is one of the grid's; the least of those is a step.
+        """
+        return self.step**2 + eps == self.step**2
+
+    def misfits(self, model: nn.Module) -> list[str]:
+        """Parameters that are not numbers of the grid."""
+        return [name for name, parameter in model.named_parameters() if not self.holds(parameter)]
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A hook that rounds what passes."""
+
+    precision: Precision
+    rounding: Rounding = "down"
+
+    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor:
+        return self.precision.round(tensor, self.rounding)
+
+
+def _seen(tensor: Tensor, hook: HookPoint) -> Tensor:
+    return tensor
+
+
+def _points(model: HookedRootModule, besides: Iterable[str]) -> Iterator[str]:
+    return (name for name in model.hook_dict if not name.endswith((*INSIDE_ATTENTION, *besides)))
+
+
+def _check(model: HookedRootModule, precision: Precision) -> None:
+    if off := precision.misfits(model):
+        raise ValueError(f"{off[0]} has numbers that {precision} does not hold: more bits, or other weights")
+    if any(parameter.dtype != torch.float64 for parameter in model.parameters()):
+        raise ValueError("fixed precision is made of float64: use model.double()")
+
+
+def install(model: HookedRootModule, precision: Precision) -> None:
+    """Let a lab model compute in fixed precision from now on (rounding down), whoever runs it.
+
+    The hooks are permanent ones, which `reset_hooks` leaves. What is inside a norm is not rounded: a norm is told by
+    its answers to vectors of any size, and on a coarse grid it would be none. So its divisor and result have to be
+    numbers of the grid by themselves: a compiled program's are on every word, if `precision.absorbs` the eps.
+
+    Raises:
+        ValueError: as `fixed_precision`.
+    """
+    _check(model, precision)
+    for name in _points(model, OF_NORMS):
+        model.hook_dict[name].add_perma_hook(_Rounded(precision))
+    for name in model.hook_dict:
+        if name.endswith(OF_NORMS[0]):  # torch's fused layer_norm has other roundings: the norm as it is written
+            model.hook_dict[name].add_perma_hook(_seen)
+
+
+@contextmanager
+def fixed_precision(model: HookedRootModule, precision: Precision, rounding: Rounding = "down") -> Iterator[None]:
+    """Within it, a lab model computes in fixed precision everywhere but inside attention.
+
+    Raises:
+        ValueError: a parameter is not a number of the grid (says which), or the model is not in float64.
+    """
+    _check(model, precision)
+    rounded = _Rounded(precision, rounding)
+    with model.hooks(fwd_hooks=[(name, rounded) for name in _points(model, ())]):
+        yield
+
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

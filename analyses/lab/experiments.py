@@ -88,7 +88,7 @@ EXPERIMENTS = {
         quick_duration="1 minute",
     ),
     "random_keys": Experiment(
-        "ln_probe.analyses.lab.random_keys.random_keys",
+        "ln_probe.analyses.lab.majority.random_keys",
         "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
         seeds=3,

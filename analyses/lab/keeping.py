@@ -44,8 +44,7 @@ class Kept:
 
 
 def _depth(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.depth.depth import training
-    from ln_probe.analyses.lab.depth.depth_findings import findings
+    from ln_probe.analyses.lab.depth.depth import findings, training
 
     return findings(tables["exact_match"], training=vars(training(False, 0)))
 
@@ -119,7 +118,7 @@ def _approximation(tables: Tables, settings: Settings) -> Results:
 def _majority(tables: Tables, settings: Settings) -> Results:
     from ln_probe.analyses.lab.experiments import Request
     from ln_probe.analyses.lab.majority import majority
-    from ln_probe.analyses.lab.majority.majority_findings import findings, start_angles
+    from ln_probe.analyses.lab.majority.majority import findings, start_angles
 
     curves = tables["curves"]
     there = set(curves[["norm", "radius", "seed"]].drop_duplicates().itertuples(index=False, name=None))
@@ -135,7 +134,7 @@ def _majority_in_space(tables: Tables, settings: Settings) -> Results:
 
 
 def _encoder(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.encoder.encoder_findings import findings
+    from ln_probe.analyses.lab.encoder.encoder import findings
 
     return findings(tables["seeds"], tables["curves"], settings)
 
@@ -159,7 +158,7 @@ def _bundled(tables: Tables, settings: Settings) -> Results:
 
 
 def _random_keys(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.random_keys.random_keys import findings
+    from ln_probe.analyses.lab.majority.random_keys import findings
 
     return findings(tables["maps"])
 

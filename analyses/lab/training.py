@@ -40,17 +40,19 @@ from ln_probe.analyses.lab.run_folder import (
     METRICS_FILE,
     MODEL_FILE,
     STATE_FILE,
+    DamagedTensorsError,
     check,
     check_evaluations,
     checkpoint_path,
     claim,
     hashes_beside,
+    load_tensors,
     metric_line,
     metric_rows,
+    save_tensors,
     weights_of,
     why_diverged,
 )
-from ln_probe.analyses.lab.sealed_tensors import DamagedTensorsError, load_tensors, save_tensors
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.progress import tell
 

@@ -12,14 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import ln_probe
-from ln_probe.analyses.lab.arithmetic import Arithmetic, arithmetic_of
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, arithmetic_of
 from ln_probe.analyses.lab.compiler import compiler
-from ln_probe.analyses.lab.compiler.compiled_folder import save_compiled
-from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, compile_program
-from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, compile_program, save_compiled
+from ln_probe.analyses.lab.depth import depth_task
 from ln_probe.analyses.lab.depth.crasp import Program, parse
-from ln_probe.analyses.lab.fixed_precision import Precision
-from ln_probe.analyses.lab.sealed_tensors import load_tensors, save_tensors
+from ln_probe.analyses.lab.run_folder import load_tensors, save_tensors
 from ln_probe.analyses.lab.training import load_run, step_generator
 from ln_probe.cli import app
 from ln_probe.hooks import find_sites
@@ -75,7 +73,7 @@ def test_what_is_loaded_does_what_the_program_does(name: str, construction: Any,
 @pytest.mark.parametrize("norm", ["scaling_only", "none"])
 def test_rounding_is_installed_and_norms_are_on_the_grid_by_themselves(norm: str, tmp_path: Path) -> None:
     """As `fixed_precision` computes, to the bit; what norms return needs no rounding; hooks that are reset stay."""
-    made = compile_program(parse(crasp_programs.DYCK_1), "rounding", norm, n_ctx=LETTERS + 1)
+    made = compile_program(parse(depth_task.DYCK_1), "rounding", norm, n_ctx=LETTERS + 1)
     model: Any = ln_probe.load_model(save_compiled(made, tmp_path / "m"), device="cpu")
     words = compiler.random_words("()", LETTERS, 6, step_generator(0, 2))
     given = made.tokens(words)
@@ -92,7 +90,7 @@ def test_rounding_is_installed_and_norms_are_on_the_grid_by_themselves(norm: str
 
 def test_analyses_of_a_loaded_program(tmp_path: Path) -> None:
     """Norms are told as what they are, and come apart without a rest, with rounding too."""
-    made = compile_program(parse(crasp_programs.DYCK_1), "rounding", "layernorm", n_ctx=64)
+    made = compile_program(parse(depth_task.DYCK_1), "rounding", "layernorm", n_ctx=64)
     model: Any = ln_probe.load_model(save_compiled(made, tmp_path / "m"), device="cpu")
     assert {site.kind for site in find_sites(model)} == {"layernorm"}
     given = made.tokens(["(())()" * 4, "())(()" * 4])
@@ -109,7 +107,7 @@ def test_analyses_of_a_loaded_program(tmp_path: Path) -> None:
 
 
 def test_a_report_on_a_compiled_folder(tmp_path: Path) -> None:
-    folder = compiled_to(tmp_path, crasp_programs.DYCK_1, "--construction", "rounding")
+    folder = compiled_to(tmp_path, depth_task.DYCK_1, "--construction", "rounding")
     np.save(tmp_path / "words.npy", tokens(folder, ["(())()" * 4, "())(()" * 4]).numpy())
     arguments = ["report", str(folder), "--prompts", str(tmp_path / "words.npy"), "--out", str(tmp_path / "out")]
     done = RUNNER.invoke(app, [*arguments, "--probes", "decomposition", "--quiet"])
@@ -123,7 +121,7 @@ def test_a_report_on_a_compiled_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_another_format_is_refused_before_anything_is_written(construction: str, tmp_path: Path) -> None:
-    folder = compiled_to(tmp_path, crasp_programs.MAJORITY, "--construction", construction)
+    folder = compiled_to(tmp_path, depth_task.MAJORITY, "--construction", construction)
     why = (
         "is a compiled program, which does what the program does in float64 alone: in float32 its comparisons are other"
     )
@@ -139,7 +137,7 @@ def test_another_format_is_refused_before_anything_is_written(construction: str,
 
 
 def test_a_folder_that_does_not_say_how_it_computes(tmp_path: Path) -> None:
-    made = compile_program(parse(crasp_programs.MAJORITY), "rounding", n_ctx=9)
+    made = compile_program(parse(depth_task.MAJORITY), "rounding", n_ctx=9)
     folder = save_compiled(made, tmp_path / "m")
     assert arithmetic_of(folder) == Arithmetic(torch.float64, True, made.precision)
     whole = json.loads((folder / "lab.json").read_text())
@@ -166,12 +164,10 @@ def test_a_folder_that_does_not_say_how_it_computes(tmp_path: Path) -> None:
 
 
 def test_an_eps_that_only_a_rounded_norm_would_lose(tmp_path: Path) -> None:
-    made = compile_program(parse(crasp_programs.MAJORITY), "rounding", eps=1e-5, n_ctx=9)
+    made = compile_program(parse(depth_task.MAJORITY), "rounding", eps=1e-5, n_ctx=9)
     with pytest.raises(ValueError, match=r"eps 1e-05 is lost only where norms round, .* compile without eps"):
         save_compiled(made, tmp_path / "m")
     assert not (tmp_path / "m").exists()
-    save_compiled(
-        compile_program(parse(crasp_programs.MAJORITY), "rounding", "none", eps=1e-5, n_ctx=9), tmp_path / "n"
-    )
+    save_compiled(compile_program(parse(depth_task.MAJORITY), "rounding", "none", eps=1e-5, n_ctx=9), tmp_path / "n")
     assert Precision(8, 3).absorbs(1e-30)
     assert not Precision(80, 60).absorbs(1e-30)

@@ -13,9 +13,9 @@ from crasp_reference import ALPHABET, BOOLEANS, COUNTS, by_definition, multiplie
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.depth import depth_task
 from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
-from ln_probe.analyses.lab.depth.crasp_transformer import answers, compare_table, gate_program, gate_transformer
+from ln_probe.analyses.lab.depth.depth_task import answers, compare_table, gate_program, gate_transformer
 
 
 @settings(max_examples=80, deadline=None)
@@ -52,7 +52,7 @@ def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> Non
 
 def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
     assert parse("symbol := Q_a").trace("ab")["symbol"].tolist() == [True, False]
-    assert parse(crasp_programs.last_block(200)).run("ab").tolist() == [False, False]
+    assert parse(depth_task.last_block(200)).run("ab").tolist() == [False, False]
     assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
 
 
@@ -150,16 +150,16 @@ def test_what_cannot_accept() -> None:
 
 
 LANGUAGES = {
-    "majority": (crasp_programs.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
-    "a^n b^n": (crasp_programs.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),
+    "majority": (depth_task.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
+    "a^n b^n": (depth_task.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),
     "a^n b^n c^n": (
-        crasp_programs.A_N_B_N_C_N, 2, "abc", lambda w: w == "".join(x * (len(w) // 3) for x in "abc"),
+        depth_task.A_N_B_N_C_N, 2, "abc", lambda w: w == "".join(x * (len(w) // 3) for x in "abc"),
     ),
     "Dyck-1": (
-        crasp_programs.DYCK_1, 2, "()",
+        depth_task.DYCK_1, 2, "()",
         lambda w: not re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", w)))),
     ),
-    "L5": (crasp_programs.L_5, 1, ALPHABET, lambda w: abs(w.count("a") - w.count("b")) < 5),
+    "L5": (depth_task.L_5, 1, ALPHABET, lambda w: abs(w.count("a") - w.count("b")) < 5),
 }  # fmt: skip
 
 
@@ -174,10 +174,10 @@ def test_programs_accept_their_language(name: str) -> None:
 
 @pytest.mark.parametrize("k", range(1, 6))
 def test_block_programs(k: int) -> None:
-    member, last = parse(crasp_programs.blocks(k)), parse(crasp_programs.last_block(k))
+    member, last = parse(depth_task.blocks(k)), parse(depth_task.last_block(k))
     assert member.depth == max(2, k)
     assert last.depth == max(0, k - 2)
-    pattern = re.compile("".join(f"{crasp_programs.block_symbol(block)}+" for block in range(1, k + 1)))
+    pattern = re.compile("".join(f"{depth_task.block_symbol(block)}+" for block in range(1, k + 1)))
     for word in words_up_to(8):
         belongs = pattern.fullmatch(word) is not None
         assert member.accepts(word) == belongs, word
@@ -187,7 +187,7 @@ def test_block_programs(k: int) -> None:
 
 
 def test_no_blocks() -> None:
-    for make in (crasp_programs.blocks, crasp_programs.last_block):
+    for make in (depth_task.blocks, depth_task.last_block):
         with pytest.raises(ValueError, match="k must be at least 1 block, got 0"):
             make(0)
 

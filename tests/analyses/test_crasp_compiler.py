@@ -15,14 +15,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
 from ln_probe.analyses.lab.compiler import compiler
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
-from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE, Decisions
-from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.compiler.lowering import FALSE, TRUE, Decisions
+from ln_probe.analyses.lab.depth import depth_task
 from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
-from ln_probe.analyses.lab.depth.crasp_transformer import answers, gate_program, gate_transformer
+from ln_probe.analyses.lab.depth.depth_task import answers, gate_program, gate_transformer
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.fixed_precision import Precision, fixed_precision
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.published import folder
@@ -141,7 +141,7 @@ def test_a_comparison_that_is_counted_needs_scaling_or_a_clip_or_rounding() -> N
     assert share_right("scaling", "layernorm", eps=1e-2) < 1
 
 
-@pytest.mark.parametrize("source", [crasp_programs.MAJORITY, MAJORITY_TWICE, "x := #[Q_a] <= #[Q_b]"])
+@pytest.mark.parametrize("source", [depth_task.MAJORITY, MAJORITY_TWICE, "x := #[Q_a] <= #[Q_b]"])
 def test_rounded_to_the_nearest_the_answer_is_false_from_the_first_letter_on(source: str) -> None:
     """The construction is for rounding down: to the nearest, attention brings 0, whatever it counts."""
     compiled = compile_program(parse(source), "rounding", "none", n_ctx=64)
@@ -152,7 +152,7 @@ def test_rounded_to_the_nearest_the_answer_is_false_from_the_first_letter_on(sou
 def test_norms_have_nothing_to_project(construction: Any) -> None:
     """The stream's mean is 0 at every norm, and with rounding its length is known beforehand."""
     norm = "none" if construction == "clip" else "layernorm"
-    compiled = compile_program(parse(crasp_programs.DYCK_1), construction, norm, n_ctx=64)
+    compiled = compile_program(parse(depth_task.DYCK_1), construction, norm, n_ctx=64)
     model, sizes = compiled.model, []
 
     def look(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ def test_norms_have_nothing_to_project(construction: Any) -> None:
 
 
 def test_fixed_precision_holds_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_program(parse(crasp_programs.L_5), "rounding", "layernorm", n_ctx=300)
+    compiled = compile_program(parse(depth_task.L_5), "rounding", "layernorm", n_ctx=300)
     grid = compiled.precision
     assert grid is not None
     assert grid.misfits(compiled.model) == []
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_named_with_its_place(
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        compile_program(parse(crasp_programs.MAJORITY), **options)
+        compile_program(parse(depth_task.MAJORITY), **options)
 
 
 def test_words_that_cannot_be_run() -> None:
@@ -246,7 +246,7 @@ def test_words_that_cannot_be_run() -> None:
         ValueError, match="the program names no symbol, and words are made of symbols: give an alphabet"
     ):
         compile_program(parse("x := #[true] > 1"))
-    compiled = compile_program(parse(crasp_programs.MAJORITY), n_ctx=4)
+    compiled = compile_program(parse(depth_task.MAJORITY), n_ctx=4)
     with pytest.raises(ValueError, match="words of different lengths"):
         compiled.run(["a", "ab"])
     with pytest.raises(ValueError, match="'c' is no symbol of the alphabet a, b"):
@@ -303,7 +303,7 @@ def test_every_program_under_each_norm_that_suffices(name: str) -> None:
 
 @pytest.mark.slow
 def test_depth_198() -> None:
-    program = parse(crasp_programs.last_block(200))
+    program = parse(depth_task.last_block(200))
     compiled = compile_program(program, "rounding", "layernorm", n_ctx=402)
     assert compiled.layers == program.depth == 198
     words = ["aabb" * 100, "ab" * 200, "a" * 398 + "ba"]
@@ -352,7 +352,7 @@ def test_what_is_kept_covers_every_program_and_norm() -> None:
         wanted = {(c, n) for c in CONSTRUCTIONS[: 3 if boolean else 2] for n in SUFFICE[c]}
         part = enough[enough["program"] == name]
         assert set(zip(part["construction"], part["norm"], strict=True)) == wanted, name
-    deepest = {crasp_programs.last_block(k) for k in range(1, 9)}  # to the one that `depth_deep` trains for
+    deepest = {depth_task.last_block(k) for k in range(1, 9)}  # to the one that `depth_deep` trains for
     assert deepest <= {source for source, _ in compiler.PROGRAMS.values()}
 
 
@@ -376,12 +376,12 @@ def test_the_kept_operations_agree_with_the_kept_programs() -> None:
 
 def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.crasp", tmp_path / "bad.crasp"
-    good.write_text(crasp_programs.DYCK_1)
+    good.write_text(depth_task.DYCK_1)
     bad.write_text("n := 1 +\n  #[Q_a]")
     done = CliRunner().invoke(app, ["lab", "compile", str(good), "--out", str(tmp_path / "m"), "--letters", "30"])
     assert done.exit_code == 0, done.stderr
     assert "depth 2, 3 layers (2 attend), d_model 64, tokens BOS ( )" in done.stdout
-    loaded, compiled = load_run(tmp_path / "m"), compile_program(parse(crasp_programs.DYCK_1), n_ctx=31)
+    loaded, compiled = load_run(tmp_path / "m"), compile_program(parse(depth_task.DYCK_1), n_ctx=31)
     tokens = compiled.tokens(["(())()", "())(()"])
     said = loaded(tokens)[:, 1:]
     assert np.array_equal((said[..., 1] > said[..., 0]).numpy(), compiled.run(["(())()", "())(()"]))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.language_model.bundled_language_model import bundle
+from ln_probe.analyses.lab.language_model.bundled_seeds import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.run_folder import checkpoint_steps
 from ln_probe.analyses.lab.text_task import TextTask, train_tokenizer

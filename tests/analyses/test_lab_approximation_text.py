@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.approximation import approximation_text
-from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
+from ln_probe.analyses.lab.approximation.approximation_text import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.training import TrainConfig
 

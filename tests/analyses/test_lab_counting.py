@@ -14,20 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.counting import counting, counting_tasks
-from ln_probe.analyses.lab.counting.counter_languages import (
+from ln_probe.analyses.lab.counting.counting import gate, gate_table
+from ln_probe.analyses.lab.counting.counting_tasks import (
     EOS,
     PAD,
     PREFIX_LANGUAGES,
     allowed_next,
     bos,
+    counted,
     counted_words,
     prefix_labels,
     sample_prefixes,
 )
-from ln_probe.analyses.lab.counting.counting_tasks import counted
-from ln_probe.analyses.lab.counting.majority_gate import gate, gate_table
-from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig, step_by_step
-from ln_probe.analyses.lab.counting.recurrent_steps import pooled
+from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig, pooled, step_by_step
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.training import TrainConfig

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.counting import counting, counting_traces
-from ln_probe.analyses.lab.counting.cell_traces import (
+from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTask, bos, counted_words
+from ln_probe.analyses.lab.counting.counting_traces import (
     MOVED,
     READABLE,
     SETTLING,
@@ -25,8 +26,6 @@ from ln_probe.analyses.lab.counting.cell_traces import (
     line_through,
     phases,
 )
-from ln_probe.analyses.lab.counting.counter_languages import bos, counted_words
-from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTask
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.keeping import table_at

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ln_probe.analyses.lab.depth import depth
-from ln_probe.analyses.lab.depth.block_languages import BOS, IGNORED, exact_match, predicted_depth, sample_block_words
 from ln_probe.analyses.lab.depth.crasp import parse
-from ln_probe.analyses.lab.depth.crasp_programs import block_symbol, last_block
-from ln_probe.analyses.lab.depth.depth_findings import (
+from ln_probe.analyses.lab.depth.depth import (
     findings,
     fresh_terms,
     hit_rates,
@@ -27,9 +25,18 @@ from ln_probe.analyses.lab.depth.depth_findings import (
     sweep,
     term_effects,
 )
+from ln_probe.analyses.lab.depth.depth_task import (
+    BOS,
+    IGNORED,
+    block_symbol,
+    exact_match,
+    last_block,
+    predicted_depth,
+    sample_block_words,
+)
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.intervals import holm, interval
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
+from ln_probe.analyses.lab.results import holm, interval
 from ln_probe.analyses.lab.training import TrainConfig
 
 

@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.lab.depth import depth_deep
-from ln_probe.analyses.lab.depth.block_languages import IGNORED, predicted_depth
 from ln_probe.analyses.lab.depth.depth_deep import findings, grid, published_table, reach_contrasts
-from ln_probe.analyses.lab.depth.depth_task import BINS, BlockTask, Cell, measure
+from ln_probe.analyses.lab.depth.depth_task import BINS, IGNORED, BlockTask, Cell, measure, predicted_depth
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.training import TrainConfig
 

@@ -12,12 +12,18 @@ import torch
 from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.encoder import encoder, encoder_passages
-from ln_probe.analyses.lab.encoder.encoder import Size, encoder_config, unselectable_read
-from ln_probe.analyses.lab.encoder.encoder_findings import LOSS, effects_of_terms
-from ln_probe.analyses.lab.encoder.encoder_model import Encoder, EncoderConfig, read_places
-from ln_probe.analyses.lab.encoder.encoder_passages import Tuning, costs
+from ln_probe.analyses.lab.encoder.encoder import (
+    LOSS,
+    Encoder,
+    EncoderConfig,
+    Size,
+    effects_of_terms,
+    encoder_config,
+    read_places,
+    unselectable_read,
+)
+from ln_probe.analyses.lab.encoder.encoder_passages import ClassifierSpec, PassagesTask, Tuning, costs, plain_words
 from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask, masked
-from ln_probe.analyses.lab.encoder.passages import ClassifierSpec, PassagesTask, plain_words
 from ln_probe.analyses.lab.experiments import Request, find
 from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, FRACTION, HEAD, NORMALIZED
 from ln_probe.analyses.lab.norms import calibrate

@@ -11,10 +11,9 @@ import pytest
 from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority.majority_data import MajoritySize
-from ln_probe.analyses.lab.majority.majority_task import MajorityTask
-from ln_probe.analyses.lab.random_keys import random_keys
-from ln_probe.analyses.lab.random_keys.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
+from ln_probe.analyses.lab.majority import random_keys
+from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask
+from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
 from ln_probe.analyses.lab.results import Results, effects, summarize, write_results
 from ln_probe.analyses.lab.runs import Run, planned
 from ln_probe.analyses.lab.training import TrainConfig

@@ -14,10 +14,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from ln_probe.analyses.lab.intervals import SIGNIFICANT, interval
 from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at, with_seeds
 from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, png
+from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, interval, png
 
 THERE = [name for name in KEPT if (Path(folder("depth")).parent / name / "results.json").exists()]
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"

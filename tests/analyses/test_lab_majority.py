@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ln_probe.analyses.lab.majority.bags.rows import _exp
-from ln_probe.analyses.lab.majority.majority_data import MajoritySize, make_data, partitions
-from ln_probe.analyses.lab.majority.majority_findings import WHENEVER, findings, start_angles
+from ln_probe.analyses.lab.majority.bags import _exp
+from ln_probe.analyses.lab.majority.majority import WHENEVER, findings, start_angles
 from ln_probe.analyses.lab.majority.majority_task import (
     EPOCH,
     PARTS,
+    MajoritySize,
     MajorityTask,
     PartShrunk,
     majority_model,
+    make_data,
+    partitions,
     query_angles,
     sequences,
 )

@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.approximation import longer_inputs
-from ln_probe.analyses.lab.approximation.affine import affine, error, sampling_error
 from ln_probe.analyses.lab.approximation.approximation import EXACT, ApproximationTask
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, lag_weights, linear_optimum, variance
-from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors, product_sentences
+from ln_probe.analyses.lab.approximation.approximation_targets import (
+    LENGTH,
+    affine,
+    error,
+    lag_weights,
+    linear_optimum,
+    sampling_error,
+    variance,
+)
 from ln_probe.analyses.lab.approximation.longer_inputs import Cell, solved_errors
 from ln_probe.analyses.lab.approximation.optima import optimum_table
 from ln_probe.analyses.lab.approximation.rates import (
@@ -25,6 +31,8 @@ from ln_probe.analyses.lab.approximation.rates import (
     SEARCHED_FOR,
     attainable_laws,
     constant_tail_floor,
+    dot_product_factors,
+    product_sentences,
     sentences,
     trained_exponents,
 )

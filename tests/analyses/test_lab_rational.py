@@ -15,10 +15,11 @@ from ln_probe.analyses.lab.counting.rational_recurrence import (
     PooledLayer,
     hankel_ranks,
     largest_error,
+    of_pooling,
+    rank_at_least,
     states_enough,
 )
-from ln_probe.analyses.lab.counting.saturated_cells import SaturatedLayer, advance, drawn, start
-from ln_probe.analyses.lab.counting.weighted_automata import of_pooling, rank_at_least
+from ln_probe.analyses.lab.counting.saturated_states import SaturatedLayer, advance, drawn, start
 from ln_probe.analyses.lab.experiments import Request, run
 
 

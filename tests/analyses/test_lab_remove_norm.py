@@ -16,23 +16,21 @@ from ln_probe.analyses.lab.removal.remove_norm import (
     AT_ONCE,
     BEFORE,
     KEPT,
+    LAYERNORM,
+    ONE_CONSTANT,
     REMOVED,
+    TWO_CONSTANTS,
     Removal,
+    ReplaceableNorm,
+    Schedule,
     Size,
+    Start,
     at_once,
     make_runs,
     paired,
-    run_from,
-)
-from ln_probe.analyses.lab.removal.replaceable_norm import (
-    LAYERNORM,
-    ONE_CONSTANT,
-    TWO_CONSTANTS,
-    ReplaceableNorm,
-    Schedule,
-    Start,
     plain,
     replaceable_norms,
+    run_from,
 )
 from ln_probe.analyses.lab.runs import train_all
 from ln_probe.analyses.lab.text_task import TextTask

@@ -12,8 +12,11 @@ import torch
 
 from ln_probe.analyses.lab.counting import saturated_states
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
-from ln_probe.analyses.lab.counting.saturated_cells import (
+from ln_probe.analyses.lab.counting.saturated_states import (
     CAP,
+    CELLS,
+    CONSTANT,
+    GROWS,
     KNOWN,
     SaturatedLayer,
     advance,
@@ -25,7 +28,6 @@ from ln_probe.analyses.lab.counting.saturated_cells import (
     start,
     visited,
 )
-from ln_probe.analyses.lab.counting.saturated_states import CELLS, CONSTANT, GROWS
 from ln_probe.analyses.lab.experiments import Request, run
 
 LARGE = 1e4  # weights this many times larger are saturated to float64's rounding

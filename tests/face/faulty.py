@@ -51,7 +51,7 @@ def lab_model(folder: Path, seed: int = 0) -> Path:
 
 def plain_model(folder: Path, seed: int = 0) -> Path:
     """The same without any checksum inside: every change of its weights is another model, not damage."""
-    from ln_probe.analyses.lab.sealed_tensors import load_tensors
+    from ln_probe.analyses.lab.run_folder import load_tensors
 
     tensors, _ = load_tensors(lab_model(folder, seed) / "model.safetensors")
     save_file(tensors, folder / "model.safetensors")

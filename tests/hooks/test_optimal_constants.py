@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ln_probe.analyses.lab.fixed_precision import Precision, fixed_precision
+from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
 from ln_probe.hooks import optimal_constants, without
 from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.edits import InterventionError

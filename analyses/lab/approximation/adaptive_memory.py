@@ -41,14 +41,12 @@ from ln_probe.analyses.lab.approximation.approximation import (
 )
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
 from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, SPARSE, SPARSE_ONE
-from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors
+from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.approximation.relative_transformer import D_HEAD, RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import doubt
-from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE
+from ln_probe.analyses.lab.results import Results, doubt, summarize
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
-from ln_probe.analyses.lab.sealed_tensors import load_tensors
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 from ln_probe.analyses.probes.text import counted
 

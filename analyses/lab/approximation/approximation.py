@@ -20,23 +20,38 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.approximation.affine import TARGETS, affine, error, plain
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, evaluate, table_optimum, variance
-from ln_probe.analyses.lab.approximation.dot_product import dot_product_factors, product_sentences
-from ln_probe.analyses.lab.approximation.rates import attainable_laws, sentences, trained_exponents
+from ln_probe.analyses.lab.approximation.approximation_targets import (
+    AFFINE_TARGETS,
+    LENGTH,
+    affine,
+    error,
+    evaluate,
+    plain,
+    table_optimum,
+    variance,
+)
+from ln_probe.analyses.lab.approximation.rates import (
+    attainable_laws,
+    dot_product_factors,
+    product_sentences,
+    sentences,
+    trained_exponents,
+)
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import doubt, holm
+from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import Results, effects, summarize
+from ln_probe.analyses.lab.results import Results, doubt, effects, holm, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     pass
+
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
@@ -127,7 +142,7 @@ class ApproximationTask:
         return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        if isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in TARGETS:
+        if isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in AFFINE_TARGETS:
             mse, _ = error(self.target, *affine(model, LENGTH))
             return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EXACT}
         mse = float(self.loss(model, self._evaluation))
@@ -216,7 +231,7 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
     """
-    from ln_probe.analyses.lab.approximation.approximation_figures import draw
+    from ln_probe.analyses.lab.approximation.approximation import draw
 
     values = table.drop(columns=["step", "evaluated_on"])
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
@@ -327,3 +342,90 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
             f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
             f"(seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
         )
+
+
+def draw(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """Every picture by name, of what there is: from the summary and the errors of every seed."""
+    errors = summary[summary["measure"] == "mse"]
+    plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
+    if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
+        free = memory[memory["width"] == 0]  # as published, as soon as there are any
+        yield "heads", _against_heads(free if len(free) else memory)
+    if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
+        yield "table", _heads_by_width(table)
+    seeds = values[values["measure"] == "mse"]
+    if len(normed := seeds[seeds["norm"] != "none"]):
+        same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
+        beside = seeds[seeds["norm"] == "none"].merge(normed[same].drop_duplicates(), on=same)
+        yield "norms", _norm_dots(pd.concat([beside, normed]))
+
+
+def _against_heads(part: pd.DataFrame) -> Figure:
+    """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
+    for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
+        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
+        for number, lr in enumerate(sorted(set(part["lr"]), reverse=True)):
+            line = cell[cell["lr"] == lr].sort_values("heads")
+            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
+        if cell.empty:
+            ax.set_axis_off()
+            continue
+        best = cell.drop_duplicates("heads")
+        ax.plot(best["heads"], best["optimum"].clip(1e-16), "k--", marker="_", label="least squares")
+        ax.plot(best["heads"], best["published"], "r*", label="published")
+        ax.set(
+            title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
+        )
+        ax.set_xticks(list(best["heads"]), labels=list(best["heads"]))
+        ax.minorticks_off()
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def _heads_by_width(part: pd.DataFrame) -> Figure:
+    """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
+    from matplotlib.colors import LogNorm
+
+    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+    for target, ax in zip(("1b", "2b"), figure.subplots(1, 2), strict=True):
+        square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
+        if square.empty:
+            ax.set_axis_off()
+            continue
+        image = ax.imshow(square.to_numpy(float), norm=LogNorm(1e-10, 1), cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(square.to_numpy(float)):
+            if np.isfinite(value):
+                ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
+        ax.set(
+            title=f"{target}, table of positions",
+            xlabel="m",
+            ylabel="heads",
+            xticks=range(square.shape[1]),
+            xticklabels=square.columns,
+            yticks=range(square.shape[0]),
+            yticklabels=square.index,
+        )
+    figure.colorbar(image, ax=figure.axes, label="squared error")
+    return figure
+
+
+def _norm_dots(part: pd.DataFrame) -> Figure:
+    """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
+    panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
+    figure = Figure(figsize=(2.4 * len(panels) + 1.6, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
+    order = part.drop_duplicates(["norm", "norm_order"])
+    rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
+    for ((target, kernel, heads), cell), ax in zip(panels, axes, strict=True):
+        for place, (norm, norm_order) in enumerate(rows):
+            dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
+            if len(dots):
+                ax.plot(dots, [place] * len(dots), f"C{NORM_KINDS.index(norm)}o", markersize=4)
+                ax.plot(np.exp(np.log(dots).mean()), place, "k|", markersize=12)
+        ax.set(title=f"{target}, {kernel}, H = {heads}", xscale="log", xlabel="squared error")
+        ax.minorticks_off()
+    ax.set_yticks(range(len(rows)), labels=[n if n == "none" else f"{n}, {o}" for n, o in rows])
+    ax.invert_yaxis()
+    return figure

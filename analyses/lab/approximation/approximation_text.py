@@ -7,26 +7,89 @@ is 3b alone, with LayerNorm and a tenth of the steps: minutes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor, nn
 
-from ln_probe.analyses.lab.approximation.dot_product import paired
-from ln_probe.analyses.lab.approximation.text_relative import RelativeTextConfig
+from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import doubt
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, doubt, summarize
 from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class RelativeTextConfig:
+    """Shape of the model; pre-norm, `norm` at every place ("none": divided by a constant measured at initialization).
+
+    Raises (on building):
+        ValueError: what `LabConfig` refuses.
+    """
+
+    layers: int
+    heads: int
+    d_vocab: int
+    n_ctx: int
+    d_model: int = 64
+    dot_product: bool = True
+    norm: str = "layernorm"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "relative_text", **asdict(self)}
+
+    def build(self) -> LabTransformer:
+        """A model of this shape, initialized from torch's global generator."""
+        cfg = LabConfig(
+            n_layers=self.layers,
+            d_model=self.d_model,
+            n_heads=self.heads,
+            d_vocab=self.d_vocab,
+            n_ctx=self.n_ctx,
+            norm=self.norm,
+            norm_mlp=self.norm,
+            norm_final=self.norm,
+            positions="alibi",
+        )
+        model = LabTransformer(cfg)
+        for block in model.blocks:
+            attention = RelativeAttention(cfg, self.dot_product)
+            attention.load_state_dict(cast("Block", block).attn.state_dict(), strict=False)
+            cast("Block", block).attn = attention
+        model.setup()  # type: ignore[no-untyped-call]
+        return model
+
+
+class RelativeAttention(Attention):
+    """Attention with a trained slope over the logarithm of the lag in the place of ALiBi's fixed slope over the lag."""
+
+    def __init__(self, cfg: LabConfig, dot_product: bool) -> None:
+        super().__init__(cfg)
+        self.log_slope = nn.Parameter(torch.zeros(cfg.n_heads))
+        if not dot_product:  # buffers, so that nothing trains them
+            for name in ("W_Q", "W_K", "b_Q", "b_K"):
+                shape = cast("Tensor", getattr(self, name)).shape
+                delattr(self, name)
+                self.register_buffer(name, torch.zeros(shape), persistent=False)
+
+    def _bias(self, length: int, like: Tensor) -> Tensor:
+        place = torch.arange(length, device=like.device)
+        lag = place[:, None] - place
+        bias = -self.log_slope.exp()[:, None, None] * torch.log1p(lag.clamp(min=0).to(like))
+        return bias.masked_fill(lag < 0, -math.inf)
+
 
 D_VOCAB, N_CTX = 1024, 128
 LAYERS, HEADS = (1, 2, 4), (1, 4, 16)

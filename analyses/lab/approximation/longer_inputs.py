@@ -20,16 +20,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.approximation.affine import TARGETS, affine, error
 from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, design, linear_optimum
+from ln_probe.analyses.lab.approximation.approximation_targets import (
+    AFFINE_TARGETS,
+    LENGTH,
+    affine,
+    design,
+    error,
+    linear_optimum,
+)
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
 from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
-from ln_probe.analyses.lab.sealed_tensors import load_tensors
 from ln_probe.analyses.lab.training import TrainConfig
 from ln_probe.analyses.probes.text import counted
 
@@ -59,7 +64,7 @@ class Cell:
 def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained."""
     heads = HEADS_QUICK if quick else HEADS
-    return tuple(Cell(t, kernel, h) for t in TARGETS for kernel in KERNELS for h in heads)
+    return tuple(Cell(t, kernel, h) for t in AFFINE_TARGETS for kernel in KERNELS for h in heads)
 
 
 def training(quick: bool, seed: int) -> TrainConfig:
@@ -164,7 +169,7 @@ def _curves(summary: pd.DataFrame) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
-    panels = [(t, k) for t in TARGETS for k in KERNELS]
+    panels = [(t, k) for t in AFFINE_TARGETS for k in KERNELS]
     part = summary[summary["measure"] == "relative_mse"]
     for (target, kernel), ax in zip(panels, figure.subplots(2, 3, sharex=True, sharey=True).flat, strict=True):
         cell = part[(part["target"] == target) & (part["kernel"] == kernel)]

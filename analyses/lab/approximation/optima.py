@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.approximation.affine import sampling_error
 from ln_probe.analyses.lab.approximation.approximation import (
     EVALUATION_INPUTS,
     EVALUATION_SEED,
@@ -21,6 +20,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     extended_error,
     extended_solution,
     linear_optimum,
+    sampling_error,
 )
 from ln_probe.analyses.lab.approximation.rates import LAID_OUT, SEARCHED_FOR, constant_tail_floor
 

@@ -20,19 +20,21 @@ import pandas as pd
 import torch
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.compiler.compiler_figures import length_curves, operations_map
+from ln_probe.analyses.lab.arithmetic import Rounding
 from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
-from ln_probe.analyses.lab.compiler.crasp_plan import Construction
-from ln_probe.analyses.lab.depth import crasp_programs
+from ln_probe.analyses.lab.compiler.lowering import Construction
+from ln_probe.analyses.lab.depth import depth_task
 from ln_probe.analyses.lab.depth.crasp import Program, parse
-from ln_probe.analyses.lab.depth.crasp_transformer import gate_program
-from ln_probe.analyses.lab.fixed_precision import Rounding
+from ln_probe.analyses.lab.depth.depth_task import gate_program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.training import step_generator
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ln_probe.analyses.lab.experiments import Request
+
 
 MEASURED = 3  # version of what `agreement` measures: rows kept of another are measured again
 EVERY_WORD_TO = 8  # letters; the answers at a word's letters are those of its prefixes
@@ -48,13 +50,13 @@ CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 
 # Every program of the laboratory, those of its interpreter's tests but the deepest (198 levels, which the compiler's
 # tests run), and the symbols of its words.
 PROGRAMS: dict[str, tuple[str, Sequence[str]]] = {
-    "majority": (crasp_programs.MAJORITY, "ab"),
-    "Dyck-1": (crasp_programs.DYCK_1, "()"),
-    "a^n b^n": (crasp_programs.A_N_B_N, "ab"),
-    "a^n b^n c^n": (crasp_programs.A_N_B_N_C_N, "abc"),
-    "within 5": (crasp_programs.L_5, "ab"),
-    **{f"last block of L{k}": (crasp_programs.last_block(k), "ab") for k in range(1, 9)},
-    **{f"member of L{k}": (crasp_programs.blocks(k), "ab") for k in range(1, 6)},
+    "majority": (depth_task.MAJORITY, "ab"),
+    "Dyck-1": (depth_task.DYCK_1, "()"),
+    "a^n b^n": (depth_task.A_N_B_N, "ab"),
+    "a^n b^n c^n": (depth_task.A_N_B_N_C_N, "abc"),
+    "within 5": (depth_task.L_5, "ab"),
+    **{f"last block of L{k}": (depth_task.last_block(k), "ab") for k in range(1, 9)},
+    **{f"member of L{k}": (depth_task.blocks(k), "ab") for k in range(1, 6)},
     **{f"majority of majorities, depth {k}": (gate_program(k), "ab") for k in range(1, 4)},
     "precedence": (
         "A := #[Q_a] - #[Q_b]  B := A + 1 < 2 * A  out := not B or Q_a and B ? 1 : B and Q_b ? 2 : 3",
@@ -101,7 +103,7 @@ OPERATIONS: dict[str, Operation] = {
     "COUNTING": Operation("x := #[Q_a]"),
     "ADD, SUB, integer factors": Operation("x := 2 * #[Q_a] - #[Q_b] + #[true]"),
     "CONST": Operation("x := 7"),
-    "COMPARE, read at the end": Operation(crasp_programs.MAJORITY),
+    "COMPARE, read at the end": Operation(depth_task.MAJORITY),
     "COMPARE, counted": Operation(gate_program(2), SHARPENED),
     "NOT, AND, OR of comparisons, read at the end": Operation(f"x := {COMPARISONS}"),
     "NOT, AND, OR of comparisons, counted": Operation(f"x := {COMPARISONS} y := 2 * #[x] > #[true]", SHARPENED),
@@ -359,3 +361,39 @@ def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
             yield f"{operation}: as compiled exact with {compiled}, in principle with {enough}."
         else:
             yield f"{operation}: {'needs neither' if enough == NEITHER else f'exact with {enough}'}."
+
+
+def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
+    """Share of right answers, operations against means; empty where a count has no place."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 0.36 * len(operations) + 1.2), layout="constrained")
+    ax = figure.subplots()
+    values = operations[list(means)].to_numpy(float)
+    ax.imshow(values, vmin=0.5, vmax=1, cmap="viridis", aspect="auto")
+    for row, column in zip(*(values == values).nonzero(), strict=True):
+        value = values[row, column]
+        shown = "exact" if value == 1 else f"{min(value, 0.999):.1%}"
+        ax.text(column, row, shown, ha="center", va="center", fontsize=8, color="k" if value > 0.8 else "w")
+    ax.set(
+        xticks=range(len(means)),
+        xticklabels=means,
+        yticks=range(len(operations)),
+        yticklabels=operations["operation"],
+        title="Answers right on random words of 200 letters",
+    )
+    ax.tick_params(labelsize=8)
+    return figure
+
+
+def length_curves(lengths: pd.DataFrame) -> Figure:
+    """Share of right answers over length, a line per means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    ax = figure.subplots()
+    for number, (name, line) in enumerate(lengths.groupby("means", sort=False)):
+        ax.plot(line["letters"], line["value"], marker="osv^Dx"[number % 6], markersize=4, alpha=0.8, label=str(name))
+    ax.set(xscale="log", xlabel="letters", ylabel="answers right", title="A majority of majorities, compiled")
+    ax.legend(fontsize=7)
+    return figure

@@ -17,9 +17,11 @@ comes as the ratio of two logits; fixed precision has no room for it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
@@ -27,13 +29,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter
-from ln_probe.analyses.lab.compiler.crasp_plan import Construction, Step, plan
-from ln_probe.analyses.lab.compiler.crasp_stream import stream_for
-from ln_probe.analyses.lab.compiler.lowering import Lowered, Place, lower
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, Rounding, fixed_precision
+from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter, stream_for
+from ln_probe.analyses.lab.compiler.lowering import Construction, Lowered, Place, Step, lower, plan
 from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
-from ln_probe.analyses.lab.fixed_precision import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside
+from ln_probe.analyses.lab.training import save_model
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 CONSTRUCTIONS: tuple[Construction, ...] = get_args(Construction)
@@ -299,3 +301,36 @@ def _set_norm(ln: nn.Module, gain: float, divisor: float) -> None:
     ln.w.fill_(gain)
     if ln.divisor is not None:
         ln.divisor.fill_(divisor)
+
+
+PROGRAM_FILE = "program.crasp"
+
+
+def save_compiled(compiled: CompiledProgram, out: Path) -> Path:
+    """Write a compiled program's weights, shape and source into a folder that `load_model` takes.
+
+    What is loaded from it computes as the program was compiled: in float64 and, of the construction "rounding", in
+    fixed precision (see `fixed_precision.install`).
+
+    Raises:
+        FileExistsError: the folder holds another program's model, or something else.
+        ValueError: compiled for rounding with an eps that its norms lose only where they round.
+    """
+    grid, cfg = compiled.precision, compiled.model.cfg
+    if grid is not None and cfg.norm in SCALES and not grid.absorbs(cfg.eps):
+        raise ValueError(
+            f"eps {cfg.eps:g} is lost only where norms round, and in a loaded model they do not (analyses take them by "
+            "their formula): compile without eps"
+        )
+    identity = {
+        "task": "compiled",
+        "model": compiled.model.cfg.to_dict(),
+        "program": compiled.program.source,
+        "construction": compiled.construction,
+        "alphabet": list(compiled.alphabet),
+        **Arithmetic(torch.float64, True, grid).described,
+    }
+    claim(out, json.loads(json.dumps(identity)))
+    (out / PROGRAM_FILE).write_text(compiled.program.source, encoding="utf-8")
+    save_model(compiled.model, out / MODEL_FILE, torch.float64, about={"beside": hashes_beside(out)})
+    return out

@@ -10,11 +10,115 @@ has answered.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from ln_probe.analyses.lab.compiler.decisions import FALSE, TRUE, Decisions, TooManyNodesError
 from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
+
+FALSE, TRUE = 0, 1  # the two constant functions
+# A diagram of so many nodes is far beyond what fits into one layer; without a limit a program of a few lines could fill
+# the memory.
+MOST_NODES = 100_000
+
+
+class TooManyNodesError(OverflowError):
+    """The functions asked for do not fit into MOST_NODES nodes."""
+
+
+class Decisions:
+    """A store of Boolean functions; a function is a number that this store gave out.
+
+    Variables are numbered by the caller, from 0; a function asks for the smaller number first.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, int, int]] = [(-1, FALSE, FALSE), (-1, TRUE, TRUE)]  # variable, if false, if true
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._chosen: dict[tuple[int, int, int], int] = {}
+        self._variables: dict[int, frozenset[int]] = {FALSE: frozenset(), TRUE: frozenset()}
+        self._ways: dict[tuple[int, int], int] = {}
+
+    def _node(self, variable: int, if_false: int, if_true: int) -> int:
+        if if_false == if_true:
+            return if_false
+        key = (variable, if_false, if_true)
+        if key not in self._numbers:
+            if len(self._nodes) >= MOST_NODES:
+                raise TooManyNodesError(f"more than {MOST_NODES} nodes")
+            self._numbers[key] = len(self._nodes)
+            self._nodes.append(key)
+        return self._numbers[key]
+
+    def variable(self, number: int) -> int:
+        """The function that holds where the variable does."""
+        return self._node(number, FALSE, TRUE)
+
+    def choose(self, test: int, yes: int, no: int) -> int:
+        """`yes` where `test` holds, else `no`.
+
+        Raises:
+            TooManyNodesError: it does not fit.
+        """
+        if test in (FALSE, TRUE):
+            return yes if test == TRUE else no
+        if yes == no:
+            return yes
+        if (yes, no) == (TRUE, FALSE):
+            return test
+        key = (test, yes, no)
+        if key not in self._chosen:
+            first = min(self._nodes[f][0] for f in key if f > TRUE)
+            split = [self._cofactors(f, first) for f in key]
+            self._chosen[key] = self._node(first, *(self.choose(*(part[i] for part in split)) for i in (0, 1)))
+        return self._chosen[key]
+
+    def _cofactors(self, function: int, variable: int) -> tuple[int, int]:
+        first, if_false, if_true = self._nodes[function]
+        return (if_false, if_true) if function > TRUE and first == variable else (function, function)
+
+    def negate(self, function: int) -> int:
+        return self.choose(function, FALSE, TRUE)
+
+    def both(self, left: int, right: int) -> int:
+        return self.choose(left, right, FALSE)
+
+    def either(self, left: int, right: int) -> int:
+        return self.choose(left, TRUE, right)
+
+    def variables(self, function: int) -> frozenset[int]:
+        """The variables that a function depends on."""
+        if function not in self._variables:
+            first, if_false, if_true = self._nodes[function]
+            self._variables[function] = self.variables(if_false) | self.variables(if_true) | {first}
+        return self._variables[function]
+
+    def evaluate(self, function: int, holds: Callable[[int], bool]) -> bool:
+        """A function's value where `holds` says which variables do."""
+        while function > TRUE:
+            first, if_false, if_true = self._nodes[function]
+            function = if_true if holds(first) else if_false
+        return function == TRUE
+
+    def count_ways(self, function: int, end: int) -> int:
+        """How many ways lead from a function's root to `end` (TRUE or FALSE)."""
+        if function <= TRUE:
+            return int(function == end)
+        if (function, end) not in self._ways:
+            _, if_false, if_true = self._nodes[function]
+            self._ways[function, end] = self.count_ways(if_false, end) + self.count_ways(if_true, end)
+        return self._ways[function, end]
+
+    def ways(self, function: int, end: int) -> Iterator[dict[int, bool]]:
+        """The ways to `end`, each as the variables it asks for and their values; an assignment goes exactly one way."""
+        if function == end:
+            yield {}
+        elif function > TRUE:
+            first, if_false, if_true = self._nodes[function]
+            for value, then in ((False, if_false), (True, if_true)):
+                for way in self.ways(then, end):
+                    yield {first: value} | way
+
 
 MOST_CASES = 256  # sums that one count may stand for; a comparison of two such counts asks 65536 questions
 
@@ -316,3 +420,96 @@ def _inside(expression: Expression) -> Iterator[Expression]:
         yield (part := waiting.pop())
         if part.operation != "name":
             waiting += part.parts
+
+
+Construction = Literal["scaling", "clip", "rounding"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block.
+
+    Attributes:
+        before, after: functions whose truth values the stream holds; the first two are TRUE and BOS.
+        asked: variables whose sums this block's attention brings.
+        sums: counts it brings, for an output that is a count.
+        task: of the MLP. "combine": `after` from `before` and sharp answers; "sharpen": answers become truth values;
+            "choose": the sum whose guard holds.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    asked: tuple[int, ...] = ()
+    sums: tuple[Sum, ...] = ()
+    task: Literal["combine", "sharpen", "choose"] = "combine"
+
+    @property
+    def attends(self) -> bool:
+        return bool(self.asked or self.sums)
+
+
+def plan(lowered: Lowered, construction: Construction) -> tuple[Step, ...]:
+    """The blocks of a program, first to last; at least one."""
+    if isinstance(lowered.output, int):
+        depth = lowered.depth
+        last: Iterable[int] = [lowered.output]
+    else:
+        depth = max(1, lowered.depth)  # the number of positions has to be seen once
+        asked = sorted({v for guard, _ in lowered.output for v in lowered.decisions.variables(guard)})
+        last = [lowered.decisions.variable(v) for v in asked]  # the guards' own values are never needed
+    needs = {depth: held(lowered, last)}
+    for level in range(depth, 0, -1):
+        below = _parts(lowered, needs[level], level)
+        counted = [f for v in lowered.asked(needs[level], level) for f, _ in lowered.sum_of(v).terms]
+        if level == depth and not isinstance(lowered.output, int):
+            counted += [f for _, total in lowered.output for f, _ in total.terms]
+        needs[level - 1] = held(lowered, [*below, *counted])
+    steps: list[Step] = []
+    for level in range(1, depth + 1):
+        steps += _level(lowered, construction, needs[level - 1], needs[level], level, level == depth)
+    return tuple(steps) or (Step(needs[0], needs[0]),)
+
+
+def _level(
+    lowered: Lowered,
+    construction: Construction,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    level: int,
+    last: bool,
+) -> list[Step]:
+    asked = tuple(lowered.asked(after, level))
+    if last and not isinstance(lowered.output, int):
+        sums = tuple(total for _, total in lowered.output)
+        steps = [Step(before, after, asked, sums, "sharpen")]
+        return [*steps, Step(after, held(lowered, ()), task="choose")] if len(sums) > 1 else steps
+    if construction == "rounding":
+        return [Step(before, after, asked)]
+    answers = [lowered.decisions.variable(v) for v in asked]
+    known = {*before, *answers}
+    known |= {lowered.decisions.negate(f) for f in known}
+    if set(after) <= known:
+        return [Step(before, after, asked, task="sharpen")]
+    sharp = held(lowered, [*_parts(lowered, after, level), *answers])
+    return [Step(before, sharp, asked, task="sharpen"), Step(sharp, after)]
+
+
+def _parts(lowered: Lowered, functions: Iterable[int], level: int) -> list[int]:
+    """What has to be known from below a level to tell functions of it: they themselves, or their older variables."""
+    parts: list[int] = []
+    for function in functions:
+        if lowered.level(function) < level:
+            parts.append(function)
+        else:
+            older = sorted(v for v in lowered.decisions.variables(function) if lowered.levels[v] < level)
+            parts += [lowered.decisions.variable(v) for v in older]
+    return parts
+
+
+def held(lowered: Lowered, functions: Iterable[int]) -> tuple[int, ...]:
+    """TRUE, BOS, then the functions, each once, and not beside its own negation."""
+    kept = [TRUE, lowered.bos]
+    for function in functions:
+        if function not in (*kept, FALSE) and lowered.decisions.negate(function) not in kept:
+            kept.append(function)
+    return tuple(kept)

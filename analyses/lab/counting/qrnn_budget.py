@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
-from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT
-from ln_probe.analyses.lab.counting.counting_tasks import PUBLISHED_LENGTHS, TRAIN_LENGTH, PrefixTask, constant_answers
+from ln_probe.analyses.lab.counting.counting_tasks import (
+    PREFIX_VOCABULARY,
+    PUBLISHED_LENGTHS,
+    TRAIN_LENGTH,
+    PrefixTask,
+    constant_answers,
+)
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.counting.counter_languages import PREFIX_VOCABULARY
-from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
-from ln_probe.analyses.lab.counting.recurrent_steps import pooled
-from ln_probe.analyses.lab.counting.saturated_cells import (
+from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
+from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig, pooled
+from ln_probe.analyses.lab.counting.saturated_states import (
     LETTERS,
     POOLED,
     SaturatedLayer,
@@ -35,9 +36,87 @@ from ln_probe.analyses.lab.counting.saturated_cells import (
     drawn,
     start,
 )
-from ln_probe.analyses.lab.counting.weighted_automata import of_pooling, rank_at_least
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
+
+PRIME = 2**31 - 1  # products of two residues fit into 63 bits
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """A weighted finite automaton over the reals.
+
+    Attributes:
+        start: weight of beginning in a state. moves: of going from one to another by a letter. final: of ending in it.
+    """
+
+    start: Float[np.ndarray, " state"]
+    moves: Float[np.ndarray, "letter state state"]
+    final: Float[np.ndarray, " state"]
+
+    def weights(self, word: Int[np.ndarray, " pos"]) -> Float[np.ndarray, " pos"]:
+        """The weight of every prefix of a word but the empty one."""
+        row, found = self.start, []
+        for letter in word:
+            row = row @ self.moves[letter]
+            found.append(row @ self.final)
+        return np.array(found)
+
+
+def of_pooling(
+    keep: Float[np.ndarray, "before letter"],
+    added: Float[np.ndarray, "before letter"],
+    out: Float[np.ndarray, "before letter"],
+) -> Automaton:
+    """The automaton of out_t c_t, c_t = keep_t c_(t-1) + added_t, c_0 = 0.
+
+    A state is what was read last (nothing, one letter, or two letters) and whether an input has been taken up yet: a
+    path takes up exactly one input, with its `added`, and multiplies it by every `keep` after; the sum over paths is c.
+
+    Args:
+        keep, added, out: at a letter, by the letter before; the last row: there is none.
+
+    Raises:
+        ValueError: arrays of other or unequal shapes.
+    """
+    befores, letters = keep.shape
+    if not keep.shape == added.shape == out.shape or befores != letters + 1:
+        raise ValueError(
+            f"keep, added and out must all be [letters + 1, letters], got {keep.shape}, {added.shape}, {out.shape}"
+        )
+    contexts = befores * letters + 1  # (before, letter), then the empty word
+    start, final = np.zeros(2 * contexts), np.zeros(2 * contexts)
+    moves = np.zeros((letters, 2 * contexts, 2 * contexts))
+    start[contexts - 1] = 1.0
+    for context in range(contexts):
+        last = context % letters if context < contexts - 1 else letters
+        if context < contexts - 1:
+            final[contexts + context] = out[context // letters, context % letters]
+        for letter in range(letters):
+            to = last * letters + letter
+            moves[letter, context, to] = 1.0
+            moves[letter, context, contexts + to] = added[last, letter]
+            moves[letter, contexts + context, contexts + to] = keep[last, letter]
+    return Automaton(start, moves, final)
+
+
+def rank_at_least(matrix: Int[np.ndarray, "row column"]) -> int:
+    """The rank of a matrix of whole numbers modulo a prime, by elimination: exact, and never above the true rank."""
+    rest, rank = np.mod(matrix, PRIME), 0
+    for column in range(rest.shape[1]):
+        below = np.flatnonzero(rest[rank:, column])
+        if not len(below):
+            continue
+        pivot = rank + below[0]
+        rest[[rank, pivot]] = rest[[pivot, rank]]
+        rest[rank] = rest[rank] * pow(int(rest[rank, column]), -1, PRIME) % PRIME
+        others = rest[rank + 1 :, column : column + 1]
+        rest[rank + 1 :] = (rest[rank + 1 :] - others * rest[rank] % PRIME) % PRIME
+        rank += 1
+        if rank == len(rest):
+            break
+    return rank
+
 
 POOLINGS = ("f", "fo", "ifo")
 NETWORKS, NETWORKS_QUICK, WORDS, LENGTH = 10, 2, 3, 512  # of each pooling and seed; letters of a word

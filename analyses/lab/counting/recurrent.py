@@ -16,13 +16,349 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.counting.recurrent_steps import CELL_NUMBERS, NO_NORM, pooled, recurrence, switch_of
+from ln_probe.analyses.geometry.compiled import compiled_in_order
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+
+LSTM, GRU, TANH, RELU = range(4)
+CELL_NUMBERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
+GATES, READOUT, STATE, NOWHERE = range(4)
+SITE_NUMBERS = {"gates": GATES, "readout": READOUT, "state": STATE}
+
+
+@dataclass(frozen=True)
+class NormSwitch:
+    """A norm as the loops see it: project or not, scale each vector (with eps) or all by `constant`."""
+
+    site: int
+    projects: bool
+    scales: bool
+    eps: float
+    constant: float
+
+
+NO_NORM = NormSwitch(NOWHERE, projects=False, scales=False, eps=0.0, constant=1.0)
+
+
+def switch_of(norm: Norm, site: str) -> NormSwitch:
+    constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
+    return NormSwitch(SITE_NUMBERS[site], norm.projects, norm.scales, norm.eps, constant)
+
+
+def recurrence(
+    cell: int,
+    norm: NormSwitch,
+    inputs: Float[Tensor, "batch pos gate"],
+    w_hh: Float[Tensor, "gate hidden"],
+    b_hh: Float[Tensor, " gate"],
+    gain: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+) -> Float[Tensor, "batch pos hidden"]:
+    """Hidden states h_1 … h_T from h_0 = c_0 = 0, differentiable once in every tensor.
+
+    Args:
+        cell: one of CELL_NUMBERS.
+        norm: which norm stands where, or NO_NORM.
+        inputs: W_ih x (normed, if its norm stands before the gates) + b_ih.
+        w_hh, b_hh: the recurrent weights, in torch's order of the gates.
+        gain, bias: of the norm; ones and zeros where it has none. `size`: "gate" before the gates, else "hidden".
+    """
+    out: Tensor = _Recurrence.apply(cell, norm, inputs, w_hh, b_hh, gain, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+def pooled(
+    keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
+) -> Float[Tensor, "batch pos hidden"]:
+    """c_t = keep_t c_(t-1) + added_t from c_0 = 0, differentiable once (a QRNN's pooling)."""
+    out: Tensor = _Pooling.apply(keep, added)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Pooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keep: Tensor, added: Tensor) -> Tensor:
+        states = _pool(keep.detach().contiguous().numpy(), added.detach().contiguous().numpy())
+        ctx.save_for_backward(keep, out := torch.from_numpy(states))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        keep, states = (t.contiguous().numpy() for t in ctx.saved_tensors)
+        d_keep, d_added = _pool_back(keep, states, upstream.contiguous().numpy())
+        return torch.from_numpy(d_keep), torch.from_numpy(d_added)
+
+
+@compiled_in_order
+def _pool(keep: Any, added: Any) -> Any:
+    batch, steps, hidden = keep.shape
+    states = np.empty_like(added)
+    for i in range(batch):
+        for j in range(hidden):
+            states[i, 0, j] = added[i, 0, j]
+        for t in range(1, steps):
+            for j in range(hidden):
+                states[i, t, j] = keep[i, t, j] * states[i, t - 1, j] + added[i, t, j]
+    return states
+
+
+@compiled_in_order
+def _pool_back(keep: Any, states: Any, d_out: Any) -> Any:
+    batch, steps, hidden = keep.shape
+    d_keep, d_added = np.zeros_like(keep), np.empty_like(keep)
+    for i in range(batch):
+        for j in range(hidden):
+            d_added[i, steps - 1, j] = d_out[i, steps - 1, j]
+        for t in range(steps - 1, 0, -1):
+            for j in range(hidden):
+                d_keep[i, t, j] = d_added[i, t, j] * states[i, t - 1, j]
+                d_added[i, t - 1, j] = d_out[i, t - 1, j] + d_added[i, t, j] * keep[i, t, j]
+    return d_keep, d_added
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cell: int, norm: NormSwitch, *tensors: Tensor) -> Tensor:
+        inputs, w_hh, b_hh, gain, bias = (t.detach().double().numpy() for t in tensors)
+        x = np.ascontiguousarray(inputs.transpose(1, 2, 0))
+        weights = tuple(np.ascontiguousarray(w) for w in (w_hh, b_hh, gain, bias))
+        switch = (norm.site, norm.projects, norm.scales, norm.eps, norm.constant)
+        kept = _forward(cell, *switch, x, *weights)
+        ctx.cell, ctx.norm, ctx.weights, ctx.kept, ctx.dtype = cell, norm, weights, kept, tensors[0].dtype
+        return torch.from_numpy(np.ascontiguousarray(kept[0][1:].transpose(2, 0, 1))).to(tensors[0].dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        norm = ctx.norm
+        d_out = np.ascontiguousarray(upstream.double().numpy().transpose(1, 2, 0))
+        switch = (norm.site, norm.projects, norm.scales)
+        w_hh, _, gain, _ = ctx.weights
+        hidden, _, _, _, _, normalized, _ = ctx.kept
+        arguments: tuple[Any, ...] = (ctx.cell, *switch, w_hh, gain, *ctx.kept, d_out)
+        d_inputs, d_linear, d_gained = _backward(*arguments)
+        d_w = np.tensordot(d_linear, hidden[:-1], axes=((0, 2), (0, 2)))
+        d_bias = d_gained.sum(axis=(0, 2))
+        d_b = d_bias if norm.site == GATES else d_linear.sum(axis=(0, 2))
+        d_gain = (d_gained * normalized).sum(axis=(0, 2))
+        gradients = (d_inputs.transpose(2, 0, 1), d_w, d_b, d_gain, d_bias)
+        return (None, None, *(torch.from_numpy(np.ascontiguousarray(g)).to(ctx.dtype) for g in gradients))
+
+
+@compiled_in_order
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + np.exp(-x))  # type: ignore[no-any-return]
+
+
+@compiled_in_order
+def _normalize(x: Any, factor: Any, projects: bool, scales: bool, eps: float, constant: float) -> None:
+    """x [row, example] becomes its norm; `factor` [example] is u."""
+    rows, examples = x.shape
+    for i in range(examples):
+        mean = 0.0
+        if projects:
+            for j in range(rows):
+                mean += x[j, i]
+            mean /= rows
+        square = 0.0
+        for j in range(rows):
+            x[j, i] -= mean
+            square += x[j, i] * x[j, i]
+        factor[i] = 1.0 / np.sqrt(square / rows + eps) if scales else constant
+        for j in range(rows):
+            x[j, i] *= factor[i]
+
+
+@compiled_in_order
+def _normalize_back(d: Any, normalized: Any, factor: Any, projects: bool, scales: bool) -> None:
+    """The gradient by the norm's output becomes that by its input."""
+    rows, examples = d.shape
+    for i in range(examples):
+        along = 0.0
+        if scales:
+            for j in range(rows):
+                along += d[j, i] * normalized[j, i]
+            along /= rows
+        mean = 0.0
+        for j in range(rows):
+            d[j, i] = factor[i] * (d[j, i] - normalized[j, i] * along)
+            mean += d[j, i]
+        if projects:
+            mean /= rows
+            for j in range(rows):
+                d[j, i] -= mean
+
+
+@compiled_in_order
+def _add_product(out: Any, W: Any, x: Any) -> None:
+    """out[j] += Σ_k W[j, k] x[k], example by example."""
+    for j in range(W.shape[0]):
+        for k in range(W.shape[1]):
+            for i in range(x.shape[1]):
+                out[j, i] += W[j, k] * x[k, i]
+
+
+@compiled_in_order
+def _forward(
+    cell: int,
+    site: int,
+    projects: bool,
+    scales: bool,
+    eps: float,
+    constant: float,
+    x: Any,
+    W: Any,
+    b: Any,
+    gain: Any,
+    bias: Any,
+) -> Any:
+    """All steps; returns what the way back needs: h and c [step + 1, …], then per step the activated gates, what the
+    recurrence gave them, tanh of the LSTM's state as it is read, the norm's output and its factor."""
+    steps, gates, examples = x.shape
+    H = W.shape[1]
+    hidden = np.zeros((steps + 1, H, examples))
+    state = np.zeros((steps + 1, H, examples))
+    active = np.empty((steps, gates, examples))
+    recurrent = np.zeros((steps, gates, examples))
+    squashed = np.empty((steps, H, examples))
+    normalized = np.zeros((steps, gain.shape[0], examples))
+    factor = np.empty((steps, examples))
+    for t in range(steps):
+        r, a, h = recurrent[t], active[t], hidden[t + 1]
+        _add_product(r, W, hidden[t])
+        if site == GATES:
+            _normalize(r, factor[t], projects, scales, eps, constant)
+            normalized[t] = r
+            for j in range(gates):
+                r[j] = r[j] * gain[j] + bias[j]
+        for j in range(gates):
+            r[j] += b[j]
+        if cell == LSTM:
+            c, seen = state[t + 1], squashed[t]
+            for j in range(H):
+                for i in range(examples):
+                    a[j, i] = _sigmoid(x[t, j, i] + r[j, i])
+                    a[H + j, i] = _sigmoid(x[t, H + j, i] + r[H + j, i])
+                    a[2 * H + j, i] = np.tanh(x[t, 2 * H + j, i] + r[2 * H + j, i])
+                    a[3 * H + j, i] = _sigmoid(x[t, 3 * H + j, i] + r[3 * H + j, i])
+                    c[j, i] = a[H + j, i] * state[t, j, i] + a[j, i] * a[2 * H + j, i]
+            if site == STATE:
+                _normalize(c, factor[t], projects, scales, eps, constant)
+                normalized[t] = c
+            seen[:] = c
+            if site == READOUT:
+                _normalize(seen, factor[t], projects, scales, eps, constant)
+                normalized[t] = seen
+                for j in range(H):
+                    seen[j] = seen[j] * gain[j] + bias[j]
+            for j in range(H):
+                for i in range(examples):
+                    seen[j, i] = np.tanh(seen[j, i])
+                    h[j, i] = a[3 * H + j, i] * seen[j, i]
+            continue
+        if cell == GRU:
+            for j in range(H):
+                for i in range(examples):
+                    a[j, i] = _sigmoid(x[t, j, i] + r[j, i])
+                    a[H + j, i] = _sigmoid(x[t, H + j, i] + r[H + j, i])
+                    a[2 * H + j, i] = np.tanh(x[t, 2 * H + j, i] + a[j, i] * r[2 * H + j, i])
+                    h[j, i] = a[H + j, i] * hidden[t, j, i] + (1.0 - a[H + j, i]) * a[2 * H + j, i]
+        else:
+            for j in range(H):
+                for i in range(examples):
+                    total = x[t, j, i] + r[j, i]
+                    a[j, i] = np.tanh(total) if cell == TANH else max(total, 0.0)
+                    h[j, i] = a[j, i]
+        if site == STATE:
+            _normalize(h, factor[t], projects, scales, eps, constant)
+            normalized[t] = h
+    return hidden, state, active, recurrent, squashed, normalized, factor
+
+
+@compiled_in_order
+def _backward(
+    cell: int,
+    site: int,
+    projects: bool,
+    scales: bool,
+    W: Any,
+    gain: Any,
+    hidden: Any,
+    state: Any,
+    active: Any,
+    recurrent: Any,
+    squashed: Any,
+    normalized: Any,
+    factor: Any,
+    d_out: Any,
+) -> Any:
+    """Gradients by the inputs, by W h before any norm, and by the norm's output after gain and bias."""
+    steps, gates, examples = active.shape
+    H = W.shape[1]
+    W_transposed = W.T.copy()
+    d_inputs = np.empty((steps, gates, examples))
+    d_linear = np.empty((steps, gates, examples))
+    d_gained = np.zeros(normalized.shape)
+    d_h, d_c, d_seen = np.zeros((H, examples)), np.zeros((H, examples)), np.empty((H, examples))
+    for t in range(steps - 1, -1, -1):
+        a, d_x, d_r = active[t], d_inputs[t], d_linear[t]
+        d_h += d_out[t]
+        if cell == LSTM:
+            for j in range(H):
+                for i in range(examples):
+                    o, s = a[3 * H + j, i], squashed[t, j, i]
+                    d_x[3 * H + j, i] = d_h[j, i] * s * o * (1.0 - o)
+                    d_seen[j, i] = d_h[j, i] * o * (1.0 - s * s)
+            if site == READOUT:
+                d_gained[t] = d_seen
+                for j in range(H):
+                    d_seen[j] *= gain[j]
+                _normalize_back(d_seen, normalized[t], factor[t], projects, scales)
+            d_c += d_seen
+            if site == STATE:
+                _normalize_back(d_c, normalized[t], factor[t], projects, scales)
+            for j in range(H):
+                for i in range(examples):
+                    put, keep, new = a[j, i], a[H + j, i], a[2 * H + j, i]
+                    d_x[j, i] = d_c[j, i] * new * put * (1.0 - put)
+                    d_x[H + j, i] = d_c[j, i] * state[t, j, i] * keep * (1.0 - keep)
+                    d_x[2 * H + j, i] = d_c[j, i] * put * (1.0 - new * new)
+                    d_c[j, i] *= keep
+            d_r[:] = d_x
+            d_h[:] = 0.0
+        else:
+            if site == STATE:
+                _normalize_back(d_h, normalized[t], factor[t], projects, scales)
+            for j in range(H):
+                for i in range(examples):
+                    if cell == GRU:
+                        reset, keep, new = a[j, i], a[H + j, i], a[2 * H + j, i]
+                        d_new = d_h[j, i] * (1.0 - keep) * (1.0 - new * new)
+                        d_x[j, i] = d_new * recurrent[t, 2 * H + j, i] * reset * (1.0 - reset)
+                        d_x[H + j, i] = d_h[j, i] * (hidden[t, j, i] - new) * keep * (1.0 - keep)
+                        d_x[2 * H + j, i] = d_new
+                        d_r[j, i], d_r[H + j, i], d_r[2 * H + j, i] = d_x[j, i], d_x[H + j, i], d_new * reset
+                        d_h[j, i] *= keep
+                    else:
+                        slope = 1.0 if a[j, i] > 0.0 else 0.0
+                        if cell == TANH:
+                            slope = 1.0 - a[j, i] * a[j, i]
+                        d_x[j, i] = d_r[j, i] = d_h[j, i] * slope
+                        d_h[j, i] = 0.0
+        if site == GATES:
+            d_gained[t] = d_r
+            for j in range(gates):
+                d_r[j] *= gain[j]
+            _normalize_back(d_r, normalized[t], factor[t], projects, scales)
+        _add_product(d_h, W_transposed, d_r)
+    return d_inputs, d_linear, d_gained
+
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn+")
 NORM_SITES = ("gates", "readout", "state")

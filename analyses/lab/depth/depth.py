@@ -8,15 +8,393 @@ the same kind, in post- and in pre-norm order. The theory's prediction is the de
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.depth.depth_findings import findings
-from ln_probe.analyses.lab.depth.depth_task import BINS, EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
+from ln_probe.analyses.lab.depth.depth_task import (
+    BINS,
+    EVALUATION_WORDS,
+    KEYS,
+    TRAIN_LENGTHS,
+    BlockTask,
+    Cell,
+    compare_table,
+    measure,
+    predicted_depth,
+)
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results
+from ln_probe.analyses.lab.results import (
+    SIGNIFICANT,
+    Results,
+    binomial_interval,
+    effects,
+    holm,
+    interval,
+    paired_p,
+    summarize,
+)
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
+THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+REACH = "reach"  # mean exact match over the bins beyond the training lengths
+WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
+ALL_DEPTHS, BOTH = "all", "both"
+CHOSEN_SEEDS = 3  # that had been seen when more were trained, to look at scaling beyond the boundary
+# Norms with a term and without it, the other term held: with it, without it.
+TERMS = {
+    "scaling": (("layernorm", "projection_only"), ("scaling_only", "none")),
+    "projection": (("layernorm", "scaling_only"), ("projection_only", "none")),
+}
+
+# Exact match in per cent at lengths 351-400 after training on 201-250 (1.6 times the longest training word), by depth
+# 1, 2, 3, …: the published table of this bin. One seed, the best of four configurations, blocks with a third norm.
+PUBLISHED = {
+    3: (100, 100, 100, 100, 100, 100),
+    4: (22, 100, 100, 100, 100, 100),
+    5: (11, 51, 100, 100, 100, 100),
+    6: (10, 8, 37, 100, 98, 100),
+    7: (8, 8, 20, 49, 100, 100),
+    8: (5, 6, 19, 52, 75, 95),
+}
+PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyond theirs
+
+
+def findings(
+    table: pd.DataFrame,
+    failed: pd.DataFrame | None = None,
+    *,
+    training: Mapping[str, Any] | None = None,
+    lost: tuple[str, ...] = (),
+) -> Results:
+    """Tables, figures and sentences from the exact match of every run.
+
+    Args:
+        table: KEYS, `seed`, `measure`, `value` (and `step`).
+        failed: KEYS and `seed` of runs that diverged.
+        training: the schedule, for the record.
+        lost: what became of runs that diverged.
+    """
+    values = table.drop(columns="step", errors="ignore")
+    hits, swept, hand_built = hit_rates(table, failed), sweep(table), compare_table()
+    terms, fresh = term_effects(values), fresh_terms(values)
+    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
+    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    return Results(
+        summary,
+        tables={
+            "exact_match": table,
+            "hits": hits,
+            "sweep": swept,
+            "terms": terms,
+            "terms_fresh": fresh,
+            "effects": effects(values, [*KEYS, "measure"], ["norm"]),
+            "hand_built": hand_built,
+        },
+        figures=_figures(summary),
+        conclusions=(
+            *_conclusions(table, failed),
+            *_separations(swept),
+            *_term_sentences(terms),
+            *(f"Seeds {CHOSEN_SEEDS} and up alone: {said}" for said in _term_sentences(fresh)),
+            *_compare_conclusions(hand_built),
+        ),
+        settings={
+            "train_lengths": TRAIN_LENGTHS,
+            "bins": BINS,
+            "hit": HIT,
+            "model": Cell(1, 3).spec().to_dict(),
+            "training": dict(training or {}),
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+            "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512; one "
+            "seed, the best of four configurations, blocks with a third norm",
+        },
+        diverged=lost,
+    )
+
+
+def published_table() -> pd.DataFrame:
+    """The published exact match (0-1), beside our bin 151-200 of the same shape of model."""
+    rows = [
+        (depth, k, "layernorm", "post", "none", measure(PUBLISHED_BIN), percent / 100)
+        for k, percents in PUBLISHED.items()
+        for depth, percent in enumerate(percents, start=1)
+    ]
+    return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
+
+
+def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
+    """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
+
+    Args:
+        table: exact match: KEYS, `seed`, `value`.
+        failed: KEYS and `seed` of runs that diverged: they did not generalize.
+
+    Returns:
+        KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
+    """
+    rows = []
+    for key, hit in _runs_right(table, failed).groupby(list(KEYS), sort=False):
+        low, high = binomial_interval(int(hit.sum()), len(hit))
+        cell = cast("tuple[Any, ...]", key)
+        predicted = predicted_depth(int(cell[1])) <= cell[0]
+        rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
+    return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
+
+
+def _runs_right(table: pd.DataFrame, failed: pd.DataFrame | None) -> pd.Series:
+    """Whether a run has HIT in every bin, by KEYS and seed."""
+    told = table.assign(hit=table["value"] >= HIT)
+    if failed is not None and len(failed):
+        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
+    return told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
+
+
+def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
+    """95 % interval of the share of runs that are right, each seed's runs one observation."""
+    _, low, high = interval(right.groupby(seeds.to_numpy()).mean().to_numpy(float), "share")
+    return low, high
+
+
+def _side(frame: pd.DataFrame) -> pd.Series:
+    return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
+
+
+def sweep(table: pd.DataFrame) -> pd.DataFrame:
+    """How many runs clear a threshold in every bin, for every threshold, on either side of the theory's boundary.
+
+    Returns:
+        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (95 % over seeds), `worst`, `best`: the
+        least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
+        and the worst run within tells the sides apart.
+    """
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
+    rows = []
+    for key, part in worst.assign(side=_side(worst)).groupby(["norm", "norm_order", "positions", "side"], sort=False):
+        x = part["value"].to_numpy(float)
+        for threshold in THRESHOLDS:
+            right = part["value"] >= threshold
+            found = (threshold, int(right.sum()), len(x), *share_over_seeds(right, part["seed"]), x.min(), x.max())
+            rows.append((*cast("tuple[Any, ...]", key), *found))
+    columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def outcomes(values: pd.DataFrame) -> pd.DataFrame:
+    """Continuous outcomes of every run without positions: REACH and the last bin; KEYS, `seed`, `outcome`, `value`."""
+    plain = values[values["positions"] == "none"]
+    far = plain[plain["measure"] != measure(TRAIN_LENGTHS)]
+    reach = far.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean().assign(outcome=REACH)
+    last = far[far["measure"] == measure(BINS[-1])].rename(columns={"measure": "outcome"})
+    both: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
+    return both
+
+
+def term_effects(values: pd.DataFrame) -> pd.DataFrame:
+    """What a norm term changes on each side of the boundary, at each depth and over all depths.
+
+    A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
+    and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
+    (NaN with fewer than two such seeds). Only REACH over all depths is tested, which sentences speak of: `p` is of the
+    same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
+
+    Returns:
+        `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
+        units, p, p_holm`.
+    """
+    told = outcomes(values)
+    index = ["norm_order", "side", "outcome", "depth", "seed"]
+    wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
+    rows: list[tuple[Any, ...]] = []
+    for term, pairs in TERMS.items():
+        shown = [pair for pair in pairs if set(pair) <= set(wide.columns)]
+        if not shown:
+            continue
+        pairs_of = [(wide[have] - wide[lack]).dropna().rename("value").reset_index() for have, lack in shown]
+        change = pd.concat([one.assign(pair=number) for number, one in enumerate(pairs_of)], ignore_index=True)
+        change["own_order"] = change["norm_order"]
+        both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
+        for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
+            order, side, outcome = cast("tuple[str, str, str]", key)
+            groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
+            for depth, one in [*groups, (ALL_DEPTHS, part)]:
+                tests = depth == ALL_DEPTHS and outcome == REACH
+                cells = len(one[["own_order", "depth", "pair"]].drop_duplicates())
+                complete = one.groupby("seed")["value"].transform("size") == cells
+                seeds = one[complete].groupby("seed")["value"].mean()
+                p = paired_p(seeds.to_numpy(float)) if tests and len(seeds) else np.nan
+                center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
+                center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
+                units = int(complete.sum()) if len(seeds) else len(one)
+                rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
+    columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
+    found = pd.DataFrame(rows, columns=columns)
+    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+
+
+def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
+    """`term_effects` beyond the boundary over the seeds that were trained after the first had been seen.
+
+    Holm's p is over these alone: two terms in each order. Empty if there are no such seeds.
+    """
+    later = values[values["seed"] >= CHOSEN_SEEDS]
+    found = term_effects(later if len(later) else values)
+    tested = (found["depth"] == ALL_DEPTHS) & (found["outcome"] == REACH)
+    tested &= (found["side"] == BEYOND) & (found["norm_order"] != BOTH) & bool(len(later))
+    fresh = found[tested].reset_index(drop=True)
+    return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
+
+
+def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
+    runs = _runs_right(table, failed).reset_index()
+    runs["within"] = _side(runs) == WITHIN
+    for (order, positions, norm), part in runs.groupby(["norm_order", "positions", "norm"], sort=False):
+        counts = []
+        for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
+            side = part[part["within"] == within]
+            if len(side):
+                low, high = share_over_seeds(side["hit"], side["seed"])
+                spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
+                counts.append(f"{int(side['hit'].sum())} of {len(side)} runs with {words}{spread}")
+        where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
+        yield (
+            f"{where}: at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters in "
+            + ", ".join(counts)
+            + "."
+        )
+
+
+def _separations(swept: pd.DataFrame) -> Iterator[str]:
+    """Between which thresholds the two sides are told apart."""
+    ends = swept.drop_duplicates(["norm", "norm_order", "positions", "side"])
+    for (order, positions), part in ends.groupby(["norm_order", "positions"], sort=False):
+        within, beyond = part[part["side"] == WITHIN], part[part["side"] == BEYOND]
+        if within.empty or beyond.empty:
+            continue
+        low, high = beyond["best"].max(), within["worst"].min()
+        where = f"{order}-norm" + ("" if positions == "none" else f", {positions} positions")
+        runs = (
+            f"the worst of {within['runs'].sum()} runs within the theory's reach has {high:.1%} in its worst bin, the "
+        )
+        runs += f"best of {beyond['runs'].sum()} beyond it {low:.1%}"
+        count = part["norm"].nunique()
+        said = f"any threshold between tells them apart under {'the norm tried' if count == 1 else f'{count} norms'}"
+        yield f"{where}: {runs}" + (f": {said}." if low < high else ": no threshold tells all of them apart.")
+
+
+def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
+    """What each term changes over all depths, in points of exact match."""
+    for row in terms[(terms["depth"] == ALL_DEPTHS) & (terms["outcome"] == REACH)].to_dict("records"):
+        order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
+        start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
+        points = f"{100 * row['mean']:+.1f}"
+        if np.isnan(row["p"]):
+            who = "the one seed that has every run of them" if row["seeds"] else "runs of which no seed has all"
+            yield f"{start}: {points} points in {who}, which tells nothing by itself."
+            continue
+        verb = (
+            "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no difference that these seeds can tell:"
+        )
+        yield (
+            f"{start} {verb} {points} [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}] points "
+            f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."
+        )
+
+
+def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
+    """What the hand-built transformers of COMPARE show, of depth 2 (the smallest whose answers need a truth value)."""
+    for row in hand_built[hand_built["depth"] == 2].itertuples():
+        yield (
+            f"Hand-built COMPARE of depth 2 with {row.norm} (eps {row.eps:g}): {row.accuracy:.2%} of answers right, "
+            f"{row.words_right:.0%} of words of 300 letters entirely."
+        )
+
+
+def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
+    """The boundary as a map; curves over length of the post-norm runs, where there are any."""
+    found = {} if summary[summary["positions"] == "none"].empty else {"boundary": _heat_maps(summary)}
+    if ((summary["norm_order"] == "post") & (summary["positions"] == "none")).any():
+        found["lengths"] = _length_curves(summary)
+    return found
+
+
+def _heat_maps(summary: pd.DataFrame) -> Figure:
+    """Exact match in the farthest bin, depth against k, a map per norm and order."""
+    from matplotlib.figure import Figure
+
+    far = summary[(summary["measure"] == measure(BINS[-1])) & (summary["positions"] == "none")]
+    orders = _in_order(far["norm_order"])
+    norms = _in_order(far["norm"])
+    figure = Figure(figsize=(2.7 * len(norms) + 0.6, 2.5 * len(orders) + 0.4), layout="constrained")
+    for (order, norm), ax in zip(
+        [(o, n) for o in orders for n in norms],
+        figure.subplots(len(orders), len(norms), squeeze=False).flat,
+        strict=True,
+    ):
+        part = far[(far["norm_order"] == order) & (far["norm"] == norm)].pivot(
+            index="depth", columns="k", values="mean"
+        )
+        if part.empty:
+            ax.set_axis_off()
+            continue
+        image = ax.imshow(part.to_numpy(float), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for row, depth in enumerate(part.index):
+            for column, k in enumerate(part.columns):
+                if pd.notna(value := part.loc[depth, k]):
+                    ax.text(column, row, f"{value:.0%}", ha="center", va="center", color="w" if value < 0.6 else "k")
+        ax.set(
+            title=f"{norm}, {order}-norm",
+            xticks=range(len(part.columns)),
+            xticklabels=[f"L{k}" for k in part.columns],
+            yticks=range(len(part.index)),
+            yticklabels=part.index,
+            ylabel="depth",
+        )
+    figure.colorbar(image, ax=figure.axes, label=f"exact match, {BINS[-1][0]}-{BINS[-1][1]} letters", shrink=0.8)
+    return figure
+
+
+def _length_curves(summary: pd.DataFrame) -> Figure:
+    """Exact match over length, a panel per (depth, k), a line per norm (post-norm, no positions)."""
+    from matplotlib.figure import Figure
+
+    part = summary[(summary["norm_order"] == "post") & (summary["positions"] == "none")]
+    squares = list(dict.fromkeys(zip(part["depth"], part["k"], strict=True)))
+    columns = min(2, len(squares))
+    rows = -(-len(squares) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    lengths = [sum(b) / 2 for b in BINS]
+    for (depth, k), ax in zip(squares, axes, strict=False):
+        cell = part[(part["depth"] == depth) & (part["k"] == k)]
+        for norm in _in_order(cell["norm"]):
+            line = cell[cell["norm"] == norm].set_index("measure").reindex([measure(b) for b in BINS])
+            ax.plot(lengths, line["mean"], marker="o", markersize=3, label=norm)
+            ax.fill_between(lengths, line["ci_low"].clip(0), line["ci_high"].clip(upper=1), alpha=0.15)
+        said = "within" if predicted_depth(int(k)) <= depth else "beyond"
+        ax.set(
+            title=f"depth {depth}, L{k}: {said} the theory's reach",
+            xlabel="letters",
+            ylabel="exact match",
+            ylim=(0, 1.05),
+        )
+    figure.axes[0].legend(fontsize=7)
+    for unused in figure.axes[len(squares) :]:
+        unused.set_axis_off()
+    return figure
+
+
+def _in_order(column: Sequence[str] | pd.Series) -> list[str]:
+    return list(dict.fromkeys(column))
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:

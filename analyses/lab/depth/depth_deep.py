@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.depth.block_languages import predicted_depth
+from ln_probe.analyses.lab.depth.depth import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
 from ln_probe.analyses.lab.depth.depth import training as schedule
-from ln_probe.analyses.lab.depth.depth_findings import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
-from ln_probe.analyses.lab.depth.depth_task import BINS, EVALUATION_WORDS, KEYS, BlockTask, Cell, measure
+from ln_probe.analyses.lab.depth.depth_task import (
+    BINS,
+    EVALUATION_WORDS,
+    KEYS,
+    BlockTask,
+    Cell,
+    measure,
+    predicted_depth,
+)
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.intervals import doubt
-from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig
 from ln_probe.analyses.probes.text import counted

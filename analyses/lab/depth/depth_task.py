@@ -2,19 +2,275 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.depth.block_languages import D_VOCAB, BlockWords, exact_match, sample_block_words
+from ln_probe.analyses.lab.depth.crasp import parse
+from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.training import step_generator
-from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+
+MAJORITY = "majority := #[Q_a] > #[Q_b]"
+
+DYCK_1 = """
+open := #[Q_"("]
+close := #[Q_")"]
+never_negative := #[open < close] == 0
+dyck := open == close and never_negative
+"""
+
+A_N_B_N = """
+in_order := #[Q_a and #[Q_b] > 0] == 0    // no a after a b
+a_n_b_n := in_order and #[Q_a] == #[Q_b]
+"""
+
+A_N_B_N_C_N = """
+in_order := #[Q_a and #[Q_b or Q_c] > 0 or Q_b and #[Q_c] > 0] == 0
+a_n_b_n_c_n := in_order and #[Q_a] == #[Q_b] and #[Q_b] == #[Q_c]
+"""
+
+L_5 = "l_5 := #[Q_a] - #[Q_b] < 5 and #[Q_b] - #[Q_a] < 5"
+
+SYMBOLS = "ab"
+
+
+def block_symbol(number: int) -> str:
+    """The letter of the block with this number (from 1): a, b, a, b, …"""
+    return SYMBOLS[(number - 1) % 2]
+
+
+def _check_blocks(k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k must be at least 1 block, got {k}")
+
+
+def _reached(last: int) -> list[str]:
+    """Definitions `in_j`: the position lies in block j or later of a word that begins with a (depth j - 1)."""
+    lines = ["in_1 := true"]
+    for block in range(2, last + 1):
+        lines.append(f"in_{block} := #[in_{block - 1} and Q_{block_symbol(block)}] > 0")
+    return lines
+
+
+def last_block(k: int) -> str:
+    """A program that holds exactly on the last block of a word of L_k; its depth is max(0, k - 2).
+
+    A position is in the last block if an earlier one was in block k - 1 and it carries the last letter.
+
+    Raises:
+        ValueError: k below 1.
+    """
+    _check_blocks(k)
+    if k == 1:
+        return "last := true"
+    return "\n".join([*_reached(k - 1), f"last := in_{k - 1} and Q_{block_symbol(k)}"])
+
+
+def blocks(k: int) -> str:
+    """A program that accepts L_k (k blocks, beginning with a) among words over {a, b}; its depth is max(2, k).
+
+    Raises:
+        ValueError: k below 1.
+    """
+    _check_blocks(k)
+    begins = "begins_with_a := #[Q_b and #[Q_a] == 0] == 0"
+    return "\n".join([begins, *_reached(k + 1), f"member := begins_with_a and in_{k} and not in_{k + 1}"])
+
+
+BOS, A, B = 0, 1, 2
+D_VOCAB = 3
+IGNORED = -100  # label of BOS and of padding, torch's default ignore_index
+
+
+@dataclass(frozen=True)
+class BlockWords:
+    """Words of L_k as a model gets them, padded on the right.
+
+    Attributes:
+        tokens: BOS, then the word; [word pos].
+        labels: 1 in the last block, 0 before it, IGNORED at BOS and padding; [word pos].
+    """
+
+    tokens: Int[Tensor, "word pos"]
+    labels: Int[Tensor, "word pos"]
+
+
+def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: torch.Generator) -> BlockWords:
+    """Words of L_k: the length uniform in `lengths` (both included), the k - 1 places of change distinct and uniform.
+
+    Raises:
+        ValueError: k or size below 1, or a shortest length that has no room for k blocks.
+    """
+    low, high = lengths
+    if k < 1:
+        raise ValueError(f"k must be at least 1 block, got {k}")
+    if size < 1:
+        raise ValueError(f"at least 1 word is needed, got size={size}")
+    if not 1 <= low <= high:
+        raise ValueError(f"lengths must be a range (low, high) with 1 <= low <= high, got ({low}, {high})")
+    if low < k:
+        raise ValueError(
+            f"a word of {low} letters has no room for {k} blocks: give lengths from {k} on, or a smaller k"
+        )
+    length = torch.randint(low, high + 1, (size, 1), generator=generator)
+    place = torch.arange(1, high)  # a change at p: letter p (from 0) begins a new block
+    order = torch.rand(size, high - 1, generator=generator).masked_fill(place >= length, torch.inf)
+    changes = torch.zeros(size, high, dtype=torch.long)
+    chosen = order.argsort(dim=1)[:, : k - 1]
+    changes[:, 1:].scatter_(1, chosen, 1)
+    block = changes.cumsum(1)  # from 0
+    inside = torch.arange(high) < length
+    letters = torch.where(block % 2 == 0, A, B).masked_fill(~inside, A)
+    labels = (block == k - 1).long().masked_fill(~inside, IGNORED)
+    return BlockWords(
+        torch.cat([torch.full((size, 1), BOS), letters], dim=1),
+        torch.cat([torch.full((size, 1), IGNORED), labels], dim=1),
+    )
+
+
+def exact_match(predicted: Int[Tensor, "word pos"], labels: Int[Tensor, "word pos"]) -> Bool[Tensor, " word"]:
+    """Whether every label of a word is right, the published measure."""
+    return ((predicted == labels) | (labels == IGNORED)).all(dim=1)
+
+
+def predicted_depth(k: int) -> int:
+    """The depth of the C-RASP program that labels the last block of L_k: what the theory says a transformer needs."""
+    return parse(last_block(k)).depth
+
+
+# Stream of BOS beside its vote: with it the norm leaves BOS 1/sqrt(1 + 3) of a full vote, at every level.
+HALF_A_VOTE = math.sqrt(3)
+
+
+def gate_program(depth: int) -> str:
+    """The C-RASP program that `gate_transformer(depth)` runs.
+
+    Raises:
+        ValueError: depth below 1.
+    """
+    _check_depth(depth)
+    lines = ["level_1 := #[Q_a] > #[Q_b]"]
+    lines += [f"level_{i} := 2 * #[level_{i - 1}] > #[true]" for i in range(2, depth + 1)]
+    return "\n".join(lines)
+
+
+def gate_transformer(depth: int, norm: str = "layernorm", eps: float = 0.0, n_ctx: int = 512) -> LabTransformer:
+    """The hand-built transformer: logit 1 above logit 0 exactly where `gate_program(depth)` holds.
+
+    Args:
+        depth: layers, one COMPARE each.
+        norm: kind of every norm; those that do not scale divide by 1.
+        eps: of the norms. Counts differ by 1/t, so LayerNorm's usual 1e-5 blunts the comparison from t of about 150 on.
+        n_ctx: longest input, BOS included.
+
+    Raises:
+        ValueError: depth below 1.
+    """
+    _check_depth(depth)
+    pairs = depth + 2  # BOS, the letters' votes, one per level
+    cfg = LabConfig(
+        n_layers=depth,
+        d_model=2 * pairs,
+        n_heads=1,
+        d_head=1,
+        d_mlp=2,
+        d_vocab=D_VOCAB,
+        n_ctx=n_ctx,
+        norm=norm,
+        norm_mlp=norm,
+        norm_final=None,
+        norm_order="post",
+        positions="none",
+        tied=False,
+        act_fn="relu",
+        eps=eps,
+        affine=False,
+        affine_others=False,
+        bias_qkv=False,
+        bias_out=False,
+        bias_mlp=False,
+        bias_unembed=False,
+    )
+    model = LabTransformer(cfg).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for module in model.modules():
+            if isinstance(module, Norm) and module.divisor is not None:
+                module.divisor.fill_(1.0)
+        model.embed.W_E[BOS] = HALF_A_VOTE * _pair(0, pairs) - _pair(1, pairs)
+        # Two votes against BOS's one: only here, where no norm has made BOS's vote a half yet.
+        model.embed.W_E[A] = 2 * _pair(1, pairs)
+        model.embed.W_E[B] = -2 * _pair(1, pairs)
+        for level in range(depth):
+            below, here = _pair(level + 1, pairs), _pair(level + 2, pairs)
+            block = cast("Block", model.blocks[level])
+            block.attn.W_V[0, :, 0] = below / 2  # reads v out of (v, -v); queries and keys are 0: uniform attention
+            block.attn.W_O[0, 0] = here
+            block.mlp.W_in[:, 0], block.mlp.W_in[:, 1] = below / 2, -below / 2  # relu(v) - relu(-v) = v …
+            block.mlp.W_out[0], block.mlp.W_out[1] = -below, below  # … taken away
+        assert model.unembed.untied is not None
+        model.unembed.untied[:, 1] = _pair(depth + 1, pairs)
+    return model
+
+
+def answers(model: LabTransformer, words: Int[Tensor, "word pos"]) -> tuple[Tensor, Tensor]:
+    """What the model says at every letter (bool, [word letter]) and by what difference of logits."""
+    tokens = torch.cat([torch.full_like(words[:, :1], BOS), words], dim=1)
+    with torch.no_grad():
+        logits = model(tokens)[:, 1:]
+    margin = logits[..., 1] - logits[..., 0]
+    return margin > 0, margin.abs()
+
+
+def _pair(number: int, pairs: int) -> Tensor:
+    stream = torch.zeros(2 * pairs, dtype=torch.float64)
+    stream[2 * number], stream[2 * number + 1] = 1.0, -1.0
+    return stream
+
+
+def _check_depth(depth: int) -> None:
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1 level, got {depth}")
+
+
+def compare_table(depths: Sequence[int] = (1, 2, 3), words: int = 200, letters: int = 300) -> pd.DataFrame:
+    """The hand-built transformers on random words beside the interpreter, under every norm.
+
+    Columns: `depth, norm, eps, accuracy` (of answers), `words_right` (share of words with every answer right),
+    `smallest_gap` (least difference of logits at the last letter).
+    """
+    drawn = torch.randint(A, B + 1, (words, letters), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for depth in depths:
+        program = parse(gate_program(depth))
+        truth = torch.tensor(np.stack([program.run(["a" if i == A else "b" for i in word]) for word in drawn.tolist()]))
+        for norm, eps in ((kind, eps) for kind in NORM_KINDS for eps in ((0.0, 1e-5) if kind in SCALES else (0.0,))):
+            said, gap = answers(gate_transformer(depth, norm, eps, letters + 1), drawn)
+            right = said == truth
+            rows.append(
+                (
+                    depth,
+                    norm,
+                    eps,
+                    float(right.double().mean()),
+                    float(right.all(1).double().mean()),
+                    float(gap[:, -1].min()),
+                )
+            )
+    return pd.DataFrame(rows, columns=["depth", "norm", "eps", "accuracy", "words_right", "smallest_gap"])
+
 
 TRAIN_LENGTHS = (51, 100)
 BINS = (TRAIN_LENGTHS, (101, 150), (151, 200), (201, 250))  # up to 2.5 times the training length

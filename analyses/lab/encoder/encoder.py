@@ -9,16 +9,18 @@ keys of its context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
-from ln_probe.analyses.lab.encoder.encoder_findings import KEYS, LAYERS, LOSSES, findings
-from ln_probe.analyses.lab.encoder.encoder_model import Encoder, EncoderConfig, read_places
 from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask
 from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
@@ -27,14 +29,181 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     NORMALIZED,
     unselectable_share,
 )
+from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
 from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, checkpoint_steps, kept_beside, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.training import TrainConfig, load_weights
+from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ln_probe.analyses.lab.experiments import Request
     from ln_probe.analyses.lab.results import Results
+
+
+@dataclass(frozen=True)
+class EncoderConfig(LabConfig):
+    """Shape of an encoder: that of a lab model, and the norm that its attention reads.
+
+    Attributes:
+        norm_read: kind of the norm on the embeddings and at the end of every block but the last.
+
+    Raises (on construction):
+        ValueError: an unknown norm, a causal or pre-norm shape, a final norm, or what `LabConfig` refuses.
+    """
+
+    norm_read: str = "layernorm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_read not in NORM_KINDS:
+            raise ValueError(f"unknown norm_read {self.norm_read!r}: known norms are {', '.join(NORM_KINDS)}")
+        needs = {"causal": False, "norm_order": "post", "norm_final": None}
+        for name, wanted in needs.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(f"an encoder has {name}={wanted!r}, got {getattr(self, name)!r}")
+
+    def build(self) -> Encoder:
+        """A model of this shape, initialized from torch's global generator: the same weights under every norm."""
+        return Encoder(self)
+
+
+class Encoder(LabTransformer):
+    """A bidirectional post-norm transformer with a norm on its embeddings."""
+
+    def __init__(self, cfg: EncoderConfig) -> None:
+        super().__init__(cfg)
+        self.ln_embed = _read(cfg)
+        self.hook_embedded = HookPoint()
+        for block in (cast("Block", b) for b in list(self.blocks)[:-1]):
+            block.ln2 = _read(cfg)
+        self.setup()  # type: ignore[no-untyped-call]
+
+    def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the first block reads: embeddings and positions, normed."""
+        normed: Tensor = self.ln_embed(self.hook_embedded(super().embedded(tokens)))
+        return normed
+
+
+def _read(cfg: EncoderConfig) -> nn.Module:
+    return Norm(cfg.norm_read, cfg.d_model, eps=cfg.eps, gain=False, bias=False)
+
+
+def read_places(layer: int) -> tuple[str, str]:
+    """Hook names of what attention in a layer reads, before its norm and after."""
+    if layer == 0:
+        return "hook_embedded", "ln_embed.hook_normalized"
+    return f"blocks.{layer - 1}.hook_resid_post", f"blocks.{layer - 1}.ln2.hook_normalized"
+
+
+LAYERS = 4
+KEYS = ["shape", "norm", "step", "layer", "space", "measure"]
+LOSS, ACCURACY = "valid_loss", "valid_accuracy"
+LOSSES = (LOSS, ACCURACY)
+WHOLE = "layernorm"  # what the others are compared with
+LEFT_OUT = {
+    "projection_only": "scaling where attention reads",
+    "scaling_only": "projection where attention reads",
+    "projection_only everywhere": "scaling everywhere",
+    "scaling_only everywhere": "projection everywhere",
+}
+WIDTH = 0.17  # of a bar
+
+
+def findings(
+    values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str, ...] = ()
+) -> Results:
+    """Tables, plots and sentences.
+
+    Args:
+        values: KEYS, `seed`, `value`: unselectable shares at kept steps, held-out loss and accuracy at the last.
+        losses: the whole curves, for the record.
+        settings: of the runs, with `training` and `unigram_loss`. lost: runs that diverged.
+    """
+    shares = values["measure"].isin((FRACTION, ACCURACY))
+    parts = [summarize(values[shares], KEYS, kind="share"), summarize(values[~shares], KEYS)]
+    summary = pd.concat([p for p in parts if len(p)], ignore_index=True)
+    differences = effects_of_terms(values, int(settings["training"]["steps"]))
+    return Results(
+        summary=summary,
+        tables={"seeds": values, "curves": losses, "effects": differences},
+        figures={"unselectable": _draw(summary)},
+        conclusions=tuple(_sentences(summary, differences, settings)),
+        settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
+        diverged=lost,
+    )
+
+
+def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
+    """What leaving out a term changes at a step against LayerNorm: loss, and unselectable keys (mean over layers).
+
+    Returns:
+        shape, norm, space, measure, and the columns of `contrasted`; Holm's p is over all rows. After a norm that
+        scales no key is unselectable by theorem, so what is normalized is not compared.
+    """
+    told = values[(values["step"] == step) & values["measure"].isin((LOSS, FRACTION)) & (values["space"] != NORMALIZED)]
+    same = ["shape", "space", "measure", "seed"]
+    means = told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean()
+    pairs = means.merge(means[means["norm"] == WHOLE][[*same, "value"]], on=same, suffixes=("", "_whole"))
+    pairs = pairs[pairs["norm"] != WHOLE]
+    keys = ["shape", "norm", "space", "measure"]
+    if pairs.empty:
+        return pd.DataFrame(columns=keys)
+    return contrasted(pairs.assign(value=pairs["value"] - pairs["value_whole"]), keys)
+
+
+def _interval(row: Mapping[Any, Any], scale: float = 1.0, digits: int = 3, sign: bool = False) -> str:
+    plus = "+" if sign else ""
+    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
+    return center if np.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
+
+
+def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
+    last = summary[summary["step"] == settings["training"]["steps"]]
+    for shape in dict.fromkeys(last["shape"]):
+        part = last[last["shape"] == shape]
+        loss = part[(part["measure"] == LOSS) & (part["norm"] == WHOLE)]
+        if len(loss):
+            yield (
+                f"{shape}: held-out masked loss with LayerNorm {_interval(loss.iloc[0].to_dict())} nats (seeds: "
+                f"{int(loss['seeds'].iloc[0])}); token frequencies alone give {settings['unigram_loss']:.3f}."
+            )
+        for row in differences[differences["shape"] == shape].to_dict("records"):
+            if row["measure"] == LOSS:
+                what, told = "the held-out masked loss", f"{_interval(row, sign=True)} nats"
+            else:
+                where = "as heads see them" if row["space"] == HEAD else "before the norm"
+                what = f"the share of unselectable keys {where} (mean over layers)"
+                told = f"{_interval(row, 100, 1, sign=True)} points"
+            clear = doubt(row["p_holm"], row["seeds"])
+            term = LEFT_OUT[row["norm"]]
+            yield f"{shape}: leaving out {term} changes {what} by {told} (seeds: {int(row['seeds'])}){clear}."
+
+
+def _draw(summary: pd.DataFrame) -> Figure:
+    """Unselectable keys at the last step, a panel per shape and space: bars over layers, whiskers over seeds."""
+    from matplotlib.figure import Figure as NewFigure
+
+    rows = summary[(summary["measure"] == FRACTION) & (summary["step"] == summary["step"].max())]
+    shapes, spaces = list(dict.fromkeys(rows["shape"])), (BEFORE, NORMALIZED, HEAD)
+    figure = NewFigure(figsize=(11, 2.8 * max(1, len(shapes))), layout="constrained")
+    axes = figure.subplots(max(1, len(shapes)), len(spaces), sharey=True, squeeze=False)
+    norms = list(dict.fromkeys(rows["norm"]))
+    for line, shape in zip(axes, shapes, strict=True):
+        for ax, space in zip(line, spaces, strict=True):
+            for number, norm in enumerate(norms):
+                one = rows[(rows["shape"] == shape) & (rows["space"] == space) & (rows["norm"] == norm)]
+                reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
+                at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
+                ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
+            ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
+        line[0].set_ylabel("unselectable keys")
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
 
 MEASURED = 1  # version of what is measured of a checkpoint
 HEADS = 4

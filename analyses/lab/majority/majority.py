@@ -6,24 +6,337 @@ Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority.majority_data import MajoritySize
-from ln_probe.analyses.lab.majority.majority_findings import findings, start_angles
 from ln_probe.analyses.lab.majority.majority_task import (
     BATCH,
     EPOCH,
     PARTS,
     STEPS,
     STEPS_SHOWN,
+    MajoritySize,
     MajorityTask,
     PartShrunk,
     majority_model,
+    query_angles,
 )
-from ln_probe.analyses.lab.results import Results
+from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, holm, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned, train_all
 from ln_probe.analyses.lab.training import ModelSpec, TrainConfig
+from ln_probe.analyses.probes.text import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ln_probe.analyses.lab.runs import Run
+    from ln_probe.analyses.lab.transformer import LabTransformer
+
+
+WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
+# Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
+PUBLISHED = pd.DataFrame(
+    [
+        (*cell, step, measure, value)
+        for cell, step, measure, value in (
+            (WITH, 1000, "train_loss", 0.75), (WITH, 2000, "train_loss", 0.4), (WITH, 5000, "train_loss", 0.21),
+            (WITHOUT, 1000, "train_loss", 1.5), (WITHOUT, 2000, "train_loss", 0.86),
+            (WITHOUT, 5000, "train_loss", 0.43),
+            (WITH, 1000, "test_accuracy", 0.74), (WITH, 5000, "test_accuracy", 0.93),
+            (WITHOUT, 1000, "test_accuracy", 0.52), (WITHOUT, 5000, "test_accuracy", 0.85),
+            (WITH, 0, "angle_deg", 70.0), (WITH, 17000, "angle_deg", 11.0),
+            (WITHOUT, 0, "angle_deg", 70.0), (WITHOUT, 17000, "angle_deg", 83.0),
+            (WITHOUT, -1, "times_the_steps_to_0.4", 3.0),
+        )
+    ],
+    columns=["norm", "radius", "step", "measure", "published"],
+)  # fmt: skip
+MEASURES = ("train_loss", "test_loss", "test_accuracy", "angle_deg", "score_sd")
+LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
+WHENEVER = -1  # the `step` of measures that are not taken at a step
+_SMALL_SCORES, _SMALL_VALUES = (f"1/sqrt(d) for {part}" for part in PARTS)
+# Differences between cells, each paired by seed (same data, same order): the second minus the first.
+CONTRASTS = {
+    "the published gap": (WITH, WITHOUT),
+    "no projection, at radius sqrt(d)": (WITH, ("scaling_only", "sqrt(d)")),
+    "no projection, at radius 1/sqrt(d)": (("layernorm", "1/sqrt(d)"), WITHOUT),
+    "size 1/sqrt(d), with projection": (WITH, ("layernorm", "1/sqrt(d)")),
+    "size 1/sqrt(d), without projection": (("scaling_only", "sqrt(d)"), WITHOUT),
+    "size 1/sqrt(d) of queries and keys alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_SCORES)),
+    "size 1/sqrt(d) of values alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_VALUES)),
+    "size 1/sqrt(d) of queries and keys, beside such values": (("scaling_only", _SMALL_VALUES), WITHOUT),
+}
+TESTED = "train_loss"  # what sentences compare: Holm's p is over it, at the steps shown
+_MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that nobody published
+KEYS = ["norm", "radius", "step", "measure"]
+
+
+def findings(
+    table: pd.DataFrame,
+    start: pd.DataFrame,
+    settings: Mapping[str, Any] | None = None,
+    lost: tuple[str, ...] = (),
+) -> Results:
+    """Tables, plots and sentences from what the runs have reached.
+
+    Args:
+        table: norm, radius, seed, step, measure, value.
+        start: the same of what can be told before training (`start_angles`).
+        settings, lost: for the record.
+
+    Raises:
+        ValueError: nothing has been measured.
+    """
+    if table.empty:
+        raise ValueError("no run has been evaluated yet: leave out --collect to train")
+    table = table[table["measure"].isin(MEASURES)].reset_index(drop=True)
+    steps = [s for s in STEPS_SHOWN if s in set(table["step"])]
+    times = _times(table)
+    shown = pd.concat([start, table[table["step"].isin(steps)], _all_reached(times)], ignore_index=True)
+    summary = summarized(shown, PUBLISHED)
+    contrasts = _contrasts(table[table["step"].isin(steps)])
+    return Results(
+        summary=summary,
+        tables={"contrasts": contrasts, "curves": table, "steps_to": times},
+        figures={"curves": _plot(table)},
+        conclusions=(*_sentences(contrasts, summary, steps), *_part_sentences(contrasts), *_speed(times)),
+        settings={
+            **(settings or {}),
+            "published": "read off the plots of figures 1 to 3",
+            "seeds": sorted({int(seed) for seed in table["seed"]}),
+        },
+        diverged=lost,
+    )
+
+
+def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
+    """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
+    shares = values["measure"].eq("test_accuracy")
+    parts = [summarize(values[~shares], KEYS, published), summarize(values[shares], KEYS, published, kind="share")]
+    found = pd.concat([part for part in parts if len(part)], ignore_index=True)
+    angles = found["measure"].eq("angle_deg")
+    found.loc[angles, ["ci_low", "ci_high"]] = found.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
+    return found
+
+
+def start_angles(runs: Iterable[Run]) -> pd.DataFrame:
+    """Angles before training, in long form (every class is as frequent as any other)."""
+    rows = []
+    for run in runs:
+        torch.manual_seed(run.seed)
+        model = cast("LabTransformer", run.spec.build())
+        with calibrate(model):
+            angle = float(query_angles(model).mean())
+        rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg", "value": angle})
+    return pd.DataFrame(rows)
+
+
+def _times(table: pd.DataFrame) -> pd.DataFrame:
+    """Steps of every run to a training loss, and how many times those of `WITH` with the same seed.
+
+    Columns: norm, radius, seed, level, `steps` (interpolated between evaluations), `reached`, `times` (NaN if `WITH`
+    has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
+    """
+    rows = []
+    losses = table[table["measure"] == "train_loss"]
+    for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
+        run = run.sort_values("step")
+        for level in LEVELS:
+            steps = _first_below(run["step"], run["value"], level)
+            reached = not math.isnan(steps)
+            rows.append((norm, radius, seed, level, steps if reached else float(run["step"].iloc[-1]), reached))
+    found = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
+    first = found[(found["norm"] == WITH[0]) & (found["radius"] == WITH[1]) & found["reached"]]
+    reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
+    times = found.merge(reference, on=["seed", "level"], how="left")
+    return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
+
+
+def _all_reached(times: pd.DataFrame) -> pd.DataFrame:
+    """`_times` in long form, of the cells whose seeds have all come there: of the others a mean would be too small."""
+    complete = times[times.groupby(["norm", "radius", "level"])["reached"].transform("all")]
+    parts = []
+    for column, name in (("steps", "steps_to"), ("times", "times_the_steps_to")):
+        measure = [f"{name}_{level:g}" for level in complete["level"]]
+        parts.append(complete.assign(value=complete[column], measure=measure, step=WHENEVER))
+    return pd.concat(parts, ignore_index=True)[["norm", "radius", "seed", "step", "measure", "value"]]
+
+
+def _speed(times: pd.DataFrame) -> Iterator[str]:
+    """How many times LayerNorm's steps the others take: medians, which slow seeds cannot make smaller."""
+    for level in LEVELS[:2]:
+        for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
+            cell = times[(times["norm"] == norm) & (times["radius"] == radius) & (times["level"] == level)]
+            cell = cell.dropna(subset="times")
+            if cell.empty:
+                continue
+            median, most = cell["times"].median(), cell["times"].where(cell["reached"], np.inf).median()
+            bound = "" if median == most else "at least "
+            here = (PUBLISHED["norm"] == norm) & (PUBLISHED["radius"] == radius)
+            theirs = PUBLISHED[here & (PUBLISHED["measure"] == f"times_the_steps_to_{level:g}")]["published"]
+            beside = "".join(f"; published {x:g}" for x in theirs)
+            yield (
+                f"To a training loss of {level:g}, {norm} at radius {radius} takes {bound}{median:.2f} times the "
+                f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there; not "
+                f"tested{beside})."
+            )
+
+
+def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
+    below = np.flatnonzero(loss.to_numpy() <= level)
+    if not len(below):
+        return np.nan
+    i = int(below[0])
+    if i == 0:
+        return float(step.iloc[0])
+    part = (loss.iloc[i - 1] - level) / (loss.iloc[i - 1] - loss.iloc[i])
+    return float(step.iloc[i - 1] + part * (step.iloc[i] - step.iloc[i - 1]))
+
+
+def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
+    """Paired differences of `CONTRASTS` with their intervals, over the seeds whose cells have all come that far.
+
+    (All of those that any seed has taken that far: to the end only some are trained.)
+    """
+    wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
+    cells = [cell for cell in (*CONTRASTS["the published gap"], *_MATCHED) if cell in wide]
+    parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
+    wide = pd.concat(parts) if parts else wide
+    rows = []
+    for name, (first, second) in CONTRASTS.items():
+        if first in wide and second in wide:
+            difference = (wide[second] - wide[first]).dropna().rename("value").reset_index()
+            rows.append(difference.assign(contrast=name))
+    if not rows:
+        return pd.DataFrame(columns=["contrast", "step", "measure"])
+    found = contrasted(pd.concat(rows, ignore_index=True), ["contrast", "step", "measure"])
+    found.loc[found["measure"] != TESTED, "p"] = np.nan
+    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    p_holm: float
+
+    @property
+    def told(self) -> bool:
+        """Whether Holm's p lets it be spoken of as an effect."""
+        return self.p_holm < SIGNIFICANT
+
+    @property
+    def doubt(self) -> str:
+        return "" if self.told else ": no difference that these seeds can tell"
+
+    def __str__(self) -> str:
+        text = f"{self.mean:.2f}"
+        return text if math.isnan(self.low) else f"{text} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def _estimate(table: pd.DataFrame, **where: object) -> _Estimate | None:
+    """The row of a summary where all these columns have these values; None if there is none."""
+    rows = table
+    for column, value in where.items():
+        rows = rows[rows[column] == value]
+    if rows.empty:
+        return None
+    mean, low, high = (float(rows[c].iloc[0]) for c in ("mean", "ci_low", "ci_high"))
+    p_holm = float(rows["p_holm"].iloc[0]) if "p_holm" in rows else math.nan
+    return _Estimate(mean, low, high, int(rows["seeds"].iloc[0]), p_holm)
+
+
+def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[int]) -> list[str]:
+    found: list[str] = []
+    verdict = ""
+    for step in steps:
+        gap, matched, size = (
+            _estimate(contrasts, contrast=name, step=step, measure="train_loss")
+            for name in ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
+        )
+        if gap is None or matched is None or size is None:
+            continue
+        if not gap.told:
+            found.append(
+                f"Step {step}: the published comparison gives no gap in training loss that these seeds can tell ({gap} "
+                f"nats; seeds: {gap.seeds}); leaving projection out at the same size changes it by "
+                f"{matched}{matched.doubt}."
+            )
+            continue
+        share = matched.mean / gap.mean
+        found.append(
+            f"Step {step}: the published comparison gives a gap in training loss of {gap} nats. Leaving projection out "
+            f"at the same size accounts for {matched} of it ({100 * share:.0f} %{matched.doubt}), then shrinking all "
+            f"that attention reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
+        )
+        cause = "size, not projection" if share < 0.5 else "projection, not size"
+        effect = "makes no difference that these seeds can tell"
+        if matched.told:
+            effect = "costs something of its own" if matched.mean > 0 else "even helps"
+        verdict = (
+            f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
+            f"{effect} ({matched} nats; seeds: {gap.seeds})."
+        )
+    angles = summary[(summary["measure"] == "angle_deg") & (summary["step"] == max(steps, default=0))]
+    told = [
+        f"{norm} at {radius} {angle}° ({counted(angle.seeds, 'seed')})"
+        for norm, radius in dict.fromkeys(zip(angles["norm"], angles["radius"], strict=True))
+        if (angle := _estimate(angles, norm=norm, radius=radius)) is not None
+    ]
+    if told:
+        found.append(f"Angle of queries to the ones-vector at step {max(steps)}: {'; '.join(told)}.")
+    return [verdict, *found] if verdict else found
+
+
+def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
+    """Which part of the smaller norm costs the loss: small scores, small values, or both."""
+    names = [n for n in CONTRASTS if "of queries and keys" in n or "of values" in n]
+    for row in contrasts[contrasts["contrast"].isin(names) & (contrasts["measure"] == "train_loss")].to_dict("records"):
+        told = doubt(row["p_holm"], row["seeds"])
+        interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
+        yield (
+            f"Step {row['step']}: {row['contrast']}, without projection, changes the training loss by "
+            f"{row['mean']:+.2f}{interval} nats (seeds: {row['seeds']}){told}."
+        )
+
+
+def _plot(table: pd.DataFrame) -> Figure:
+    """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
+    from matplotlib.figure import Figure as NewFigure
+
+    shown = {"train_loss": "training loss (nats)", "test_accuracy": "test accuracy", "angle_deg": "query to ones (°)"}
+    figure = NewFigure(figsize=(15, 4.2))
+    axes = figure.subplots(1, len(shown))
+    cells = list(dict.fromkeys(zip(table["norm"], table["radius"], strict=True)))
+    means = summarized(table[table["measure"].isin(shown)])
+    for axis, (measure, label) in zip(axes, shown.items(), strict=True):
+        for i, cell in enumerate(cells):
+            rows = means[(means["norm"] == cell[0]) & (means["radius"] == cell[1]) & (means["measure"] == measure)]
+            rows = rows[rows["step"] % 100 == 0].sort_values("step")
+            axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
+            axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
+            told = PUBLISHED[
+                (PUBLISHED["norm"] == cell[0]) & (PUBLISHED["radius"] == cell[1]) & (PUBLISHED["measure"] == measure)
+            ]
+            axis.plot(told["step"], told["published"], "x", color=f"C{i}")
+        axis.set_xlabel("step")
+        axis.set_ylabel(label)
+        bottom, top = means.loc[means["measure"] == measure, "mean"].agg(["min", "max"])
+        axis.set_ylim(*((0, 90) if measure == "angle_deg" else (0.8 * bottom, 1.05 * top)))  # wide intervals are cut
+    axes[0].set_yscale("log")
+    axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
+    figure.tight_layout()
+    return figure
+
 
 MILESTONE = 5_000  # steps that every run gets to before any goes on
 EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs

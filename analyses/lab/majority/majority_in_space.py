@@ -18,10 +18,8 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
-from ln_probe.analyses.lab.intervals import doubt
-from ln_probe.analyses.lab.majority.majority_data import MajoritySize
-from ln_probe.analyses.lab.majority.majority_task import MajorityTask, majority_model
-from ln_probe.analyses.lab.results import Results, contrasted, summarize
+from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, checkpoint_steps, weights_of
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, load_weights

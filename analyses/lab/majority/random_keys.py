@@ -20,8 +20,7 @@ from tqdm.auto import tqdm
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.lab.intervals import binomial_interval, share_interval_of
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, binomial_interval, share_interval_of, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
