@@ -10,6 +10,7 @@ further (more steps): then it takes the whole place of the kept one.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.lab.experiments import EXPERIMENT_FILE
-from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import RESULTS_FILE, Results, write_results
+from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, RESULTS_FILE, Results, folder, write_results
 
 Tables = Mapping[str, pd.DataFrame]
 Settings = Mapping[str, Any]
@@ -33,173 +33,68 @@ class Kept:
     """How the results of an experiment are made of what is committed.
 
     Attributes:
+        module, function: what makes them, of the tables in this order.
         tables: that hold the values of every seed; the first tells which runs there are.
         keys: columns that, with `seed`, say which run a row is of; empty: nothing can be added.
-        rebuild: from the tables and the settings of the kept results.
+        with_settings: the function takes the settings of the kept results, too.
     """
 
+    module: str
     tables: tuple[str, ...]
-    keys: tuple[str, ...]
-    rebuild: Callable[[Tables, Settings], Results]
+    keys: tuple[str, ...] = ()
+    with_settings: bool = False
+    function: str = "findings"
 
-
-def _depth(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.depth.depth import findings, training
-
-    return findings(tables["exact_match"], training=vars(training(False, 0)))
-
-
-def _depth_deep(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.depth.depth_deep import findings
-
-    return findings(tables["exact_match"])
-
-
-def _longer_inputs(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.approximation.longer_inputs import findings
-
-    return findings(tables["errors"], tables["solved"])
-
-
-def _adaptive_memory(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.approximation.adaptive_memory import findings
-
-    return findings(tables["errors"])
-
-
-def _dot_product_text(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.approximation.approximation_text import findings
-
-    return findings(tables["losses"], settings)
-
-
-def _counting(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.counting.counting import findings
-
-    return findings(tables["values"])
-
-
-def _counting_budget(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.counting.qrnn_budget import findings
-
-    return findings(tables["values"])
-
-
-def _saturated(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.counting.saturated_states import findings
-
-    return findings(tables["values"], tables["growth"])
-
-
-def _rational(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.counting.rational_recurrence import findings
-
-    return findings(tables["values"], tables["errors"])
-
-
-def _traces(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.counting.counting_traces import findings
-
-    return findings(dict(tables))
-
-
-def _compiler(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.compiler.compiler import findings
-
-    return findings(tables["agreement"], tables["operations"], tables["lengths"])
-
-
-def _approximation(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.approximation.approximation import findings
-
-    return findings(tables["errors"])
-
-
-def _majority(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.experiments import Request
-    from ln_probe.analyses.lab.majority import majority
-    from ln_probe.analyses.lab.majority.majority import findings, start_angles
-
-    curves = tables["curves"]
-    there = set(curves[["norm", "radius", "seed"]].drop_duplicates().itertuples(index=False, name=None))
-    seeds = tuple(sorted({seed for _, _, seed in there}))
-    runs = [r for r in majority.make_runs(Request(Path("."), seeds)) if (*r.keys.values(), r.seed) in there]
-    return findings(curves, start_angles(runs), majority.settings(runs[0]))
-
-
-def _majority_in_space(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.majority.majority_in_space import findings
-
-    return findings(tables["coordinates"], tables["scores"], settings)
-
-
-def _encoder(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.encoder.encoder import findings
-
-    return findings(tables["seeds"], tables["curves"], settings)
-
-
-def _encoder_passages(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.encoder.encoder_passages import findings
-
-    return findings(tables["values"], settings)
-
-
-def _language_model(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.language_model.published_language_model import findings
-
-    return findings(tables["seeds"], tables["curves"], settings)
-
-
-def _bundled(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.language_model.bundled_seeds import findings
-
-    return findings(tables["seeds"])
-
-
-def _random_keys(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.majority.random_keys import findings
-
-    return findings(tables["maps"])
-
-
-def _remove_norm(tables: Tables, settings: Settings) -> Results:
-    from ln_probe.analyses.lab.removal.remove_norm import results_of
-
-    return results_of(tables["seeds"], tables["curves"], settings)
+    def rebuild(self, tables: Tables, settings: Settings) -> Results:
+        made: Callable[..., Results] = getattr(
+            importlib.import_module(f"ln_probe.analyses.lab.{self.module}"), self.function
+        )
+        return made(*(tables[name] for name in self.tables), *([settings] if self.with_settings else []))
 
 
 _OF_SEEDS = ("seeds", "finished")  # settings that say which runs there are
 _COUNTS_MISSES = ("depth", "depth_deep")
+_LANGUAGE_MODEL = Kept(
+    "language_model.published_language_model", ("seeds", "curves"), ("norm", "divisor"), with_settings=True
+)
 
 KEPT = {
-    "depth": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth),
-    "depth_deep": Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), _depth_deep),
-    "longer_inputs": Kept(("errors", "solved"), (), _longer_inputs),
-    "adaptive_memory": Kept(("errors",), ("heads", "width", "dot_product"), _adaptive_memory),
-    "dot_product_text": Kept(("losses",), ("layers", "heads", "dot_product", "norm"), _dot_product_text),
-    "counting": Kept(("values",), ("task", "model", "norm", "norm_site"), _counting),
-    "counting_budget": Kept(("values",), ("task", "model", "lr"), _counting_budget),
-    "saturated_states": Kept(("values", "growth"), (), _saturated),
-    "rational_recurrence": Kept(("values", "errors"), (), _rational),
-    "counting_traces": Kept(
-        ("networks", "dimensions", "traces", "readings", "moves"), ("task", "model", "norm", "norm_site"), _traces
+    "depth": Kept(
+        "depth.depth", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="kept_findings"
     ),
-    "compiler": Kept(("agreement", "operations", "lengths"), (), _compiler),
+    "depth_deep": Kept("depth.depth_deep", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
+    "longer_inputs": Kept("approximation.longer_inputs", ("errors", "solved")),
+    "adaptive_memory": Kept("approximation.adaptive_memory", ("errors",), ("heads", "width", "dot_product")),
+    "dot_product_text": Kept(
+        "approximation.approximation_text", ("losses",), ("layers", "heads", "dot_product", "norm"), with_settings=True
+    ),
+    "counting": Kept("counting.counting", ("values",), ("task", "model", "norm", "norm_site")),
+    "counting_budget": Kept("counting.qrnn_budget", ("values",), ("task", "model", "lr")),
+    "saturated_states": Kept("counting.saturated_states", ("values", "growth")),
+    "rational_recurrence": Kept("counting.rational_recurrence", ("values", "errors")),
+    "counting_traces": Kept(
+        "counting.counting_traces",
+        ("networks", "dimensions", "traces", "readings", "moves"),
+        ("task", "model", "norm", "norm_site"),
+        function="kept_findings",
+    ),
+    "compiler": Kept("compiler.compiler", ("agreement", "operations", "lengths")),
     "approximation": Kept(
+        "approximation.approximation",
         ("errors",),
         ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),
-        _approximation,
     ),
-    "majority": Kept(("curves",), ("norm", "radius"), _majority),
-    "majority_in_space": Kept(("coordinates", "scores"), ("norm", "radius"), _majority_in_space),
-    "encoder": Kept(("seeds", "curves"), ("shape", "norm"), _encoder),
-    "encoder_passages": Kept(("values",), ("shape", "norm"), _encoder_passages),
-    "language_model": Kept(("seeds", "curves"), ("norm", "divisor"), _language_model),
-    "language_model_full": Kept(("seeds", "curves"), ("norm", "divisor"), _language_model),
-    "language_model_bundled": Kept(("seeds",), ("norm",), _bundled),
-    "random_keys": Kept(("maps",), (), _random_keys),
-    "remove_norm": Kept(("seeds", "curves"), ("model",), _remove_norm),
+    "majority": Kept("majority.majority", ("curves",), ("norm", "radius"), function="kept_findings"),
+    "majority_in_space": Kept(
+        "majority.majority_in_space", ("coordinates", "scores"), ("norm", "radius"), with_settings=True
+    ),
+    "encoder": Kept("encoder.encoder", ("seeds", "curves"), ("shape", "norm"), with_settings=True),
+    "encoder_passages": Kept("encoder.encoder_passages", ("values",), ("shape", "norm"), with_settings=True),
+    "language_model": _LANGUAGE_MODEL,
+    "language_model_full": _LANGUAGE_MODEL,
+    "language_model_bundled": Kept("language_model.bundled_seeds", ("seeds",), ("norm",)),
+    "random_keys": Kept("majority.random_keys", ("maps",)),
+    "remove_norm": Kept("removal.remove_norm", ("seeds", "curves"), ("model",), True, "results_of"),
 }
 
 
@@ -316,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--add is for one experiment")
     for experiment in args.experiment:
         results = rebuilt(experiment, args.add)
-        out = Path(__file__).parent / "published" / experiment
+        out = PUBLISHED_FOLDER / experiment
         command, seconds = f"python -m ln_probe.analyses.lab.keeping {experiment}", 0.0
         if (out / RESULTS_FILE).exists():
             before = json.loads((out / RESULTS_FILE).read_text())

@@ -142,7 +142,7 @@ def _kept(experiment: str) -> set[tuple[Any, ...]]:
         return set()
     from ln_probe.analyses.lab.depth.depth_task import KEYS
     from ln_probe.analyses.lab.keeping import table_at
-    from ln_probe.analyses.lab.published import folder
+    from ln_probe.analyses.lab.results import folder
 
     table = table_at(folder("depth"), "exact_match")
     return set(table[[*KEYS, "seed"]].drop_duplicates().itertuples(index=False, name=None))

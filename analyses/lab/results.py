@@ -147,6 +147,7 @@ def _t(seeds: int) -> float:
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
 LONG = 1000  # rows; a longer table is parquet
 STATISTICS = ("mean", "ci_low", "ci_high", "median", "sd", "seeds")
+PUBLISHED_FOLDER = Path(__file__).with_name("published")  # results that are committed, a folder per experiment
 PACKAGES = ("torch", "transformer-lens", "numpy")
 
 
@@ -302,3 +303,22 @@ def _written(out: Path) -> set[str]:
         return {Path(name).name for name in (*about["tables"], *about["figures"])}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
+
+
+def kept() -> list[str]:
+    """The experiments of which results are kept."""
+    return sorted(p.parent.name for p in PUBLISHED_FOLDER.glob("*/results.json"))
+
+
+def folder(experiment: str) -> Path:
+    """Where the kept results of an experiment lie.
+
+    Raises:
+        FileNotFoundError: nothing was kept of it (says what was), or this is an installed package, which has none.
+    """
+    found = PUBLISHED_FOLDER / experiment
+    if not kept():
+        raise FileNotFoundError("an installed ln_probe holds no kept results: they are in the source's analyses/lab")
+    if not found.is_dir():
+        raise FileNotFoundError(f"no kept results of {experiment!r}: there are {', '.join(kept())}")
+    return found

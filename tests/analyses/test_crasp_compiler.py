@@ -25,7 +25,7 @@ from ln_probe.analyses.lab.depth.depth_task import answers, gate_program, gate_t
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.published import folder
+from ln_probe.analyses.lab.results import folder
 from ln_probe.analyses.lab.training import load_run
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.cli import app

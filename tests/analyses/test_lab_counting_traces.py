@@ -30,7 +30,7 @@ from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentT
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.published import folder
+from ln_probe.analyses.lab.results import folder
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.training import TrainConfig
 

@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at, with_seeds
-from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, interval, png
+from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, folder, interval, png
 
 THERE = [name for name in KEPT if (Path(folder("depth")).parent / name / "results.json").exists()]
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"

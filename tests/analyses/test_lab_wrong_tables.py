@@ -17,7 +17,7 @@ from ln_probe.analyses.lab.compiler.compiler import FEW_WORDS, PROGRAMS, agreeme
 from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
 from ln_probe.analyses.lab.keeping import check_added, rebuilt, table_at
 from ln_probe.analyses.lab.language_model import bundled_seeds
-from ln_probe.analyses.lab.published import folder
+from ln_probe.analyses.lab.results import folder
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
 from ln_probe.analyses.lab.runs import Run
 from ln_probe.analyses.lab.training import DivergedError, train

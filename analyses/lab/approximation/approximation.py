@@ -43,8 +43,7 @@ from ln_probe.analyses.lab.approximation.rates import (
 from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.published import folder
-from ln_probe.analyses.lab.results import Results, doubt, effects, holm, summarize
+from ln_probe.analyses.lab.results import Results, doubt, effects, folder, holm, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.training import TrainConfig, step_generator
 from ln_probe.analyses.probes.text import counted

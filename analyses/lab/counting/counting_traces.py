@@ -539,3 +539,15 @@ def _each(networks: pd.DataFrame) -> Iterator[str]:
             f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; "
             f"all dimensions that turn, {row['carried_by_turning']:.2f} k."
         )
+
+
+def kept_findings(
+    networks: pd.DataFrame,
+    dimensions: pd.DataFrame,
+    traces: pd.DataFrame,
+    readings: pd.DataFrame,
+    moves: pd.DataFrame,
+) -> Results:
+    """The results of kept tables."""
+    tables = {"networks": networks, "dimensions": dimensions, "traces": traces, "readings": readings, "moves": moves}
+    return findings(tables)

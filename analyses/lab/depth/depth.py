@@ -452,3 +452,8 @@ def run(request: Request) -> Results:
     lost = diverged(runs)
     failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
     return findings(table, failed, training=vars(training(request.quick, 0)), lost=tuple(lost.values()))
+
+
+def kept_findings(exact_match: pd.DataFrame) -> Results:
+    """The results of kept values, with the schedule that they were trained on."""
+    return findings(exact_match, training=vars(training(False, 0)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -36,7 +37,6 @@ from ln_probe.analyses.probes.text import counted
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ln_probe.analyses.lab.runs import Run
     from ln_probe.analyses.lab.transformer import LabTransformer
 
 
@@ -406,3 +406,11 @@ def settings(run: Run) -> dict[str, Any]:
         "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
         "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
     }
+
+
+def kept_findings(curves: pd.DataFrame) -> Results:
+    """The results of kept curves; the angles before training are measured again."""
+    there = set(curves[["norm", "radius", "seed"]].drop_duplicates().itertuples(index=False, name=None))
+    seeds = tuple(sorted({seed for _, _, seed in there}))
+    runs = [r for r in make_runs(Request(Path("."), seeds)) if (*r.keys.values(), r.seed) in there]
+    return findings(curves, start_angles(runs), settings(runs[0]))
