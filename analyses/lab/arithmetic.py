@@ -2,6 +2,15 @@
 
 A compiled program is right in float64 alone (`"dtype": "float64"`), and one that is compiled for fixed precision
 only where its activations are rounded (`"precision": {"bits": …, "fraction": …}`).
+
+Fixed precision outside attention: every activation but attention's scores and weights is rounded to a grid.
+
+The grid has `bits` bits, `fraction` of them behind the point: the multiples of 2^-fraction in [-2^(bits-1-fraction),
+2^(bits-1-fraction)). As in Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"), whose transformers round everywhere
+except inside attention: a weighted mean is taken exactly and rounded once. Here "exactly" is float64, and what is
+rounded are the embeddings, queries, keys, values, means, what attention and MLP write, the stream, both sides of the
+MLP's activation, and every norm's divisor and result. Rounding down keeps the sign of a mean however small it is;
+rounding to the nearest makes 0 of what is less than half a step.
 """
 
 from __future__ import annotations

@@ -4,6 +4,16 @@ summary.csv       a row per (what was varied, measure): center, interval, number
 <table>.csv       the values behind it, a row per seed; .parquet if it is long
 <figure>.png
 results.json      command, versions, settings, runs that diverged, conclusions in sentences
+
+Intervals over seeds for the three kinds of numbers the laboratory measures, and Holm's adjustment.
+
+mean    anything without a natural bound: Student's t over seeds
+share   a share of words, keys or draws, between 0 and 1: the beta (Clopper-Pearson) interval of a binomial with as many
+        trials as the spread between seeds says they are worth (Korn & Graubard 1998, Survey Methodology 24, "Confidence
+        intervals for proportions with small expected number of positive counts"); it cannot leave 0 to 1
+log     errors over many orders of magnitude: Student's t of the logarithms; it cannot fall below 0
+
+A single seed has no interval.
 """
 
 from __future__ import annotations
@@ -181,7 +191,7 @@ def summarize(
         values: long form: the columns of `keys`, `seed` and `value`.
         keys: columns that set rows apart ("norm", "step", "measure", …).
         published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
-        kind: of interval (`intervals`): "share" for what lies between 0 and 1, "log" for errors.
+        kind: of `interval`: "share" for what lies between 0 and 1, "log" for errors.
 
     Returns:
         keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,

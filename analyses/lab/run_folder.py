@@ -7,6 +7,8 @@ model.safetensors   the final one
 state.safetensors   where an interrupted run goes on
 diverged.json       the loss stopped being a number
 .lock               held by the process that trains it
+
+Tensors in a file that says what was written into it: one that was altered is noticed when it is read.
 """
 
 from __future__ import annotations

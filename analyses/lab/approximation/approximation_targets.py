@@ -11,6 +11,11 @@ the w_k were drawn is not published: here from a normal distribution with varian
 
 For a linear target and fixed slopes the best output is a least-squares problem in the coefficients of the heads and of
 the residual. The inputs are uncorrelated with variance 1, so its squared error is a squared distance of coefficients.
+
+Relative attention that is affine in its inputs: its squared error as a sum over lags, and what a sample is off by.
+
+Without an FFN, the dot product and a norm, the output is a constant and a weight per lag. Inputs are independent +1s
+and -1s, so the squared error is a sum over lags, and so is the variance of a squared error over inputs.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
 scaled down to models that a CPU trains on text the user gives; with LayerNorm, each of its terms, or none. `run_small`
 is 3b alone, with LayerNorm and a tenth of the steps: minutes.
+
+Transformers on text with logarithmic relative positions, with the dot product or without.
+
+The laboratory's transformer with its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
+trained slope p_h per head; without the dot product the first term is gone. One more lag than in `relative_transformer`
+(1 + t - s), because the first token of a text has nobody to look at but itself.
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ points of one kind. It is told only of TELLING points or more, if it lies near t
 lies much nearer than the other laws do (APART). More heads can do whatever fewer can (with coefficients of 0), so a
 solution that is no better than one of fewer heads says nothing of its own. T5's positions weigh all lags from 128 on
 alike, so their error has a known limit (`constant_tail_floor`): what is fitted is the excess over it.
+
+Is the dot product needed? Pairs of runs of one seed that differ in it alone.
+
+Wang & E (2024), section 6: 3a, on the sum 1b ("marginal"), and 3b, on text, where the model with it is always better.
 """
 
 from __future__ import annotations

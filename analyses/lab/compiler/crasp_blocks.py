@@ -2,6 +2,13 @@
 
 See `crasp_compiler` for the three constructions. No MLP has a bias: where a 1 is needed the truth value TRUE is read,
 so a block does not mind by which factor a norm scaled its input.
+
+How a compiled program's values lie in the residual stream, and an MLP that rewrites them.
+
+A truth value p takes four entries, -p, p, -q, q with q = 1 - p, so exactly two of them are not 0; fillers, whose
+number varies, keep the number of entries that are not 0 the same at every norm. All these entries are equally long and
+their sum is 0: a norm that projects has nothing to do, and one that scales divides by a number known beforehand,
+whatever the word (with `live` entries of d_model = 4 live, by half an entry's length).
 """
 
 from __future__ import annotations

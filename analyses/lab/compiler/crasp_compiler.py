@@ -13,6 +13,8 @@ constructions make a truth value of it that can be counted again:
 
 The MLPs have no biases, so a block does not mind by which factor a norm scaled its input. An output that is a count
 comes as the ratio of two logits; fixed precision has no room for it.
+
+A compiled program in the folder of a lab run, to be loaded and measured like a trained model.
 """
 
 from __future__ import annotations

@@ -5,6 +5,18 @@ factors and CONST stay inside the sum. CONDITIONAL, MIN and MAX are cases: a cou
 another where another does, and a comparison of counts with cases is a Boolean function of comparisons of sums. A
 comparison's level is its nesting of `#[…]`: all of a level's comparisons can be asked at once, of what the level below
 has answered.
+
+Boolean functions of numbered variables as reduced ordered decision diagrams: equal functions have equal numbers.
+
+After Bryant 1986. The compiler needs them for two things: to see that two formulas are the same, and to write a formula
+as a sum of conjunctions of which at most one holds (the ways from the root to "true"), which a layer of ReLUs computes.
+
+Which truth values the stream holds after every block of a compiled program, and what each block does.
+
+One attention layer per level of counting. With rounding, a comparison leaves attention as a truth value, and the
+block's MLP combines: one block per level. Without, the MLP has to sharpen the comparison first, so a level whose
+formulas combine comparisons takes a second block whose attention is off. (The kinks of one layer of ReLUs are whole
+hyperplanes; "both sums are positive" changes along half of one.)
 """
 
 from __future__ import annotations

@@ -9,6 +9,11 @@ Three parts:
   projection takes the difference, scaling removes the 1/t.
 
 The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in a one-layer transformer.
+
+A majority gate without training: LayerNorm of what attention averages.
+
+Uniform attention over a prefix of length t gives (#a / t, #b / t). Projection off the ones-vector takes half the
+difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and leaves sign(d) (1, -1) whatever t is.
 """
 
 from __future__ import annotations

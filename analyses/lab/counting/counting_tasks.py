@@ -2,6 +2,17 @@
 
 Tagging of prefixes (Merrill et al. 2020, section 5) and next-token prediction of a^n b^n (c^n) (Weiss et al. 2018,
 section 5).
+
+Languages that need a counter: samplers and labels.
+
+Every prefix of a random word gets a label (Merrill et al. 2020, "A Formal Hierarchy of RNN Architectures", section 5):
+
+    L5        | #a - #b | < 5, words uniform over {a, b}
+    anbnS     the prefix lies in a^n b^n S* for some n >= 1; half the words begin with a random a^n b^n
+    anbnaS    the same words with the labels that were released: a^n b^n a S*, so a further b never counts
+
+Words of a^n b^n and a^n b^n c^n between BOS and EOS, for prediction of the next token (Weiss, Goldberg & Yahav 2018,
+"On the Practical Computational Power of Finite Precision RNNs").
 """
 
 from __future__ import annotations

@@ -3,8 +3,22 @@
 Weiss, Goldberg & Yahav (2018) claim that LSTMs and ReLU-RNNs count and GRUs do not, and show it by traces of an LSTM's
 cell state over a^n b^n and a^n b^n c^n. Here networks are trained as `counting` trains them, with a norm in the LSTM's
 cell and without; of each, the dimension that counts is found, followed beyond the trained n, and checked against what
-the network itself does (`cell_traces`). Tasks, models and names of runs are those of `counting`: runs that it has made
+the network itself does. Tasks, models and names of runs are those of `counting`: runs that it has made
 need not be trained again if they are copied into the runs of this experiment's folder.
+
+What a recurrent network's cell does letter by letter: which dimension counts, and whether the network reads it.
+
+Weiss, Goldberg & Yahav (2018) show an LSTM that counts by the trace of its cell state over a^n b^n. Here the dimension
+is found instead of picked: over each run of one letter (a phase) a line is laid through each dimension of the state by
+least squares; a dimension is a candidate for a phase if it goes one way there and the other way in an earlier phase,
+straight in both (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an
+LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's h.
+
+Three looks at the same counter that share nothing with the fit:
+
+    differences     the mean step from letter to letter, beside the slope
+    reading         after how many b's the network first allows what comes after a^n b^n: its own count of n
+    moving          that dimension moved by the slope of k letters before the b's: does the network end k letters later?
 """
 
 from __future__ import annotations

@@ -8,6 +8,17 @@ Where the norm stands (`norm_site`):
 
 `norm="none"` is the plain cell. Inside a recurrence nothing may shrink or grow the state a little at each step, so
 `projection_only` divides by 1 here and not by a calibrated constant, and a norm on the state has no gain or bias.
+
+A recurrent layer, with or without a norm inside, there and back in compiled loops.
+
+Torch's fused recurrences have no place for a norm, and step by step autograd spends its time between kernels. Here all
+steps of a batch run in one loop, in float64, with the derivatives written out:
+
+    n = u x', x' = x or Px, u = 1/sqrt(mean(x'²) + eps)       dx' = u (dn - n mean(n dn)),  dx = dx' or P dx'
+    n = u x' with a constant u                                dx' = u dn,                   dx = dx' or P dx'
+
+Arrays are [step, row, example], so that the innermost loops run over the examples. Sums over steps and examples (the
+gradients of weights) are left to numpy.
 """
 
 from __future__ import annotations
@@ -472,7 +483,7 @@ _FUSED: dict[str, Callable[..., nn.RNNBase]] = {
 class NormedLayer(nn.Module):
     """One LSTM, GRU or Elman layer with torch's weights.
 
-    Torch runs the LSTM without a norm, compiled loops (`recurrent_steps`) all else on the CPU: 16 words of 64 letters
+    Torch runs the LSTM without a norm, compiled loops all else on the CPU: 16 words of 64 letters
     there and back take an LSTM 0.6 ms in torch's kernel and 0.9 in the loops, a GRU 4.9 and 1.5, with a norm 1.5 to 2.4
     where step by step takes 7 to 8 (`bench/recurrence.py`). Step by step (`unfused`) runs what is on another device, or
     whose norm somebody hooks.

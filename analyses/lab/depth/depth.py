@@ -4,6 +4,16 @@ After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): transformers of dep
 k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model (d_model 64, MLP 256,
 one head, no positions, words of 51 to 100 letters in training) with the norm as a switch: every norm of the model is of
 the same kind, in post- and in pre-norm order. The theory's prediction is the depth of a C-RASP program.
+
+What the depth runs show: where the boundary lies and at which threshold, and what each norm term costs beyond it.
+
+The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
+(`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
+over all depths of a side at once, from pairs of runs of one seed that differ in it alone: as many as there are seeds.
+Runs of one seed at several depths are no independent trials either: shares of runs have intervals over seeds.
+
+That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they tell
+by themselves is tested apart (`fresh_terms`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,28 @@
-"""The task of the depth experiment, its model, and what a cell of its grid is."""
+"""The task of the depth experiment, its model, and what a cell of its grid is.
+
+C-RASP programs for the languages of the laboratory, each with the depth it needs.
+
+`last_block` is the labelling task of the depth experiment and needs depth k - 2 for L_k; Yang, Cadilhac & Chiang (2025,
+"Knee-Deep in C-RASP") prove that no program of smaller depth does it.
+
+The languages L_k: words of k alternating blocks, L1 = a+, L2 = a+b+, L3 = a+b+a+, …
+
+The task of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): say at every position whether it lies in the last
+block. A program of depth k - 2 does it, and none of smaller depth.
+
+A transformer with weights set by hand that runs C-RASP's COMPARE: LayerNorm's scaling is the comparison.
+
+`gate_program(depth)` asks for a majority (depth 1), for the majority of the prefixes' majorities (depth 2), and so on.
+Compiled as in Yang & Chiang (2024, "Counting Like Transformers"), one post-norm layer per level:
+
+    attention, uniform over the prefix, averages a value v of +1 or -1 per position: (#yes - #no) / (t + 1)
+    the value is stored as a pair (v, -v), so the stream's mean is zero and projection has nothing to do
+    the MLP takes away what the level below left, so that the pair is all there is
+    the norm divides by the pair's own size: v becomes the sign of v, a truth value the next level can count
+
+Without scaling the next level averages raw differences, which is another function. Position 0 holds BOS, which votes
+"no" with half a vote at every level, so no comparison is ever tied.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,19 @@
 """Encoders of BERT's shape on masked text, without scaling or without projection: their loss and their keys.
 
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
-differs (`encoder_model`), and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the
+differs (`Encoder`), and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the
 published decoders', and d 64 with four heads of 16, in which few keys are out of reach anyway. Norms without scaling
 divide by a constant measured at initialization, so that all start at the same size. Every query of an encoder sees all
 keys of its context.
+
+An encoder of BERT's shape whose attention reads a norm of one's choice.
+
+Bidirectional, post-norm, learned positions, a norm on the embeddings (Devlin et al. 2019). As in Brody, Alon & Yahav's
+decoders (2023, section 4.2), the norms that attention reads are varied apart, and have no gain and bias: the one on the
+embeddings, and the one that ends every block but the last. MLPs read `norm`, the unembedding `norm_mlp`.
+Left out of BERT: segment embeddings (one segment), dropout, and the dense layer before the unembedding.
+
+What the encoders show: masked loss and unselectable keys, and what leaving out a term changes, paired by seed.
 """
 
 from __future__ import annotations

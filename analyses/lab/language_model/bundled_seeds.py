@@ -1,10 +1,17 @@
 """The models that ship with ln_probe, with more seeds: the same shape, text and schedule.
 
-Seed 0 is the checkpoint that ships (`bundled_language_model` trained it); the others are trained here. Measured are the
+Seed 0 is the checkpoint that ships (`main` trained it); the others are trained here. Measured are the
 held-out loss; what it rises by without the scaling, or the projection, of every norm (on every other held-out window,
 with constants from those between); and, on the keys of held-out windows, the share that no query of a head can select:
 as the model is, and with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at
 position 0, which keep a constant of their own).
+
+Language models that differ in the norm before attention, on text the user gives.
+
+Run as a module, it trains one model of the size that ships with ln_probe (the published experiment is in
+`published_language_model.py`):
+
+    python -m ln_probe.analyses.lab.language_model --norm layernorm --out runs/lm-layernorm TEXT [TEXT…]
 """
 
 from __future__ import annotations

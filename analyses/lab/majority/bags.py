@@ -1,4 +1,18 @@
-"""Losses and gradients of rows (example, distinct token), LANES at a time, in one compiled pass there and back."""
+"""Losses and gradients of rows (example, distinct token), LANES at a time, in one compiled pass there and back.
+
+The loss of a one-layer transformer on bags of tokens, from one row per distinct token, with its gradients.
+
+Without positions, equal tokens of a sequence have equal queries, keys, values and outputs, so a sequence of T tokens is
+its counts n [token], and everything before the softmax is a table with a row per token of the vocabulary:
+
+    w(a, c) = n_c exp(S_ac) / Σ_c' n_c' exp(S_ac')         S = scores of token a's query and token c's key
+    x_a = base_a + Σ_c w(a, c) VO_c                         base = embedding + b_O,  VO = values W_O
+    logits_a = U (x_a + W_outᵀ relu(W_inᵀ LN(x_a) + b_in) + b_out)
+    loss = Σ_a n_a CE(logits_a, label) / Σ n
+
+This is exact: the same loss and gradients as T rows per sequence, but for rounding. The tables are torch's (autograd
+goes through them); the rows are done in `rows.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The majority experiment: the cells, how they are trained, and what is made of them.
 
 Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `majority_task`.
+
+What the majority runs show: figures at the published steps, and how much of the gap is projection, how much size.
 """
 
 from __future__ import annotations

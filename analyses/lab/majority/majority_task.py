@@ -6,6 +6,11 @@ projected key alike. The published comparison confounds projection with size, fo
 to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
 scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do not scale. A small norm makes values small as
 well as scores: `PartShrunk` makes one of them small and leaves the other.
+
+The data of the majority task: bags of classes of which one leads, as counts.
+
+After Brody, Alon & Yahav 2023 (section 4.1 and their published set-up): the counts are partitions of the length, in
+the order of a random depth-first search, ten examples for each with classes drawn at random.
 """
 
 from __future__ import annotations

@@ -1,9 +1,19 @@
 """What happens in a language model whose norms are removed: fine-tuned without them, beside the same with them.
 
 The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, their own mean sigmas
-(position 0 apart at first: `replaceable_norm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
+(position 0 apart at first: `ReplaceableNorm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
 fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the control: what differs between the two is
 the norms, what both have in common is the training. Each seed draws its own batches.
+
+A language model whose LayerNorms can be replaced by constants, one by one, while it trains.
+
+    LAYERNORM      Px / sigma
+    TWO_CONSTANTS  Px / c0 at position 0, Px / c elsewhere: the mean sigmas that the norm had before it was replaced
+    ONE_CONSTANT   Px / c everywhere: what the norm-free GPT-2s of Heimersheim 2024 and Baroni et al. 2025 compute
+
+Gain and bias stay, and are trained on. Position 0 is apart at first because attention sinks live there.
+
+What a language model does with its norms or without them: loss, sinks, entropy, selectability of keys, sigma.
 """
 
 from __future__ import annotations
