@@ -99,7 +99,7 @@ INTACT = Variant("intact", frozenset(), "intact", "#0072b2", "o", "", "intact", 
 SCALING_FROZEN = Variant(
     "no_scaling",
     frozenset({"scaling"}),
-    "without scaling",
+    "scaling frozen",
     "#d55e00",
     "s",
     "Freezing scaling",
@@ -111,7 +111,7 @@ SCALING_FROZEN = Variant(
 PROJECTION_REMOVED = Variant(
     "no_projection",
     frozenset({"projection"}),
-    "without projection",
+    "projection removed",
     "#009e73",
     "^",
     "Removing projection",
@@ -123,7 +123,7 @@ PROJECTION_REMOVED = Variant(
 BOTH_REMOVED = Variant(
     "neither",
     frozenset({"scaling", "projection"}),
-    "without both",
+    "both removed",
     "#cc79a7",
     "D",
     "Freezing scaling and removing projection",

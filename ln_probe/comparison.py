@@ -31,9 +31,9 @@ class Comparison:
             and with scaling frozen.
         tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
-        paired: how much more or less the loss changes in each report than in the first one, prompt by prompt
+        paired: difference in the change of the loss between each report and the first one, paired by prompt
             (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
-        notes: what else than the model differs between the first report and the others (prompts, layers, version).
+        notes: differences from the first report other than the model (prompts, layers, version).
     """
 
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ class Comparison:
         return comparison_cell(self.names, self.reports, self.summary, self.notes)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page: summary and small multiples; the path written."""
+        """Write one self-contained page with summary and small multiples, and return its path."""
         from ln_probe.page.index import IndexEntry, index_page
 
         path = Path(path)
@@ -82,12 +82,11 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:
-    """The same tables of several reports side by side.
+    """Put the tables of several reports side by side.
 
     Args:
         reports: at least one.
-        names: what to call them; None means their models' names, with the training step or a number where two are
-            the same.
+        names: one name per report; None: the models' names, with the training step or a number where two are equal.
 
     Raises:
         ValueError: no reports, or names that are not one per report and all different.
@@ -107,7 +106,7 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     )
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}
     joined = {n: _side_by_side(t, called, found) for n, t in tables.items()}
-    return Comparison(called, found, summary, joined, paired(called, found), apart(called, found))
+    return Comparison(called, found, summary, joined, paired(called, found), setup_differences(called, found))
 
 
 def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
@@ -126,7 +125,7 @@ def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report])
 
 
 def step_of(report: Report) -> int | None:
-    """The training step a report is about: `provenance["model"]["step"]`, or the number in a revision `step1000`."""
+    """Return the training step of a report: `provenance["model"]["step"]`, or the number in a revision `step1000`."""
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
@@ -135,7 +134,7 @@ def step_of(report: Report) -> int | None:
 
 
 def labels(reports: Sequence[Report]) -> tuple[str, ...]:
-    """A name per report: the model's, with its step or a number where several share it."""
+    """Return a name per report: the model's, with its step or a number where several share it."""
     plain = [r.name for r in reports]
     steps = [step_of(r) for r in reports]
     found: list[str] = []
@@ -147,7 +146,7 @@ def labels(reports: Sequence[Report]) -> tuple[str, ...]:
 
 
 def overview(report: Report) -> dict[str, float | int | None]:
-    """One row of figures about a report: shares over all keys, medians over norms and heads."""
+    """Summarize a report in one row: shares over all keys, medians over norms and heads."""
     norms, heads = report.layernorms, report.heads
     found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
     found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
@@ -165,7 +164,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
 
 
 def same_tokens(one: Report, other: Report) -> bool:
-    """Whether both say that they were measured on the same tokens."""
+    """Whether both reports were measured on the same tokens, according to their checksums."""
     first, second = (r.provenance.get("prompts", {}).get("sha256") for r in (one, other))
     return first is not None and bool(first == second)
 
@@ -175,8 +174,8 @@ def same_layers(one: Report, other: Report) -> bool:
     return asked_layers(one.provenance) == asked_layers(other.provenance)
 
 
-def apart(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> tuple[str, ...]:
-    """What else than the model differs between the baseline and the others: a sentence per kind of difference."""
+def setup_differences(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> tuple[str, ...]:
+    """Return a sentence per kind of difference, other than the model, between the baseline and the other reports."""
     first = reports[baseline] if reports else Report()
     others = [(n, r) for i, (n, r) in enumerate(zip(names, reports, strict=True)) if i != baseline]
     unpaired = ": figures side by side differ for that, too, and losses are not paired"
@@ -195,11 +194,11 @@ def apart(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) ->
 
 
 def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:
-    """Differences of `causal_prompts.delta_loss` to the baseline's, over the prompts that both have.
+    """Return differences of `causal_prompts.delta_loss` from the baseline's, over the prompts that both have.
 
     Args:
         names, reports: one name per report.
-        baseline: which of them the others are compared with.
+        baseline: index of the report that the others are compared with.
 
     Returns:
         The table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
@@ -237,7 +236,7 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
 
 
 def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
-    """With p adjusted (Holm): of signs for all rows, of means for all groups, or all single norms."""
+    """Adjust p-values (Holm): of signs over all rows; of means over all groups, and over all single norms."""
     groups, means = table["sites"].isin(GROUPS), table["p_mean"].copy()
     for mine in (groups, ~groups):
         known = table.loc[mine, "difference"].notna()

@@ -1,8 +1,8 @@
-"""What a report keeps to be looked at: attention patterns with a mark on every key, and tokens around a norm.
+"""Data that a report keeps for its pictures: attention patterns with a mark on every key, and tokens around a norm.
 
-A pattern of 512 tokens has 131 thousand weights and a small model 144 of them, so little is kept and it is said what:
-every head pooled to at most 64 × 64 cells, a few heads weight by weight, 8 bits each on a square-root scale (an error
-of at most 0.4 % of the attention, and of less where weights are small).
+A pattern of 512 tokens has 131 thousand weights, and a small model has 144 patterns. So every head is pooled to at most
+64 × 64 cells, and only a few heads are kept weight by weight. Weights have 8 bits on a square-root scale: the error is
+at most 0.4 % of the attention, and smaller for small weights.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = [
 ]
 
 EXHIBITS_FILE = "exhibits.npz"
-# A page is some megabytes, and what it shows was once in such a file; a small file that unpacks to more is none.
+# A page of some megabytes needs far less than this; a small file that unpacks to more is damaged or hostile.
 UNPACKED = 512 * 2**20
-CELLS = 64  # rows and columns of a pooled pattern: one screen's width, and what the page's size allows for 144 heads
-# What reading a cut or altered .npz raises.
+CELLS = 64  # rows and columns of a pooled pattern: as many as the page's size allows for 144 heads
+# Errors raised by reading a truncated or altered .npz file.
 _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, MemoryError, zipfile.BadZipFile, zlib.error)
 VERDICTS = ("selectable", "unselectable", "duplicate", "undecided", "not measured")
 
 
 def to_bytes(weights: Float[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape"]:
-    """Weights in 0–1 as 8 bits of their square root: small weights are told apart, 1 stays 1."""
+    """Store weights in 0–1 as 8 bits of their square root, which keeps small weights distinct and 1 exact."""
     roots = np.sqrt(np.clip(np.nan_to_num(weights), 0.0, 1.0))
     return np.asarray(np.rint(255.0 * roots), np.uint8)
 
 
 def to_weights(stored: UInt8[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-    """What `to_bytes` stored."""
+    """Return the weights that `to_bytes` stored."""
     return np.asarray(np.square(stored / 255.0))
 
 
 def bin_edges(length: int, cells: int = CELLS) -> Int[np.ndarray, " edge"]:
-    """Where `length` positions are cut into at most `cells` bins of nearly equal size: first positions, and the end."""
+    """Divide `length` positions into at most `cells` bins of nearly equal size; return first positions and the end."""
     count = min(cells, length)
     return np.rint(np.linspace(0, length, count + 1)).astype(np.int64)
 
@@ -58,7 +58,7 @@ def bin_edges(length: int, cells: int = CELLS) -> Int[np.ndarray, " edge"]:
 def pooled(
     pattern: Float[np.ndarray, "head query key"], edges: Int[np.ndarray, " edge"]
 ) -> Float[np.ndarray, "head bin bin"]:
-    """What an average query of one bin pays to all keys of another together: rows still sum to 1."""
+    """Sum the attention that an average query of one bin gives to all keys of another; rows still sum to 1."""
     sums = np.add.reduceat(np.add.reduceat(pattern, edges[:-1], axis=2), edges[:-1], axis=1)
     means: np.ndarray = sums / np.diff(edges)[None, :, None]
     return means
@@ -76,16 +76,13 @@ class PromptAttention(OneLine):
         cells: pooled patterns, as `to_bytes` stores them.
         verdict: index into VERDICTS, of all keys of the prompt and a query at its last position.
         margin: in nats (NaN: unknown or one key).
-        attainable: share of the last position's attention that a query of the observed set can give (NaN: no bound on
-            queries).
-        verdict_frozen, attainable_frozen: the same with scaling replaced by a constant.
-        received: mean share of attention that the key got from the queries after position 0 that see it, as `to_bytes`
-            stores it.
+        attainable: largest attention at the last position from queries of the observed set (NaN: no bound on queries).
+        verdict_frozen, attainable_frozen: the same with scaling frozen.
+        received: mean attention to the key from the queries after position 0 that see it, as `to_bytes` stores it.
         full: patterns weight by weight of a few (layer, head).
         causal: no weight above the diagonal.
-        cells_frozen: `cells` as they would be if keys alone were made without scaling (the variant `no_scaling`: the
-            intact model's queries); zeros in layers where nothing changes by construction, or that have no head space.
-            None: a report of an earlier version.
+        cells_frozen: `cells` with scaling frozen for the keys alone (queries are the intact model's); zeros in layers
+            where nothing changes by construction, or that have no head space. None: a report of an earlier version.
     """
 
     prompt: int
@@ -106,13 +103,13 @@ class PromptAttention(OneLine):
 
     @property
     def pooled(self) -> bool:
-        """Cells stand for more than one token."""
+        """Whether a cell represents more than one token."""
         return len(self.edges) - 1 < len(self.tokens)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SiteSample(OneLine):
-    """A sample of the vectors a norm reads, on the ones-direction and two principal axes.
+    """A sample of the vectors a norm reads, on the all-ones direction and two principal axes.
 
     Attributes:
         site, layer: which norm; kind: what it computes; d: the vectors' length.
@@ -141,14 +138,14 @@ class SiteSample(OneLine):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exhibits(OneLine):
-    """Everything a report keeps for its pictures beside the tables; `notes` say what was left out."""
+    """All data of a report for pictures; `notes` list omissions."""
 
     attention: tuple[PromptAttention, ...] = ()
     samples: tuple[SiteSample, ...] = ()
     notes: tuple[str, ...] = ()
 
     def of_prompt(self, prompt: int) -> PromptAttention:
-        """What was kept of one prompt.
+        """Return the data of one prompt.
 
         Raises:
             ValueError: nothing was (says of which prompts there is something).
@@ -165,7 +162,7 @@ class Exhibits(OneLine):
         return found
 
     def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """As arrays by name, and JSON that says what they are."""
+        """Return arrays by name, and a JSON-like index that describes them."""
         arrays: dict[str, np.ndarray] = {}
         index: dict[str, Any] = {"attention": [], "samples": [], "notes": list(self.notes)}
         groups: dict[str, Sequence[PromptAttention | SiteSample]] = {
@@ -189,7 +186,7 @@ class Exhibits(OneLine):
 
     @staticmethod
     def of_plain(arrays: Mapping[str, np.ndarray], index: Mapping[str, Any]) -> Exhibits:
-        """What `plain` was made from.
+        """Rebuild exhibits from the result of `plain`.
 
         Raises:
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
@@ -221,7 +218,7 @@ class Exhibits(OneLine):
 
     @staticmethod
     def load(path: Path) -> Exhibits:
-        """What `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ValueError: the file is damaged, or unpacks to more than UNPACKED bytes.
@@ -252,8 +249,8 @@ def by_token(exhibits: Exhibits, sinks: pd.DataFrame | None = None) -> pd.DataFr
         exhibits: `Report.exhibits`.
         sinks: `Report.sinks`, which says which tokens of which prompts are sinks. None: no token is called one.
 
-    `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is what taking
-    scaling away does to the median attainable attention: negative where the token loses.
+    `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is the change of the
+    median attainable attention when scaling is frozen.
     """
     of_sinks = SINKS.empty() if sinks is None else sinks[sinks["sink"].astype(bool)]
     known = [(int(prompt), int(at)) for prompt, at in of_sinks[["prompt", "position"]].to_numpy()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from ln_probe.analyses.files import (
 )
 from ln_probe.analyses.probes import columns as declared_here
 from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
+from ln_probe.analyses.probes.causal import family, with_today_statistics
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
@@ -46,9 +49,9 @@ _OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
 READ = (2, 3, 4)
 _FORMAT_OF_0_1_0 = 2
-# Rows that a byte of a parquet file can stand for: our tables take some bytes a row, columns of one value almost none.
+# Rows per byte of a parquet file, at most: our tables take some bytes per row, constant columns almost none.
 _ROWS_PER_BYTE = 100
-_FEW_ROWS = 1_000_000  # which are read without a look at the file's size
+_FEW_ROWS = 1_000_000  # tables of fewer rows are read whatever the file's size
 _MEANT_0_1_0 = (
     "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
     "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
@@ -63,7 +66,7 @@ _AT_THE_LAST_POSITION = (
     "position; it is `attainable_last` here. What keys can receive at any position, and whether a head's own queries "
     "reach them, is not known"
 )
-NO_NORMS = "the model has no normalization"  # how the note begins that says so
+NO_NORMS = "the model has no normalization"  # beginning of the note on such models
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "gmpy2", "python-flint", "ray")
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
@@ -77,9 +80,9 @@ class Report:
             packages' probes. `describe` says what their columns mean.
         provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
         notes: what a reader has to know before believing the tables.
-        exhibits: what is kept for pictures: attention patterns, marks of keys, vectors around the norms.
-        declared: what the tables are, by name.
-        probes: of other packages, that ran and are installed here.
+        exhibits: data for pictures: attention patterns, marks of keys, vectors around the norms.
+        declared: descriptions of the tables, by name.
+        probes: probes of other packages that ran and are installed here.
         failures: probes that failed, and why.
     """
 
@@ -125,7 +128,7 @@ class Report:
 
     @property
     def constants(self) -> Constants:
-        """What replaced each norm's sigma on every prompt: `.of(i)`, `.pooled`, `.observed`.
+        """The constants that replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
 
         Raises:
             ValueError: the report is of a version that did not keep them.
@@ -172,13 +175,12 @@ class Report:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """How what was measured differs from what was asked for, a sentence each: a part of the model or of the prompts
-        that could not be used."""
+        """Sentences on parts of the model or of the prompts that were requested but could not be used."""
         model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
         return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
 
     def describe(self, table: str) -> pd.DataFrame:
-        """What the columns of a table mean: a row per column with `column`, `dtype`, `unit`, `meaning`.
+        """Describe a table: a row per column with `column`, `dtype`, `unit`, `meaning`.
 
         Raises:
             ValueError: the report has no such table (says which there are).
@@ -197,7 +199,7 @@ class Report:
         return notebook_cell(self)
 
     def findings(self) -> list[str]:
-        """What the tables say, in plain sentences computed from them."""
+        """Return the findings: plain sentences computed from the tables."""
         return [f.text for f in ranked_findings(self)]
 
     def with_tables(self, **tables: pd.DataFrame) -> Report:
@@ -209,18 +211,17 @@ class Report:
         return replace(self, notes=(*self.notes, *notes))
 
     def attention(self, layer: int | None = None, prompt: int = 0, head: int | None = None) -> AttentionView:
-        """A map of heads and the attention of one, intact and without scaling; shows without a network.
+        """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
 
-        Patterns as circuitsvis draws them, keys marked by how hard they are to select.
+        circuitsvis draws the patterns, offline; keys are marked by how hard they are to select.
 
         Args:
-            layer, head: shown first (None: what is most affected, by the first measure of the map); the others can be
-                chosen in the picture.
+            layer, head: shown first; the others can be chosen in the picture. None: the most affected head, by the
+                first measure of the map.
             prompt: the prompt shown first.
-            head: the head enlarged first (None: the first that is kept weight by weight).
 
         Raises:
-            ValueError: nothing was kept of that layer, head or prompt (says what there is).
+            ValueError: no attention was kept for that layer, head or prompt; the message lists what was kept.
         """
         from ln_probe.page.attention import AttentionView
         from ln_probe.page.heads import HeadMap
@@ -228,7 +229,7 @@ class Report:
         return AttentionView(self.exhibits, layer, prompt, head, HeadMap.of(self))
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
-        """What the tables say of each head: effect on the loss, entropy, attention that keys can get and got, margins.
+        """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
 
         Args:
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
@@ -310,7 +311,7 @@ def load_report(folder: str | Path) -> Report:
         if content["format"] == FORMAT or "files" in content:
             content = verify(content, str(path))
         files = {str(k): str(v) for k, v in content.get("files", {}).items()}
-        version, notes = content["format"], tuple(content["notes"])
+        form, notes = content["format"], tuple(content["notes"])
         provenance = dict(content["provenance"])
         failures = tuple(Failure(**f) for f in content.get("failures", ()))
         described = {n: Table.of_plain(t) for n, t in content.get("tables", {}).items()}
@@ -318,9 +319,9 @@ def load_report(folder: str | Path) -> Report:
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         said = f"no {error} in it" if isinstance(error, KeyError) else str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path} is damaged ({said}): make the report again") from error
-    if version not in READ:
+    if form not in READ:
         known = ", ".join(map(str, READ))
-        raise ValueError(f"{path} has format {version!r}, this ln_probe reads {known}: make the report again")
+        raise ValueError(f"{path} has format {form!r}, this ln_probe reads {known}: make the report again")
     own = {t.name: t for t in declared_here.BUILT_IN}
     beside = () if files else sorted(p.stem for p in folder.glob("[!.]*.parquet"))
     names = dict.fromkeys((*own, *described, *beside))
@@ -334,14 +335,19 @@ def load_report(folder: str | Path) -> Report:
             continue
         _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
-    earlier = [n for n in ("heads", "keys") if len(tables[n]) and not _knows_positions(described.get(n))]
+    earlier = [
+        name
+        for name in ("heads", "keys")
+        if len(tables[name]) and not (name in described and any("attainable_last" in c for c in described[name].names))
+    ]
     tables |= {name: _at_the_last_position(tables[name]) for name in earlier}
     notes = (*notes, _AT_THE_LAST_POSITION) if earlier else notes
-    if version == _FORMAT_OF_0_1_0:
+    if form == _FORMAT_OF_0_1_0:
         tables["causal"] = _as_meant_today(tables["causal"])
         notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
     elif len(tables["causal"]) and "causal" in described and "family" not in described["causal"].names:
-        tables["causal"] = _with_today_statistics(tables, provenance)
+        seed = int(provenance.get("arguments", {}).get("seed", 0))
+        tables["causal"] = with_today_statistics(tables["causal"], tables["causal_prompts"], seed=seed)
         notes = (*notes, _STATISTICS_OF_TODAY) if len(tables["causal_prompts"]) else notes
     kept = folder / EXHIBITS_FILE
     _check_file(kept, files.get(EXHIBITS_FILE))
@@ -353,21 +359,15 @@ def load_report(folder: str | Path) -> Report:
     )
 
 
-def _knows_positions(described: Table | None) -> bool:
-    return described is not None and any("attainable_last" in name for name in described.names)
-
-
 def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:
-    """`heads` or `keys` of a version that knew attainable attention at the last position only, under today's names."""
+    """Rename the columns of a version that measured attainable attention at the last position only."""
     names = [name for name in map(str, table) if re.match(r"attainable(?!_(last|reach))", name)]
     moved = {name.replace("attainable", "attainable_last", 1): table[name] for name in names}
     return table.assign(**moved, **dict.fromkeys(names, float("nan")))
 
 
 def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
-    """0.1.0's effects under today's names: one constant for all positions, intervals that covered too little."""
-    from ln_probe.analyses.probes.causal import family
-
+    """Rename the effects of 0.1.0, which used one constant for all positions, and drop its too short intervals."""
     scaled = pd.Series(frozen_scaling(causal["variant"]), index=causal.index, dtype=bool)
     nothing: dict[str, Any] = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
     nothing |= {c: causal[c].where(~scaled) for c in ("loss", "kl", "top1_agreement", "entropy_change") if c in causal}
@@ -379,17 +379,8 @@ def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _with_today_statistics(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> pd.DataFrame:
-    """Loss changes of an earlier version with the statistics of this one, from what every prompt gave; as they are
-    where that was not kept."""
-    from ln_probe.analyses.probes.causal import with_today_statistics
-
-    seed = provenance.get("arguments", {}).get("seed", 0)
-    return with_today_statistics(tables["causal"], tables["causal_prompts"], seed=int(seed))
-
-
 def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
-    """A table and what it is: as the report describes it, and with the columns that this ln_probe knows of."""
+    """Read a table with its description, and add the columns that only this version of ln_probe has."""
     try:
         frame = _read_frame(file)
         table = described or known or Table.of_frame(file.stem, frame)
@@ -435,7 +426,7 @@ def _read_frame(file: Path) -> pd.DataFrame:
 
 
 def _unknown(column: Column, rows: int) -> Any:
-    """Values of a column that a report lacks."""
+    """Return missing values for a column that a report lacks."""
     if column.kind == "bool":
         return pd.array([pd.NA] * rows, dtype="boolean")
     return "" if column.kind == "text" else float("nan")
@@ -475,7 +466,7 @@ def slug(name: str) -> str:
 
 
 def ranked_findings(report: Report) -> list[Finding]:
-    """Sentences about one report, the ones that matter most to attention first; empty for an empty report."""
+    """Return the findings of all probes, the most important ones for attention first."""
     found: list[Finding] = []
     for probe in (*chosen(DEFAULT), *report.probes):
         try:
@@ -492,13 +483,10 @@ def ranked_findings(report: Report) -> list[Finding]:
 
 
 def environment() -> dict[str, str]:
-    """What a report of a fault should say: versions, the worlds that can be had, device, threads, places of caches.
+    """Return what a bug report should contain: versions, model classes, devices, threads and system.
 
     Imports torch and TransformerLens.
     """
-    import os
-    import platform
-
     import torch
 
     from ln_probe.loading.convert import has_hooked_transformer
@@ -523,15 +511,11 @@ def environment() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that numbers depend on."""
-    import platform
-
+    """Return the versions of Python and of the libraries that numbers depend on."""
     return {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES}
 
 
 def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(name)
     except PackageNotFoundError:  # not installed, or vendored

@@ -29,17 +29,21 @@ _ALIGN = 8  # typed arrays must begin at a multiple of their item's size
 
 
 @cache  # templates are compiled once
-def environment() -> jinja2.Environment:
-    """Templates: every value is escaped, and text shows its control characters."""
-    made = jinja2.Environment(
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ln_probe.page", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else disarmed(value),
     )
-    made.filters |= {"visible": visible, "shortened": shortened}
-    made.globals["zip"] = zip
-    return made
+    environment.filters |= {"visible": visible, "shortened": shortened}
+    environment.globals["zip"] = zip
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of this folder; every value is escaped, and control characters are made visible."""
+    return _environment().get_template(template).render(values)
 
 
 def packed(content: Any) -> str:

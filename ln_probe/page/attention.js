@@ -65,9 +65,9 @@ function key(i) {
   const margin = known(shown.margin), best = known(shown.attainable), frozen = known(shown.frozen);
   const parts = [data.marks[shown.marks[k]]];
   if (!Number.isNaN(margin)) parts.push(`margin ${Number(margin.toPrecision(3))} nats`);
-  if (!Number.isNaN(best)) parts.push(`can get ${share(best)} of the attention of the last position` + (Number.isNaN(frozen) ? "" : ` (${share(frozen)} without scaling)`) + `, an even share being ${share(1 / size())}`);
+  if (!Number.isNaN(best)) parts.push(`attainable attention at the last position ${share(best)}` + (Number.isNaN(frozen) ? "" : ` (${share(frozen)} with scaling frozen)`) + `; uniform attention: ${share(1 / size())}`);
   const even = evenly(i);
-  parts.push(`got ${share(weight(shown.received[k]))} from the average query that sees it` + (even ? ` (evenly: ${share(even)})` : ""));
+  parts.push(`receives ${share(weight(shown.received[k]))} from the average query that sees it` + (even ? ` (uniform: ${share(even)})` : ""));
   return { mark: shown.marks[k], text: parts.join("; ") };
 }
 
@@ -122,9 +122,9 @@ function pattern() {
   at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
   const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
   at("resolution").textContent =
-    (close ? `Tokens ${first}–${first + count - 1} of ${size()}, a cell per weight${frozen ? " (on the right all tokens, reduced)" : ""}. `
-      : pooled ? `Reduced: ${size()} tokens in ${n} × ${n} cells of ${wide} tokens; a cell is what an average query of its row pays to its keys together. ${full ? "" : "This head is not kept weight by weight. "}`
-        : "A cell per weight. ") + `The colour is full from ${share(top)} up${frozen ? ", on both sides" : ""}. Weights are kept to within 0.4 %.`;
+    (close ? `Tokens ${first}–${first + count - 1} of ${size()}, one cell per weight${frozen ? " (on the right all tokens, reduced)" : ""}. `
+      : pooled ? `Reduced: ${size()} tokens in ${n} × ${n} cells of ${wide} tokens; each cell sums the attention an average query in that row gives to its keys. ${full ? "" : "Single weights of this head are not kept. "}`
+        : "Each cell is one attention weight. ") + `The colour scale saturates at ${share(top)}${frozen ? " in both panels" : ""}. Values are accurate to 0.4 %.`;
   at("whole").hidden = !full || !pooled;
   at("back").hidden = corner === null;
   if (full && pooled) paint(at("navigator"), full, 0, size());
@@ -231,7 +231,7 @@ async function start() {
   at("navigator").addEventListener("mousemove", (e) => {
     const [q, k, byte] = read(e);
     at("where").textContent = shown.causal && k > q ? `Query ${q} does not see key ${k}.`
-      : `Query ${q} “${shown.tokens[q]}” pays ${share(weight(byte))} to key ${k} “${shown.tokens[k]}”.`;
+      : `Query ${q} “${shown.tokens[q]}” gives ${share(weight(byte))} to key ${k} “${shown.tokens[k]}”.`;
   });
   at("navigator").addEventListener("click", (e) => {
     corner = Math.max(0, Math.min(size() - WINDOW, read(e)[0] - WINDOW / 2));

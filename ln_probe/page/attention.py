@@ -1,8 +1,8 @@
-"""Attention patterns as circuitsvis draws them, with every key marked by how hard it is to select.
+"""Attention patterns drawn by circuitsvis, with every key marked by how hard it is to select.
 
-One document for the report's page and for notebooks: circuitsvis's own bundle and component, data in base64, a content
-security policy that lets nothing be fetched and nothing else run, shown in a sandboxed frame. circuitsvis's Python side
-is not used: it puts tokens into a script as they are, and takes 64 MB for a layer at 512 tokens.
+Report pages and notebooks show the same document in a sandboxed frame: circuitsvis's bundle, data in base64, and a
+content security policy that forbids fetching and other scripts. circuitsvis's Python side is not used, because it
+writes tokens into a script unescaped and needs 64 MB for a layer at 512 tokens.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from markupsafe import Markup
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
-from ln_probe.page import circuitsvis_script, compressed, environment, own_script, packed, policy
+from ln_probe.page import circuitsvis_script, compressed, own_script, packed, policy, render
 from ln_probe.page.heads import HeadMap
 
-# A key is marked hard to select if it is among this share of its head's keys that can get the least attention …
+# A key is hard to select if it is in this share of its head's keys with the least attainable attention …
 HARDEST_SHARE = 0.05
-# … and no query of the observed set gives it the greater part: keys that can be attended to are not hard, even where
-# they are their head's hardest.
+# … and no query of the observed set gives it at least this much attention.
 HARD_BELOW = 0.5
 HARD = "hard to select"
 _CODES = {"selectable": 0, "unselectable": 2, "duplicate": 2, "undecided": 3, "not measured": 3}
-MARKS = ("selectable", HARD, "unselectable", "not known")
-FRAME_HEIGHT = 1040  # pixels until the picture says how tall it is, or where nothing listens
-TALLEST = 6000  # pixels that a picture may ask a notebook for
-# In a notebook the frame follows its content, as on the report's page: an attribute, since scripts in outputs are taken
-# out or do not run. Where attributes are taken out too, the frame keeps its height and scrolls.
+MARKS = ("selectable", HARD, "unselectable", "no data")
+FRAME_HEIGHT = 1040  # pixels, until the document reports its height
+TALLEST = 6000  # pixels that a document may ask a notebook for
+# In a notebook the frame follows the height of its content through an attribute, because notebooks remove scripts from
+# outputs. Where they remove attributes too, the frame keeps its height and scrolls.
 _FITS = (
     "if(!this.fits){this.fits=1;window.addEventListener('message',e=>{const h=e.data&&e.data.lnProbeHeight;"
     f"if(e.source===this.contentWindow&&h>0&&h<{TALLEST})this.style.height=Math.ceil(h)+'px'}})}}"
@@ -41,10 +40,10 @@ _FITS = (
 
 @dataclass(frozen=True, eq=False)
 class AttentionView:
-    """What `Report.attention` returns: an interactive picture in a notebook, `to_html` for a file of its own.
+    """The result of `Report.attention`: an interactive picture in a notebook; `to_html` writes it to a file.
 
     Raises (on construction):
-        ValueError: nothing was kept of that layer, head or prompt.
+        ValueError: no attention was kept for that layer, head or prompt.
     """
 
     exhibits: Exhibits = field(repr=False)
@@ -52,7 +51,6 @@ class AttentionView:
     prompt: int = 0
     head: int | None = None
     heads: HeadMap = field(default_factory=HeadMap, repr=False)
-    _document: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         shown = self.exhibits.of_prompt(self.prompt)
@@ -62,9 +60,6 @@ class AttentionView:
         if self.layer is not None and self.layer not in shown.layers:
             kept = ", ".join(map(str, shown.layers))
             raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
-        if self.head is not None and self.head not in shown.heads:
-            kept = ", ".join(map(str, shown.heads))
-            raise ValueError(f"no attention was kept of head {self.head}: there is some of heads {kept}")
 
     def __repr__(self) -> str:
         chosen = {"layer": self.layer, "head": self.head, "prompt": self.prompt}
@@ -73,33 +68,31 @@ class AttentionView:
         return f"AttentionView({said}: {len(kept.layers)} layers of {len(kept.heads)} heads, {len(kept.tokens)} tokens)"
 
     def document(self) -> str:
-        """The picture as a whole HTML document, opening offline."""
-        if not self._document:
-            self._document.append(attention_document(self.exhibits, self.heads, self.layer, self.prompt, self.head))
-        return self._document[0]
+        """Return the picture as a whole HTML document that opens offline."""
+        return attention_document(self.exhibits, self.heads, self.layer, self.prompt, self.head)
 
     def _repr_html_(self) -> str:
         return frame(self.document(), height=FRAME_HEIGHT, fits=True)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the picture as one self-contained page; the path written."""
+        """Write the picture as one self-contained page and return its path."""
         path = Path(path)
         write_text(path, self.document())
         return path
 
 
 def scripts() -> tuple[str, str]:
-    """What runs inside the frame: its own script and circuitsvis's bundle."""
+    """Return the scripts that run inside the frame: our own and circuitsvis's bundle."""
     return own_script("unpack.js", "explorer.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:
-    """The document in a sandboxed frame: no access to the page around it, no forms, no links out.
+    """Wrap a document in a sandboxed frame, without access to the surrounding page, forms or links out.
 
     Args:
-        document: HTML that tells its height by messages.
+        document: HTML that reports its height by messages.
         height: in pixels.
-        fits: follow those messages (the report's page does that in its own script).
+        fits: follow those messages (a report's page does so in its own script).
     """
     follow = Markup('onload="{}" ').format(_FITS) if fits else ""
     return Markup(
@@ -115,11 +108,11 @@ def attention_document(
     prompt: int | None = None,
     head: int | None = None,
 ) -> str:
-    """The whole document: a map of heads, and the attention of one.
+    """Return the whole document: a map of heads, and the attention of one head.
 
     Args:
-        heads: what the map shows; None: there is none.
-        layer, prompt, head: chosen first; None: the first prompt kept, the head that is most affected.
+        heads: measures of the map; None: no map.
+        layer, prompt, head: shown first; None: the first prompt kept, the most affected head.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
@@ -139,21 +132,18 @@ def attention_document(
         "map": heads.plain(),
         "notes": exhibits.notes,
     }
-    return (
-        environment()
-        .get_template("attention.html")
-        .render(
-            policy=policy(own, bundle),
-            script=Markup(own),
-            bundle=_compressed(bundle),
-            data=packed(content),
-            hardest=f"{100 * HARDEST_SHARE:.0f} %",
-            below=f"{100 * HARD_BELOW:.0f} %",
-        )
+    return render(
+        "attention.html",
+        policy=policy(own, bundle),
+        script=Markup(own),
+        bundle=_compressed(bundle),
+        data=packed(content),
+        hardest=f"{100 * HARDEST_SHARE:.0f} %",
+        below=f"{100 * HARD_BELOW:.0f} %",
     )
 
 
-@cache  # the same in every page, and half a second
+@cache  # takes half a second, and is the same in every page
 def _compressed(bundle: str) -> str:
     return compressed(bundle.encode())
 

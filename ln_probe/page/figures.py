@@ -39,49 +39,48 @@ __all__ = [
     "unselectable_by_head",
 ]
 
-# Okabe & Ito's colours (safe for the colour-blind); a variant has the same one in every picture. On a page they are
-# variables, with lighter shades of the same hues on dark paper. Heat maps keep their own colours in both schemes: a
-# scale that is turned round would be read wrongly.
+# Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
+# On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both
+# schemes, because an inverted scale would be misread.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID = "#b0b0b0"
-DECIMALS = 2  # of coordinates: a hundredth of a unit cannot be seen, and a tenth of a page's pictures was such decimals
-POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # units of an SVG an inch, its smallest text in them, the least size in pixels
+DECIMALS = 2  # of coordinates; more decimals are invisible and made a page's pictures 10 % larger
+POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # SVG units per inch, smallest text in units, its least size in pixels
 INK = "#000000"
 _VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
-DPI = 192  # pixels per inch of what a notebook gets, which shows them at half that: sharp on dense screens
+DPI = 192  # of a notebook's picture, which is shown at half that resolution: sharp on high-density screens
 SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
-LETTERS, HANDLE = 15, 5  # of a legend: an inch holds so many, and so many make room for a line's sample
-SAME = 2e-3  # two curves closer than this, relatively, are one: 0.2 % of the axis is half a pixel
-VECTOR_CELLS = 700  # a heat map of more cells is drawn as an image: 200 layers × 32 heads would be 1 MB of rectangles
+LETTERS, HANDLE = 15, 5  # letters of a legend per inch, and the width of a line's sample in letters
+SAME = 2e-3  # relative difference below which two curves are drawn as one: half a pixel
+VECTOR_CELLS = 700  # a heat map of more cells becomes an image; 200 layers × 32 heads would be 1 MB of rectangles
 
 
 class Figure(matplotlib.figure.Figure):
-    """As matplotlib's, and the last thing in a notebook's cell it is a picture there.
+    """A matplotlib figure that a notebook shows without `%matplotlib inline`.
 
-    matplotlib shows figures of `pyplot` only, and only after `%matplotlib inline`; figures here are made without
-    pyplot, so that making many keeps none alive.
+    It is made without pyplot, which would keep every figure alive.
     """
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The picture, and the size in pixels at which it is meant to stand."""
+        """Return the picture and its size in a notebook, in pixels."""
         buffer = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # tokens of scripts that a font lacks
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # tokens in scripts that the font lacks
             self.savefig(buffer, format="png", dpi=DPI)
         width, height = (round(inches * DPI / 2) for inches in self.get_size_inches())
         return buffer.getvalue(), {"width": width, "height": height}
 
 
 def norms_over_depth(report: Report) -> Figure:
-    """Mean length of vectors before and after each norm (± one deviation before it), without position 0."""
+    """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
     rows = _sites_of(report)
     place = np.arange(len(rows))
     mean, cv = (_tail(rows, f"norm_before_{m}") for m in ("mean", "cv"))
     low = np.maximum(mean * (1 - cv), mean * 0.05)  # the axis is logarithmic
-    axes.fill_between(place, low, mean * (1 + cv), color=BLUE, alpha=0.18, lw=0, label="± one deviation")
+    axes.fill_between(place, low, mean * (1 + cv), color=BLUE, alpha=0.18, lw=0, label="± one SD")
     axes.plot(place, mean, "o-", color=BLUE, label="before the norm")
     axes.plot(place, _tail(rows, "norm_after_mean"), "s-", color=ORANGE, label="after it")
     _few_log_ticks(axes)
@@ -91,14 +90,14 @@ def norms_over_depth(report: Report) -> Figure:
 
 
 def projection_over_depth(report: Report) -> Figure:
-    """What projection removes at each norm: the share of squared length along the ones-vector, and the angle to it."""
+    """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     rows = _sites_of(report)
     place = np.arange(len(rows))
     for axes, column, label in (
         (above, "mean_share", "share of squared length"),
-        (below, "angle_to_ones_deg", "angle to ones, degrees"),
+        (below, "angle_to_ones_deg", "angle to all-ones, degrees"),
     ):
         dress(axes, label)
         every, tail = rows[column].clip(lower=1e-12), _tail(rows, column).clip(lower=1e-12)
@@ -115,11 +114,11 @@ def projection_over_depth(report: Report) -> Figure:
 
 
 def margins_over_depth(report: Report) -> Figure:
-    """How far keys can be raised above all others: the median head's median key, and its hardest twentieth (dashes)."""
+    """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
     heads = report.heads
     low = heads.loc[heads["space"] == "head", ["margin_median", "margin_p05"]].min().min()
     figure = _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=bool(low > 0))
-    if low < 0:  # no query puts such keys on top
+    if low < 0:  # no query scores such keys highest
         figure.axes[0].axhline(0, color=GRID, lw=1)
     return figure
 
@@ -129,7 +128,7 @@ def attainable_over_depth(report: Report) -> Figure:
     figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
     axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
-        axes.axhline(even, color="black", ls=":", lw=1.2, label=f"an even share, 1/n = {percent(even)}")
+        axes.axhline(even, color="black", ls=":", lw=1.2, label=f"uniform attention, 1/n = {percent(even)}")
         legend(axes)
     axes.set_ylim(bottom=0)
     return figure
@@ -146,9 +145,9 @@ def margins_by_head(report: Report) -> Figure:
 
 
 def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
-    """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where it is not known.
+    """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where data is missing.
 
-    The scale ends at `least` or higher: a map of next to nothing does not shine.
+    The colour scale ends at `least` or higher, so that tiny values do not look large.
 
     Raises:
         KeyError: no such column.
@@ -163,20 +162,8 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
     image = None
     for axes, (variant, rows) in zip(panels.flat, found, strict=False):
         grid = rows.pivot(index="layer", columns="head", values=column)
-        shown = np.ma.masked_invalid(grid.to_numpy(float))
-        image = axes.pcolormesh(
-            np.arange(shown.shape[1] + 1) - 0.5,
-            np.arange(shown.shape[0] + 1) - 0.5,
-            shown,
-            vmin=0,
-            vmax=top,
-            cmap=mpl.colormaps["cividis"].with_extremes(bad="#8c8c8c"),
-            rasterized=shown.size > VECTOR_CELLS,
-        )
+        image = draw_grid(axes, grid, 0, top, ticks=8)
         axes.set_title(VARIANTS[variant].label, fontsize=10)
-        for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
-            step = -(-len(names) // 8)
-            axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
     for axes in panels.flat[len(found) :]:
         axes.set_visible(False)
     for axes in panels[:, 0]:
@@ -189,7 +176,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
 
 
 def uniform_angle_by_layer(report: Report) -> Figure:
-    """Angle of each head's queries to the direction that attends uniformly, beside that of a random direction."""
+    """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
     figure, axes = _figure("angle, degrees")
     rows = dict(by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
     axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=BLUE, alpha=0.6, label="a head")
@@ -219,11 +206,27 @@ def entropy_by_layer(report: Report) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------------------------------------- parts
+def draw_grid(
+    axes: mpl.axes.Axes, grid: pd.DataFrame, low: float, high: float, *, ticks: int, signed: bool = False
+) -> mpl.collections.QuadMesh:
+    """Draw a layer × head table as coloured cells, with at most `ticks` labels per axis; missing values are grey."""
+    values = np.ma.masked_invalid(grid.to_numpy(float))
+    for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
+        step = -(-len(names) // ticks) or 1
+        axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
+    return axes.pcolormesh(
+        np.arange(values.shape[1] + 1) - 0.5,
+        np.arange(values.shape[0] + 1) - 0.5,
+        values,
+        vmin=low,
+        vmax=high,
+        cmap=mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad="#8c8c8c"),
+        rasterized=values.size > VECTOR_CELLS,
+    )
 
 
 def by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of head space of each variant there is, in the vocabulary's order."""
+    """Return the rows in head space of every measured variant, in the order of `VARIANTS`."""
     heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
     return [(v, heads[heads["variant"] == v]) for v in VARIANTS if len(heads) and (heads["variant"] == v).any()]
 
@@ -233,7 +236,7 @@ def _sites_of(report: Report) -> pd.DataFrame:
 
 
 def _tail(rows: pd.DataFrame, column: str) -> pd.Series:
-    """Without position 0; with it where there is no other token."""
+    """The statistic without position 0, or with it where there is no other token."""
     return rows[f"{column}_tail"].fillna(rows[column])
 
 
@@ -244,7 +247,7 @@ def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool
     for variant, rows in by_variant(report):
         grouped = rows.groupby("layer")[[middle, hard]].median()
         if log:
-            grouped = grouped.where(grouped > 0)  # 0 has no place on a logarithmic axis
+            grouped = grouped.where(grouped > 0)  # a logarithmic axis has no 0
         if grouped[middle].isna().all():
             continue
         same = next((v for v, g in lines if g.shape == grouped.shape and coincide(g, grouped)), None)
@@ -259,7 +262,7 @@ def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool
         axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
         dashed = dashed or bool(grouped[hard].notna().any())
     if dashed:
-        axes.plot([], [], "--", color="black", alpha=0.6, label="hardest twentieth")
+        axes.plot([], [], "--", color="black", alpha=0.6, label="5th percentile")
     if log:
         _few_log_ticks(axes)
     _layers(axes, report)
@@ -267,7 +270,7 @@ def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool
 
 
 def coincide(one: pd.DataFrame, other: pd.DataFrame) -> bool:
-    """Whether lines would lie on each other: nowhere farther apart than SAME of the larger one's size."""
+    """Whether two curves overlap: they differ nowhere by more than SAME, relatively."""
     return bool(np.allclose(one.to_numpy(float), other.to_numpy(float), rtol=SAME, atol=0, equal_nan=True))
 
 
@@ -281,7 +284,7 @@ def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
 
 
 def _few_log_ticks(axes: mpl.axes.Axes) -> None:
-    """Ticks for what has been drawn on a logarithmic axis: plain numbers, and several even within a decade."""
+    """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -297,7 +300,7 @@ def dress(axes: mpl.axes.Axes, ylabel: str, grid: str = "y") -> None:
 
 
 def axis_text(text: str) -> str:
-    """A name as it may stand on an axis: a dollar sign would begin a formula; long ones keep both ends."""
+    """Shorten a name in the middle and escape dollar signs, which would begin a formula."""
     cut = text if len(text) <= LABEL else f"{text[: LABEL // 2 - 1]}…{text[-LABEL // 2 :]}"
     return disarmed(cut).replace("\n", " ").replace("$", r"\$")
 
@@ -316,16 +319,16 @@ def _layers(axes: mpl.axes.Axes, report: Report) -> None:
 
 
 def legend(axes: mpl.axes.Axes) -> None:
-    """Above the axes, where it hides no data."""
-    found = axes.get_legend_handles_labels()[1]
-    if found:
+    """Put a legend above the axes, where it hides no data."""
+    labels = axes.get_legend_handles_labels()[1]
+    if labels:
         room = LETTERS * cast(Figure, axes.figure).get_figwidth()
         axes.legend(
             frameon=False,
             fontsize=8,
             loc="lower left",
             bbox_to_anchor=(0, 1.0),
-            ncols=max(1, min(3, len(found), int(room / (max(map(len, found)) + HANDLE)))),
+            ncols=max(1, min(3, len(labels), int(room / (max(map(len, labels)) + HANDLE)))),
             borderaxespad=0.2,
             handlelength=1.6,
             columnspacing=1.2,
@@ -333,15 +336,15 @@ def legend(axes: mpl.axes.Axes) -> None:
 
 
 GROUPS = ("attention", "mlp", "final", "all")
-# Where the largest change is this many times the median one, the axis is linear near 0 and logarithmic beyond: a frozen
-# scale at one attention sink can cost tens of nats (SmolLM2, layer 16: 32), and everything else would look like 0.
+# Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing the
+# scale at one attention sink can cost tens of nats (SmolLM2, layer 16: 32), next to which all else would look like 0.
 WIDE = 30.0
 
 
 def causal_effects(report: Report) -> Figure:
-    """Change of the loss when a term is switched off, 95 % intervals: per group of norms, and each norm alone.
+    """Change of the loss when a term is removed (95 % CI), for groups of norms and for each norm alone.
 
-    Terms that are not there to take away (`no_op`) are left out.
+    Edits that change nothing by construction (`no_op`) are left out.
     """
     rows = report.causal[(report.causal["variant"] != "intact") & report.causal["delta_loss"].notna()]
     if "no_op" in rows:
@@ -399,28 +402,32 @@ def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
 
 
 def _numbers(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Value and interval; an interval that is not known has no length."""
+    """Return values and interval ends; an unknown interval has length 0."""
     value, low, high = (rows[c].to_numpy(float) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
     return value, np.where(np.isfinite(low), low, value), np.where(np.isfinite(high), high, value)
 
 
 def is_wide(rows: pd.DataFrame) -> bool:
-    """Whether one change would make the others invisible on a linear axis."""
+    """Whether the largest change would make the others invisible on a linear axis."""
     sizes = rows["delta_loss"].abs()
     return bool(sizes.max() > max(1.0, WIDE * float(sizes.median())))
 
 
 def threshold(rows: pd.DataFrame) -> float:
-    """Where such an axis stops being linear."""
+    """Return the change at which a symlog axis stops being linear."""
     return max(1e-3, float(f"{rows['delta_loss'].abs().median():.1g}"))
 
 
-EDGE = 1.15  # of the circle's radius: what is farther out is drawn there, hollow
+EDGE = 1.15  # times the circle's radius; tokens farther out are drawn there, hollow
 _VIEW = {"elev": 18, "azim": -60}
 
 
 def geometry(report: Report, site: str | None = None) -> Figure:
-    """Tokens before a norm, after its projection and after its scaling, on the ones-direction and two principal axes.
+    """Tokens before a norm, after its projection and after its scaling, drawn as in Brody, Alon & Yahav 2023, figure 1.
+
+    Height is the coordinate along the all-ones direction, and the plane represents everything orthogonal to it. A
+    token's direction in the plane comes from two principal axes. Its distance from the centre is its true length there,
+    so that one can see whether all tokens are on one sphere.
 
     Args:
         report: one that keeps samples of norm inputs.
@@ -437,7 +444,7 @@ def geometry(report: Report, site: str | None = None) -> Figure:
 
 
 def most_spread(report: Report) -> SiteSample | None:
-    """The sample whose lengths vary most, position 0 left out: where scaling has most to do."""
+    """Return the sample whose lengths vary most without position 0: there scaling changes most."""
 
     def spread(sample: SiteSample) -> float:
         lengths = sample.length[sample.position > 0] if (sample.position > 0).any() else sample.length
@@ -447,9 +454,9 @@ def most_spread(report: Report) -> SiteSample | None:
 
 
 def geometry_steps(sample: SiteSample) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """What the norm does, step by step: a title, heights along the ones-vector, lengths in the plane."""
+    """Return the norm's steps: a title, heights along the all-ones direction, lengths in the plane."""
     ones, length = sample.ones.astype(float), sample.length.astype(float)
-    found = [("x, as it comes", ones, length)]
+    found = [("input x", ones, length)]
     if sample.kind in ("layernorm", "projection_only"):
         ones = np.zeros_like(ones)
         found.append(("projected: Px", ones, length))
@@ -460,7 +467,7 @@ def geometry_steps(sample: SiteSample) -> list[tuple[str, np.ndarray, np.ndarray
 
 
 def draw_geometry(sample: SiteSample) -> Figure:
-    """The picture of one sample."""
+    """Draw one sample."""
     drawn = geometry_steps(sample)
     figure = Figure(figsize=(3.1 * len(drawn), 3.7))
     angle = np.arctan2(sample.axis2.astype(float), sample.axis1.astype(float))
@@ -474,7 +481,7 @@ def draw_geometry(sample: SiteSample) -> Figure:
         radius = max(radius, 1e-12)
         reach = EDGE * radius
         size = np.hypot(length, height)
-        outside = size > EDGE * radius  # sinks: drawn at the edge, so that the rest can be seen
+        outside = size > EDGE * radius  # sinks; at the edge, so that the other tokens remain visible
         shrink = np.where(outside, EDGE * radius / np.maximum(size, 1e-300), 1.0)
         x, y, z = x * shrink, y * shrink, height * shrink
         _plane(axes, radius, on_sphere)
@@ -524,28 +531,29 @@ def _plane(axes: Any, radius: float, sphere: bool) -> None:
 
 
 def geometry_caption(sample: SiteSample) -> str:
-    """What the reader of the picture has to know."""
+    """Describe how to read the picture."""
     before = "" if (sample.position > 0).all() else " Triangles: position 0. Hollow: farther away than drawn."
     return (
-        f"{len(sample.tokens)} tokens at {sample.site} (d = {sample.d}). Height: coordinate along the ones-vector. "
+        f"{len(sample.tokens)} tokens at {sample.site} (d = {sample.d}). "
+        "Height: coordinate along the all-ones direction. "
         f"Direction in the plane: two principal axes, which hold {100 * sample.axes_share:.0f} % of the squared length "
-        f"there; distance from the middle: true length.{before}"
+        f"there; distance from the centre: true length.{before}"
     )
 
 
 def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
-    """The figure as an inline SVG element, its ids beginning with `name`; the same figure gives the same text.
+    """Return the figure as an inline SVG element whose ids begin with `name`; equal figures give equal text.
 
     Args:
-        figure: any matplotlib figure; black becomes the page's ink, the palette above its colours.
+        figure: any matplotlib figure; black and the palette above become the page's colours.
         name: unique on the page, letters and digits.
-        title: what a screen reader says.
+        title: text for screen readers.
     """
     with (
         mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}),
         warnings.catch_warnings(),
     ):
-        # Text stays text and is drawn with the reader's fonts, so what matplotlib's lacks does not matter.
+        # Text stays text and is drawn with the reader's fonts, so glyphs that matplotlib's font lacks do not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -558,7 +566,7 @@ def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
     text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
     for colour, variable in _VARIABLES.items():
         text = re.sub(rf"(?<=: ){colour}", f"var({variable}, {colour})", text)
-    # How wide it must be for its smallest text (8 points) to have 11 pixels: phones scroll.
+    # The width at which the smallest text (8 points) is 11 pixels high; narrower screens scroll.
     width = round(figure.get_figwidth() * POINTS * LEGIBLE / SMALLEST)
     described = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
     head, _, rest = text.partition(">")

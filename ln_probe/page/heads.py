@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
@@ -18,7 +17,7 @@ from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.text import disarmed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
-from ln_probe.page.figures import SIZE, VECTOR_CELLS, Figure
+from ln_probe.page.figures import SIZE, Figure, draw_grid
 from ln_probe.report import Report
 
 __all__ = [
@@ -26,8 +25,9 @@ __all__ = [
     "measures_of",
 ]
 
+_TICKS = 16  # labels on an axis of the map
 _KEY = ["layer", "head"]
-# Column of the `heads` table, intact: its name here, and whether what keys without scaling do to it is given too.
+# Columns of the `heads` table: the name of the intact value here, and of its change with scaling frozen for the keys.
 _OF_HEADS = {
     "entropy_ratio": ("entropy_ratio", "entropy_change"),
     "attainable_last_median": ("attainable", "attainable_change"),
@@ -37,7 +37,7 @@ _OF_HEADS = {
 
 
 def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
-    """`Report.by_head`."""
+    """Compute `Report.by_head`."""
     if sort is not None and sort not in BY_HEAD.names:
         raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(BY_HEAD.names)}")
     heads = report.heads
@@ -52,7 +52,7 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
     for column, (name, change) in _OF_HEADS.items():
         made[name] = intact[column].astype(float).reindex(made.index)
         if change is not None:
-            made[change] = (frozen[column].astype(float).reindex(made.index) - made[name]).astype(float)
+            made[change] = frozen[column].astype(float).reindex(made.index) - made[name]
     for name in ("first_attention", "sink_rate", "first_uniform"):
         made[name] = sinks.set_index(_KEY)[name].astype(float).reindex(made.index)
     table = made.reset_index()[BY_HEAD.names]
@@ -64,7 +64,7 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
 
 
 def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
-    """The columns about the loss: as run, or as estimated."""
+    """Fill the columns about the loss, as run or else as estimated."""
     for variant in edits_of_norms(standard=True):
         name = "delta_loss" if variant is SCALING_FROZEN else f"delta_loss_{variant.name}"
         rows = effects[effects["variant"] == variant.name].set_index(_KEY)
@@ -76,12 +76,9 @@ def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
             made["loss"] = rows["loss"].astype(float).reindex(made.index)
 
 
-_TICKS = 16
-
-
 @dataclass(frozen=True)
 class Measure:
-    """What a map can show: its title, whether it has a sign (then 0 is white), and what the column means."""
+    """A measure of the map: title, whether values have a sign (then 0 is white), unit, and meaning of the column."""
 
     title: str
     signed: bool
@@ -97,13 +94,14 @@ def _measure(name: str, title: str, signed: bool) -> tuple[str, Measure]:
 
 MEASURES = dict(
     (
-        _measure("delta_loss", f"Loss {SCALING_FROZEN.label}", True),
-        *(_measure(f"delta_loss_{v.name}", f"Loss {v.label}", True) for v in (PROJECTION_REMOVED, BOTH_REMOVED)),
+        _measure("delta_loss", f"Loss increase, {SCALING_FROZEN.label}", True),
+        _measure("delta_loss_no_projection", f"Loss increase, {PROJECTION_REMOVED.label}", True),
+        _measure(f"delta_loss_{BOTH_REMOVED.name}", f"Loss increase, {BOTH_REMOVED.label}", True),
         _measure("entropy_ratio", "Entropy", False),
         _measure("entropy_change", "Change of entropy", True),
-        _measure("attainable", "Attention a key can get", False),
+        _measure("attainable", "Attainable attention", False),
         _measure("attainable_change", "Change of attainable attention", True),
-        _measure("received", "Attention keys got", False),
+        _measure("received", "Attention received", False),
         _measure("margin", "Margins", False),
         _measure("margin_change", "Change of margins", True),
         _measure("first_attention", "Attention to position 0", False),
@@ -113,13 +111,13 @@ MEASURES = dict(
 
 
 def measures_of(report: Report) -> list[str]:
-    """Measures that this report has values of."""
+    """Return the names of the measures that this report has values of."""
     table = by_head(report)
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
 
 
 def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
-    """One measure of every head, layer × head; grey where it is not known.
+    """One measure of every head, layer × head; grey where data is missing.
 
     Raises:
         ValueError: an unknown measure.
@@ -128,42 +126,30 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
     about = MEASURES[measure]
     grid = by_head(report).pivot(index="layer", columns="head", values=measure)
-    shown = np.ma.masked_invalid(grid.to_numpy(float))
+    values = grid.to_numpy(float)
+    values = values[np.isfinite(values)]
     figure = Figure(figsize=(SIZE[0], max(1.8, min(6.0, 0.8 + 0.28 * max(1, len(grid))))), layout="constrained")
     axes = figure.subplots()
-    top = float(np.abs(shown).max()) if shown.count() else 0.0
-    top = top or 1e-3  # a map of zeros is one colour, and its scale has an end
-    low = -top if about.signed or (shown.count() and float(shown.min()) < 0) else 0.0
-    colours = mpl.colormaps["RdBu_r" if low < 0 else "cividis"].with_extremes(bad="#8c8c8c")
-    image = axes.pcolormesh(
-        np.arange(shown.shape[1] + 1) - 0.5,
-        np.arange(shown.shape[0] + 1) - 0.5,
-        shown,
-        vmin=low,
-        vmax=top,
-        cmap=colours,
-        rasterized=shown.size > VECTOR_CELLS,
-    )
-    for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
-        step = -(-len(names) // _TICKS) or 1
-        axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
+    top = float(np.abs(values).max(initial=0.0)) or 1e-3  # the scale of a map of zeros needs an end
+    signed = about.signed or bool((values < 0).any())
+    image = draw_grid(axes, grid, -top if signed else 0.0, top, ticks=_TICKS, signed=signed)
     axes.set(xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes, label=about.label)
     return figure
 
 
-# What "most affected" means: the first of these that is known. The others of the map can be chosen.
+# "Most affected" is measured by the first of these that is known.
 _FIRST = ("delta_loss", "entropy_change", "attainable_change")
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMap:
-    """Measures of every head, for the map.
+    """Measures of every head, as the interactive map shows them.
 
     Attributes:
         layers, heads: of the axes below.
-        values: by measure (`ln_probe.page.heads.MEASURES`), the one shown first at the front; NaN: not known.
+        values: by measure (`ln_probe.page.heads.MEASURES`), the one shown first at the front; NaN: no data.
     """
 
     layers: tuple[int, ...] = ()
@@ -172,7 +158,7 @@ class HeadMap:
 
     @staticmethod
     def of(report: Report) -> HeadMap:
-        """The map of a report; without measures where there is nothing to show."""
+        """Return the map of a report; without measures if it has none."""
         known = measures_of(report)
         if not known:
             return HeadMap()
@@ -189,10 +175,10 @@ class HeadMap:
         )
 
     def most_affected(self, exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> tuple[int, int]:
-        """The (layer, head) whose first measure is largest in size, of those whose attention is kept.
+        """Return the (layer, head) with the largest absolute first measure, among those whose attention is kept.
 
         Raises:
-            ValueError: nothing was kept of that prompt.
+            ValueError: no attention was kept for that prompt.
         """
         shown = exhibits.of_prompt(prompt)
         kept = [(la, h) for la in shown.layers for h in shown.heads if layer in (None, la)]
@@ -209,8 +195,8 @@ class HeadMap:
         return self.layers[row], self.heads[column]
 
     def plain(self) -> dict[str, Any]:
-        """As the scripts get it."""
-        told = [
+        """Return the map as the scripts read it."""
+        measures = [
             {
                 "name": name,
                 "title": MEASURES[name].title,
@@ -221,16 +207,16 @@ class HeadMap:
             }
             for name, values in self.values.items()
         ]
-        return {"layers": self.layers, "heads": self.heads, "measures": told}
+        return {"layers": self.layers, "heads": self.heads, "measures": measures}
 
 
 def address(layer: int, head: int, prompt: int = 0) -> str:
-    """Where a head stands, as the end of the page's address."""
+    """Return the fragment of the page's address that opens a head: `#L2H3P0` is layer 2, head 3, prompt 0."""
     return f"#L{layer}H{head}P{prompt}"
 
 
 def linked(text: str, exhibits: Exhibits) -> Markup:
-    """A sentence in which heads whose attention is kept (L2H3) are links to it; everything else is escaped."""
+    """Escape a sentence and link the heads in it (L2H3) whose attention is kept."""
     shown = exhibits.attention[0] if exhibits.attention else None
     made, end = Markup(), 0
     for match in _HEAD.finditer(text):

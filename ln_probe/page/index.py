@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any, Literal
 from urllib.parse import quote
 
 import matplotlib as mpl
@@ -19,10 +20,10 @@ from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.text import disarmed, shortened
-from ln_probe.comparison import apart, overview, paired, step_of
+from ln_probe.comparison import overview, paired, setup_differences, step_of
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import VARIANTS, primary_variants
-from ln_probe.page import environment, own_script, policy
+from ln_probe.page import own_script, policy, render
 from ln_probe.page.figures import (
     GRID,
     SIZE,
@@ -37,14 +38,14 @@ from ln_probe.page.page import Drawing, Shown
 from ln_probe.page.tables import Table, table
 from ln_probe.report import Report, ranked_findings
 
-BASELINES = 12  # models that the others can be compared with: a picture each
+BASELINES = 12  # models offered as a baseline, one picture each
 _STEP = re.compile(r" · [^/\\]+$")  # behind a checkpoint's name, its training step
-SENTENCES = 8  # models whose first finding stands above the table
+SENTENCES = 8  # models whose first finding is shown above the table
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A model in an index: its report and where its page is, relative to the index, or why it failed."""
+    """A model in an index: its report and the relative address of its page, or why it failed."""
 
     name: str
     href: str = ""
@@ -53,37 +54,34 @@ class IndexEntry:
 
 
 def index_page(entries: Sequence[IndexEntry]) -> str:
-    """The index of several reports as one HTML page that opens offline: comparison, small multiples, failures.
+    """Return the index of several reports as one HTML page that opens offline.
 
-    Reports that name their training step (see `overview.step_of`) are drawn over training where a model has several.
+    A model with reports of several training steps (`ln_probe.comparison.step_of`) is also drawn over training.
     """
     entries = [replace(e, name=n) for e, n in zip(entries, short_names([e.name for e in entries]), strict=True)]
-    done = [(e, e.report) for e in entries if e.report is not None]
-    rows = [{"model": entry.name, **overview(report)} for entry, report in done]
+    done = [e for e in entries if e.report is not None]
+    names, links, reports = [e.name for e in done], [quote(e.href) for e in done], [e.report for e in done if e.report]
+    rows = [{"model": name, **overview(report)} for name, report in zip(names, reports, strict=True)]
     summary = pd.DataFrame(rows, columns=SUMMARY.names).dropna(axis=1, how="all")
-    links = [quote(entry.href) for entry, _ in done]
+    sentences = [next((f.text for f in ranked_findings(report)), "") for report in reports[:SENTENCES]]
     script = own_script("unpack.js", "page.js")
-    first = [(e.name, quote(e.href), next((f.text for f in ranked_findings(r)), "")) for e, r in done[:SENTENCES]]
-    return (
-        environment()
-        .get_template("index.html")
-        .render(
-            count=len(entries),
-            table=table(SUMMARY, summary, links=links) if rows else None,
-            losses=_losses([r for _, r in done], [e.name for e, _ in done]),
-            paired=_paired_table([r for _, r in done], [e.name for e, _ in done]),
-            pictures=_pictures([r for _, r in done], [e.name for e, _ in done]),
-            first=first,
-            notes=apart([e.name for e, _ in done], [r for _, r in done]),
-            failed=[e for e in entries if e.error],
-            policy=policy(script),
-            script=Markup(script),
-        )
+    return render(
+        "index.html",
+        count=len(entries),
+        table=table(SUMMARY, summary, links=links) if rows else None,
+        losses=_losses(reports, names),
+        paired=_paired_table(reports, names),
+        pictures=_pictures(reports, names),
+        first=list(zip(names, links, sentences, strict=False)),
+        notes=setup_differences(names, reports),
+        failed=[e for e in entries if e.error],
+        policy=policy(script),
+        script=Markup(script),
     )
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names as a page shows them: of local folders no more of the path than tells them from one another."""
+    """Shorten paths of local folders to the last parts that keep them distinct; other names are unchanged."""
     ends = {n: step[0] if (step := _STEP.search(n)) else "" for n in names}
     paths = {n: PurePath(n.removesuffix(ends[n])).parts for n in names}
     local = {p for p in paths.values() if len(p) > 1 and PurePath(*p).is_absolute()}
@@ -95,73 +93,73 @@ def short_names(names: Sequence[str]) -> list[str]:
 def comparison_cell(
     names: Sequence[str], reports: Sequence[Report], summary: pd.DataFrame, notes: Sequence[str]
 ) -> str:
-    """A comparison as a notebook cell: the summary and one picture, no scripts."""
+    """Return a comparison as a notebook cell: the summary and one picture, without scripts."""
     pictures = _pictures(reports, names)[:1]
-    return (
-        environment()
-        .get_template("cell.html")
-        .render(
-            name=" · ".join(names),
-            findings=[],
-            notes=notes,
-            tables=[table(SUMMARY, summary.dropna(axis=1, how="all"), interactive=False)],
-            pictures=[d.svg for p in pictures for d in p.drawings],
-        )
+    return render(
+        "cell.html",
+        name=" · ".join(names),
+        findings=[],
+        notes=notes,
+        tables=[table(SUMMARY, summary.dropna(axis=1, how="all"), interactive=False)],
+        pictures=[d.svg for p in pictures for d in p.drawings],
     )
 
 
 def _losses(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
-    """What the loss loses: model by model, against each of the first as a baseline, over training."""
+    """Draw the rise of the loss: by model, as differences from a baseline, and over training."""
     rows = losses(names, reports)
     if not len(rows):
         return []
     drawn = sorted(set(rows["place"]))
     note = f" The first {ROWS} of {len(names)} models are drawn." if len(names) > ROWS else ""
-    about = "Lines: 95 % intervals over prompts. Grey: changes that are not called effects. "
-    caption = f"{about}A term that is not there to take away has no mark.{note}"
+    about = f"Lines: 95 % CIs over prompts. Grey band: changes below {LEAST_CHANGE:g}, too small to report as effects."
+    caption = f"{about} Models without that term have no marker.{note}"
     places = {in_layers(r.provenance) for r in reports}
     where = places.pop() if len(places) == 1 else " of the layers that each was asked for"
-    found = [_drawing_of("losses", "Change of the loss", forest(names, rows, where=where), caption)]
+    found = [_shown("losses", "Change of the loss", forest(names, rows, where=where), caption)]
     against: list[Drawing] = []
     for baseline in drawn[:BASELINES] if len(drawn) > 1 else []:
         some = differences(names, paired(names, reports, baseline))
         if len(some):
-            told = f"Change of the loss minus its change in {names[baseline]}, prompt by prompt. {about.strip()}{note}"
-            figure = forest(names, some, f"difference to {axis_text(names[baseline])}, nats per token", where)
+            text = f"Change of the loss minus its change in {names[baseline]}, paired by prompt. {about}{note}"
+            figure = forest(names, some, f"difference from {axis_text(names[baseline])}, nats per token", where)
             title = shortened(disarmed(names[baseline]))
-            against.append(_svg(f"paired-{baseline}", title, figure, told, first=not against))
+            against.append(_drawing(f"paired-{baseline}", title, figure, text, first=not against))
     if against:
-        found.append(Shown("paired", "Difference to one of them", tuple(against), wide=True, choice="Baseline"))
-    steps, models = [step_of(r) for r in reports], short_names([r.name for r in reports])
-    several = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
-    trained = rows[[steps[p] is not None and several[models[p]] > 1 for p in rows["place"]]]
-    if len(trained):
-        figure = over_steps(trained, steps, models, where)
-        found.append(_drawing_of("losses-training", "Over training", figure, "Bands: 95 % intervals over prompts."))
+        found.append(Shown("paired", "Difference from a baseline", tuple(against), wide=True, choice="Baseline"))
+    models, steps, trained = _training(reports)
+    over_time = rows[[trained[p] and steps[p] is not None for p in rows["place"]]]
+    if len(over_time):
+        figure = over_steps(over_time, steps, models, where)
+        found.append(_shown("losses-training", "Over training", figure, "Bands: 95 % CIs over prompts."))
     return found
 
 
 def _paired_table(reports: Sequence[Report], names: Sequence[str]) -> Table | None:
-    """Paired differences to the first model, of groups of norms."""
+    """Return the table of paired differences from the first model, for groups of norms."""
     rows = paired(names, reports) if len(reports) > 1 else PAIRED.empty()
     rows = rows[rows["sites"].isin(GROUPS)]
     return table(PAIRED, rows) if len(rows) else None
 
 
-def _svg(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
-    drawn = Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}"))
-    return Drawing(title, drawn, shortened(disarmed(caption), 600), first=first)
+def _drawing(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
+    picture = Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}"))
+    return Drawing(title, picture, shortened(disarmed(caption), 600), first=first)
 
 
-def _drawing_of(name: str, title: str, figure: Figure, caption: str) -> Shown:
-    return Shown(name, title, (_svg(name, title, figure, caption),), wide=True)
+def _shown(name: str, title: str, figure: Figure, caption: str, *, wide: bool = True) -> Shown:
+    return Shown(name, title, (_drawing(name, title, figure, caption),), wide=wide)
+
+
+def _training(reports: Sequence[Report]) -> tuple[list[str], list[int | None], list[bool]]:
+    """Return the reports' models, training steps, and whether the model has reports of several steps."""
+    models, steps = short_names([r.name for r in reports]), [step_of(r) for r in reports]
+    runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
+    return models, steps, [runs[m] > 1 for m in models]
 
 
 def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
-    steps = [step_of(r) for r in reports]
-    models = short_names([r.name for r in reports])
-    runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
-    trained = [n > 1 for n in (runs[m] for m in models)]
+    models, steps, trained = _training(reports)
     found = []
     for measure, (title, _) in MEASURES.items():
         known = [any(not rows[measure].isna().all() for _, rows in by_variant(r)) for r in reports]
@@ -169,16 +167,11 @@ def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
             said = "0 in every model, layer and variant."
             found.append(Shown(f"depth-{measure}", title[:1].upper() + title[1:], (), said=said))
             continue
-        if any(k and t for k, t in zip(known, trained, strict=True)):
-            kept = [i for i, t in enumerate(trained) if t and known[i]]
-            figure = over_training(
-                [reports[i] for i in kept], [models[i] for i in kept], [steps[i] for i in kept], measure
-            )
-            found.append(
-                _picture(f"training-{measure}", f"Over training: {title}", figure, len({models[i] for i in kept}))
-            )
-        rest = [i for i, t in enumerate(trained) if not t and known[i]]
-        if rest:
+        if kept := [i for i, t in enumerate(trained) if t and known[i]]:
+            runs = [models[i] for i in kept]
+            figure = over_training([reports[i] for i in kept], runs, [steps[i] for i in kept], measure)
+            found.append(_picture(f"training-{measure}", f"Over training: {title}", figure, len(set(runs))))
+        if rest := [i for i, t in enumerate(trained) if not t and known[i]]:
             figure = over_depth([reports[i] for i in rest], [names[i] for i in rest], measure)
             found.append(_picture(f"depth-{measure}", f"Over depth: {title}", figure, len(rest)))
     return found
@@ -188,16 +181,16 @@ def _picture(name: str, title: str, figure: Figure, count: int) -> Shown:
     caption = "The median head of each layer." if name.startswith("depth") else "The median head of the model."
     if count > PANELS:
         caption += f" The first {PANELS} of {count} models are drawn."
-    return replace(_drawing_of(name, title, figure, caption), wide=count > 2)
+    return _shown(name, title, figure, caption, wide=count > 2)
 
 
-ROWS = 40  # models drawn: the table has all
+ROWS = 40  # models drawn; the table has all of them
 _PLACES = {"all": ("at every norm", "o"), "attention": ("at attention alone", "s")}
 
 
 def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
-    """Changes of the loss as a forest plot shows them: `model`, `place` (its number), `sites`, `variant`, `value`,
-    `low`, `high`, `loss` (the intact model's). Terms that are not there to take away have no row."""
+    """Return the rows of a forest plot: `model`, `place` (its number), `sites`, `variant`, `value`, `low`, `high`,
+    `loss` (of the intact model). Edits that change nothing by construction have no row."""
     rows = []
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         causal = report.causal
@@ -209,7 +202,7 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
 
 
 def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
-    """The same rows of a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
+    """Return the same rows from a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
     rows = table[table["variant"].isin(_primary()) & table["sites"].isin(_PLACES)]
     made = rows.rename(columns={"difference": "value"}).assign(place=[names.index(n) for n in rows["model"]])
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)
@@ -222,13 +215,13 @@ def _primary() -> list[str]:
 def forest(
     names: Sequence[str], rows: pd.DataFrame, label: str = "change of the loss, nats per token", where: str = ""
 ) -> Figure:
-    """A line per model, a panel per term; filled marks every norm, hollow ones those that attention reads.
+    """Draw a line per model and a panel per term; filled markers: every norm, hollow: norms that attention reads.
 
     Args:
         names: models, from the top; the first ROWS are drawn.
-        rows: what `losses` or `differences` gave.
+        rows: from `losses` or `differences`.
         label: of the axis.
-        where: behind "at every norm", in the legend.
+        where: text after "at every norm" in the legend.
     """
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
@@ -249,9 +242,7 @@ def forest(
         wide = mine.assign(delta_loss=mine["value"])
         if is_wide(wide):
             axes.set_xscale("symlog", linthresh=threshold(wide))
-        axes.tick_params(labelsize=8)
-        axes.grid(axis="x", color=GRID, alpha=0.35)
-        axes.spines[["top", "right"]].set_visible(False)
+        _small(axes, grid="x")
     panels[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=9)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
     figure.supxlabel(label, fontsize=9)
@@ -260,10 +251,10 @@ def forest(
 
 
 def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence[str], where: str = "") -> Figure:
-    """The same changes over training, a panel per term, with intervals.
+    """Draw the same changes with their intervals over training, a panel per term.
 
     Args:
-        rows: what `losses` gave.
+        rows: from `losses`.
         steps, models: training step and name of each report, in the order that `rows["place"]` counts.
         where: as for `forest`.
     """
@@ -286,9 +277,7 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
             axes.set_xscale("symlog", linthresh=max(1.0, float(mine.loc[mine["step"] > 0, "step"].min())))
         axes.set_title(VARIANTS[term].state, fontsize=10)
         axes.set_xlabel("training step", fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.grid(axis="y", color=GRID, alpha=0.35)
-        axes.spines[["top", "right"]].set_visible(False)
+        _small(axes)
     panels[0].set_ylabel("change of the loss, nats per token", fontsize=9)
     _forest_legend(figure, where)
     return figure
@@ -296,18 +285,10 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
 
 def _forest_legend(figure: Figure, where: str) -> None:
     line = mpl.lines.Line2D
+    style: dict[str, Any] = {"ls": "", "ms": 5, "color": "black"}
     handles = [
-        line(
-            [],
-            [],
-            ls="",
-            marker=mark,
-            ms=5,
-            color="black",
-            markerfacecolor="none" if n else "black",
-            label=said + where,
-        )
-        for n, (said, mark) in enumerate(_PLACES.values())
+        line([], [], marker=mark, markerfacecolor=face, label=label + where, **style)
+        for face, (label, mark) in zip(("black", "none"), _PLACES.values(), strict=True)
     ]
     figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)
 
@@ -318,12 +299,12 @@ MEASURES = {  # column of the `heads` table: title, label of the axis
     "margin_median": ("margin of a median key", "nats"),
     "entropy_ratio": ("how uniform attention is", "entropy / maximum"),
 }
-PANELS = 24  # models drawn: more would be too small to read; the table has all
+PANELS = 24  # models drawn, since more would be too small to read; the table has all of them
 ACROSS = 4
 
 
 def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) -> Figure:
-    """A measure over depth, a panel per model and a line per variant, all on the same scale.
+    """Draw a measure over depth, a panel per model and a line per variant, on one scale.
 
     Args:
         reports, names: the models; the first PANELS are drawn.
@@ -338,15 +319,7 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
         deepest = max([1, *(int(v) for v in report.heads["layer"])])
         for variant, rows in by_variant(report):
             middle = rows.groupby("layer")[measure].median()
-            axes.plot(
-                middle.index / deepest,
-                middle,
-                "-",
-                color=VARIANTS[variant].color,
-                marker=VARIANTS[variant].marker,
-                ms=3,
-                lw=1.2,
-            )
+            axes.plot(middle.index / deepest, middle, **_line(variant), ms=3)
         _title(axes, name)
         axes.set_xlabel("depth", fontsize=8)
     _variant_legend(figure, [v for v in VARIANTS if any(v == found for r, _ in shown for found, _ in by_variant(r))])
@@ -354,7 +327,7 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
 
 
 def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequence[int | None], measure: str) -> Figure:
-    """A measure over training steps, a panel per model and a line per variant; reports without a step are left out."""
+    """Draw a measure over training steps, a panel per model and a line per variant, from reports that have a step."""
     runs: dict[str, list[tuple[int, Report]]] = {}
     for report, name, step in zip(reports, names, steps, strict=True):
         if step is not None:
@@ -368,14 +341,7 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
                 (step, float(rows[measure].median())) for step, r in found for v, rows in by_variant(r) if v == variant
             ]
             if points and not all(math.isnan(v) for _, v in points):
-                axes.plot(
-                    *np.array(points).T,
-                    "-",
-                    color=VARIANTS[variant].color,
-                    marker=VARIANTS[variant].marker,
-                    ms=3,
-                    lw=1.2,
-                )
+                axes.plot(*np.array(points).T, **_line(variant), ms=3)
                 drawn.add(variant)
         if found[-1][0] > 0:
             axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
@@ -391,13 +357,18 @@ def _panels(count: int, label: str) -> tuple[Figure, list[mpl.axes.Axes]]:
     figure = Figure(figsize=(max(SIZE[0], 2.4 * across), 1.0 + 2.0 * lines), layout="constrained")
     grid = figure.subplots(lines, across, sharey=True, squeeze=False)
     for axes in grid.flat:
-        axes.grid(axis="y", color=GRID, alpha=0.35)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
+        _small(axes)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     figure.supylabel(label, fontsize=9)
     return figure, list(grid.flat[:count])
+
+
+def _small(axes: mpl.axes.Axes, grid: Literal["x", "y"] = "y") -> None:
+    """Style one of several small panels."""
+    axes.tick_params(labelsize=8)
+    axes.grid(axis=grid, color=GRID, alpha=0.35)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(axes: mpl.axes.Axes, name: str) -> None:
@@ -405,12 +376,11 @@ def _title(axes: mpl.axes.Axes, name: str) -> None:
     axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=9)
 
 
+def _line(variant: str) -> dict[str, Any]:
+    return {"color": VARIANTS[variant].color, "marker": VARIANTS[variant].marker, "lw": 1.2}
+
+
 def _variant_legend(figure: Figure, variants: Sequence[str]) -> None:
-    handles = [
-        mpl.lines.Line2D(
-            [], [], color=VARIANTS[v].color, marker=VARIANTS[v].marker, ms=4, lw=1.2, label=VARIANTS[v].label
-        )
-        for v in variants
-    ]
+    handles = [mpl.lines.Line2D([], [], label=VARIANTS[v].label, ms=4, **_line(v)) for v in variants]
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)

@@ -17,19 +17,19 @@ from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, D
 from ln_probe.analyses.lab.results import folder
 from ln_probe.analyses.schema import Table
-from ln_probe.page import environment, own_script, packed, policy
+from ln_probe.page import own_script, packed, policy, render
 from ln_probe.page.tables import table
 
 PAGE_FILE = "page.html"
-FIRST = 12  # findings that stand open
+FIRST = 12  # findings shown without a click
 _ABOUT = (
-    "Means over seeds with 95 % intervals (empty with one seed) and the published figure where there is one. "
-    "Click a column's name to sort; summary.csv, beside this page, holds six digits."
+    "Means over seeds with 95 % CIs (empty with one seed), and the published value if there is one. "
+    "Click a column's name to sort; summary.csv next to this page has six digits."
 )
 
 
 def write_lab_page(folder: Path) -> Path:
-    """Make `page.html` from an experiment's folder (results.json, summary.csv and the plots beside them).
+    """Make `page.html` from an experiment's folder (results.json, summary.csv and the plots next to them).
 
     Raises:
         FileNotFoundError: the folder holds no results yet.
@@ -40,20 +40,17 @@ def write_lab_page(folder: Path) -> Path:
     summary = pd.read_csv(folder / "summary.csv", keep_default_na=False, na_values=[""])
     points = next((name for name in about["tables"] if Path(name).stem == TABLE), None)
     script = own_script("unpack.js", "page.js", *(["space.js"] if points else []))
-    page = (
-        environment()
-        .get_template("lab.html")
-        .render(
-            about=about,
-            first=FIRST,
-            facts=_facts(about),
-            space=space_part(table_at(folder, TABLE)) if points else "",
-            pictures=[_picture(folder / name) for name in about["figures"]],
-            table=table(Table("summary", "Means and 95 % intervals over seeds", _ABOUT, (), ()), summary),
-            settings=json.dumps(about["settings"], indent=1),
-            policy=policy(script),
-            script=Markup(script),
-        )
+    page = render(
+        "lab.html",
+        about=about,
+        first=FIRST,
+        facts=_facts(about),
+        space=space_part(table_at(folder, TABLE)) if points else "",
+        pictures=[_picture(folder / name) for name in about["figures"]],
+        table=table(Table("summary", "Means and 95 % CIs over seeds", _ABOUT, (), ()), summary),
+        settings=json.dumps(about["settings"], indent=1),
+        policy=policy(script),
+        script=Markup(script),
     )
     write_text(folder / PAGE_FILE, page)
     return folder / PAGE_FILE
@@ -78,7 +75,7 @@ STAGE_NAMES = {"stream": "stream", "projected": "projection", "scaled": "scaling
 
 
 def space_data(coordinates: pd.DataFrame) -> str:
-    """Coordinates as the script takes them: what can be chosen, and one array over all of it (NaN where nothing is).
+    """Pack coordinates for the script: the available choices, and one array over them (NaN: no data).
 
     Raises:
         ValueError: other columns than COORDINATES, nothing in it, or two rows for one point.
@@ -113,18 +110,17 @@ def space_data(coordinates: pd.DataFrame) -> str:
 
 
 def space_part(coordinates: pd.DataFrame) -> Markup:
-    """The picture with its controls, for a page whose script holds SCRIPTS and whose styles hold `space.css`."""
-    return Markup(environment().get_template("space_part.html").render(data=space_data(coordinates)))
+    """Return the picture with its controls, for a page with the scripts in SCRIPTS and the styles in `space.css`."""
+    return Markup(render("space_part.html", data=space_data(coordinates)))
 
 
 def space_page(coordinates: pd.DataFrame) -> str:
-    """A page of its own, which opens offline and can stand in a frame."""
+    """Return a separate page, which opens offline and can be shown in a frame.
+
+    `python -m ln_probe.page.lab > docs/_static/majority_in_space.html` writes that of the kept results.
+    """
     script = own_script(*SCRIPTS)
-    return (
-        environment()
-        .get_template("space.html")
-        .render(space=space_part(coordinates), policy=policy(script), script=Markup(script))
-    )
+    return render("space.html", space=space_part(coordinates), policy=policy(script), script=Markup(script))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -17,9 +17,8 @@ from ln_probe.analyses.probes.base import Failure, Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
 from ln_probe.analyses.probes.text import shortened, visible
-from ln_probe.analyses.schema import Table as Declared
 from ln_probe.exhibits import by_token
-from ln_probe.page import environment, figures, own_script, policy
+from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
 from ln_probe.page.figures import by_variant, causal_effects, svg
 from ln_probe.page.heads import MEASURES, HeadMap, heads_map, linked, measures_of
@@ -28,65 +27,97 @@ from ln_probe.page.verdict import verdict
 from ln_probe.report import Report, ranked_findings
 
 CELL_FINDINGS = 5
+_IN_PROMPTS = ("prompts · begin", "prompts · commonest")  # shown in the section on prompts, not in the provenance
+GEOMETRIES = 5  # norms whose geometry a page shows, about 95 kB each
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One SVG and its caption; of several, the one marked `first` is shown first."""
+
+    name: str
+    svg: Markup
+    caption: str
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture of the page: findings link to `id`, and `choice` names what distinguishes its drawings.
+
+    `said` is a sentence that replaces a picture which would show nothing.
+    """
+
+    id: str
+    title: str
+    drawings: tuple[Drawing, ...]
+    wide: bool = False
+    choice: str = "Norm"
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures under one heading."""
+
+    id: str
+    title: str
+    about: str
+    pictures: tuple[Shown, ...]
 
 
 def report_page(report: Report, index: str = "") -> str:
-    """The whole report as one HTML page that opens offline.
+    """Return the report as one HTML page that opens offline.
 
     Args:
-        report: what is shown.
-        index: where the page that lists this report stands, relative to this one; empty: nowhere.
+        report: the report.
+        index: relative address of the page that lists this report; empty if there is none.
     """
     more, failed = others(report)
-    found = [*groups(report), *more]
-    by_head = next((g for g in found if g.id == "heads-pictures"), None) if report.exhibits.attention else None
-    shown_groups = [
-        g for g in found if g is not by_head
-    ]  # where heads can be chosen, it is there for those without scripts
-    tables = tuple(_tables(report))
-    shown = {p.id: p.title for g in found for p in g.pictures} | {f"table-{t.name}": t.title for t in tables}
+    drawn_groups = [*groups(report), *more]
+    # Next to the interactive map, the still map of heads is only for readers without scripts.
+    by_head = next((g for g in drawn_groups if g.id == "heads-pictures" and report.exhibits.attention), None)
+    tables, prompts = tuple(_tables(report)), report.provenance.get("prompts", {})
+    titles = {p.id: p.title for g in drawn_groups for p in g.pictures} | {f"table-{t.name}": t.title for t in tables}
     script = own_script("unpack.js", "page.js")
     attention: Markup | str = ""
     allowed = [script]
     if report.exhibits.attention:
         attention = frame(attention_document(report.exhibits, HeadMap.of(report)), height=FRAME_HEIGHT)
         allowed += scripts()  # a frame's own policy is joined with the page's
-    return (
-        environment()
-        .get_template("report.html")
-        .render(
-            name=title_of(report.name),
-            index=quote(index),
-            facts=list(_facts(report)),
-            verdict=verdict(report),
-            unmeasured=_unmeasured(report),
-            findings=[
-                {"text": linked(f.text, report.exhibits), "picture": f.picture, "title": shown.get(f.picture)}
-                for f in ranked_findings(report)
-            ],
-            notes=(*report.notes, *report.exhibits.notes, *failed),
-            groups=shown_groups,
-            absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
-            attention=attention,
-            by_head=by_head.pictures[0].drawings[0] if by_head else None,
-            tables=tables,
-            provenance=flat(_without_begin(report.provenance)),
-            prompts=report.provenance.get("prompts", {}),
-            begin=report.provenance.get("prompts", {}).get("begin", ()),
-            policy=policy(*allowed),
-            script=Markup(script),
-        )
+    return render(
+        "report.html",
+        name=title_of(report.name),
+        index=quote(index),
+        facts=list(_facts(report)),
+        verdict=verdict(report),
+        unmeasured=_unmeasured(report),
+        findings=[
+            {"text": linked(f.text, report.exhibits), "picture": f.picture, "title": titles.get(f.picture)}
+            for f in ranked_findings(report)
+        ],
+        notes=(*report.notes, *report.exhibits.notes, *failed),
+        groups=[g for g in drawn_groups if g is not by_head],
+        absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
+        attention=attention,
+        by_head=by_head.pictures[0].drawings[0] if by_head else None,
+        tables=tables,
+        provenance=[row for row in flat(report.provenance) if not row[0].startswith(_IN_PROMPTS)],
+        prompts=prompts,
+        begin=prompts.get("begin", ()),
+        policy=policy(*allowed),
+        script=Markup(script),
     )
 
 
 def title_of(name: str) -> str:
-    """What a model is called: of a path its last part, any other name as it is."""
+    """Return the last part of a path; any other name is returned unchanged."""
     path = re.fullmatch(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:.*[/\\])?([^/\\]+)[/\\]*", name)
     return path[1] if path and path[1].strip(". ") else name
 
 
 def notebook_cell(report: Report) -> str:
-    """A small summary: no scripts, no pictures beyond one, some tens of kilobytes."""
+    """Return a small summary without scripts and with at most one picture (some tens of kilobytes)."""
     heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
     tables = []
     if len(heads):
@@ -97,21 +128,18 @@ def notebook_cell(report: Report) -> str:
         columns = ["site", "kind", "mean_share", "norm_before_mean", "sigma_mean"]
         norms = report.layernorms[columns].head(12)
         tables.append(table(report.declared["layernorms"], norms, interactive=False, about="Norms:"))
-    return (
-        environment()
-        .get_template("cell.html")
-        .render(
-            name=report.name,
-            findings=[f.text for f in ranked_findings(report)][:CELL_FINDINGS],
-            notes=report.notes,
-            tables=tables,
-            pictures=[drawn(report, p, "cell-").svg for p in CELL if has(report, p)][:1],
-        )
+    return render(
+        "cell.html",
+        name=report.name,
+        findings=[f.text for f in ranked_findings(report)][:CELL_FINDINGS],
+        notes=report.notes,
+        tables=tables,
+        pictures=[drawn(report, p, "cell-").svg for p in CELL if has(report, p)][:1],
     )
 
 
 def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested provenance as rows of name and text."""
+    """Flatten nested provenance to rows of name and text."""
     if isinstance(values, dict) or hasattr(values, "items"):
         return [row for key, value in values.items() for row in flat(value, f"{prefix}{key} · ")]
     if isinstance(values, list | tuple):
@@ -120,7 +148,7 @@ def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
-    """The keys table as a reader wants it: head space and the intact norm first, the hardest on top."""
+    """Sort the keys table: head space and the intact norm first, the hardest keys on top."""
     if not len(keys):
         return keys
     rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
@@ -130,57 +158,40 @@ def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-# How a table stands on the page, where that is not as it is; and what is computed from others to stand behind one.
-_ARRANGED: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {"keys": hardest_first}
-_BEHIND: dict[str, tuple[tuple[Declared, Callable[[Report], pd.DataFrame]], ...]] = {
-    "heads": ((TOKENS, lambda report: by_token(report.exhibits, report.sinks)),),
-}
-
-
-# A row for every prompt and norm: what intervals come from, in the parquet file and too long to read.
-_NOT_SHOWN = ("causal_prompts",)
-
-
 def _run(report: Report) -> Collection[str]:
-    """Names of the probes that ran; of reports that do not say, those with a table of their name."""
-    asked: Collection[str] | None = report.provenance.get("arguments", {}).get("probes")
-    return [name for name, table in report.tables.items() if len(table)] if asked is None else asked
+    """Return the names of the probes that ran, or of the non-empty tables if the report does not list its probes."""
+    names: Collection[str] | None = report.provenance.get("arguments", {}).get("probes")
+    return [name for name, table in report.tables.items() if len(table)] if names is None else names
 
 
 def _unmeasured(report: Report) -> str:
-    """Why there is no card about the loss."""
+    """Explain why there is no card about the loss."""
     if CAUSAL.name not in _run(report):
-        return "Not run: what happens to the loss when a term is switched off in the running model (the causal probe)."
+        return "Not run: how the loss changes when a term is removed from the running model (the causal probe)."
     if not len(report.causal):
         return (
-            "No term was switched off in the running model: the causal probe failed, or the model has no norm that it "
+            "No term was removed from the running model: the causal probe failed, or the model has no norm that it "
             "could change (see the notes)."
         )
     return (
-        "What the loss would be without a term is not known: this model, or these prompts, give no next-token loss. "
-        "What its output distributions and its attention do is in the table of interventions."
+        "The change of the loss is unknown, because this model or these prompts give no next-token loss. The table of "
+        "interventions has the changes of output distributions and attention."
     )
 
 
-def _without_begin(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what stands in a section of its own."""
-    prompts = {k: v for k, v in provenance.get("prompts", {}).items() if k not in ("begin", "commonest")}
-    return {k: prompts if k == "prompts" else v for k, v in provenance.items()}
-
-
 def _tables(report: Report) -> Iterator[Table]:
+    """Tables of the page, without empty tables and columns; `causal_prompts` is too long to read."""
     for name, rows in report.tables.items():
-        if name in _NOT_SHOWN:
-            continue
-        arranged = _ARRANGED[name](rows) if name in _ARRANGED else rows
-        computed = [(declared, make(report)) for declared, make in _BEHIND.get(name, ())]
-        for declared, shown in [(report.declared[name], arranged), *computed]:
-            if len(shown):  # without the columns that say nothing of this model
-                yield table(declared, shown.loc[:, shown.notna().any()])
+        shown = [(report.declared[name], hardest_first(rows) if name == "keys" else rows)]
+        if name == "heads":
+            shown.append((TOKENS, by_token(report.exhibits, report.sinks)))
+        for declared, table_rows in shown:
+            if len(table_rows) and name != "causal_prompts":
+                yield table(declared, table_rows.loc[:, table_rows.notna().any()])
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
-    """What was analyzed, in a few words each; what is not known is left out."""
+    """List what was analyzed; unknown facts are left out."""
     of = report.provenance
     model, prompts = of.get("model", {}), of.get("prompts", {})
     norms, heads = report.layernorms, report.heads
@@ -209,44 +220,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "ln_probe", str(of["ln_probe"])
 
 
-GEOMETRIES = 5  # norms whose geometry a page offers: about 95 kB each
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One SVG with what is said under it; of several, the one called `first` is shown first."""
-
-    name: str
-    svg: Markup
-    caption: str
-    first: bool = True
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A picture of the page; `id` is what findings link to, `choice` what distinguishes its drawings.
-
-    `said` stands in for a picture on which nothing would be seen.
-    """
-
-    id: str
-    title: str
-    drawings: tuple[Drawing, ...]
-    wide: bool = False
-    choice: str = "Norm"
-    said: str = ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Pictures that belong together, under a heading."""
-
-    id: str
-    title: str
-    about: str
-    pictures: tuple[Shown, ...]
-
-
 GROUPS = (
     (
         "norms-pictures",
@@ -262,7 +235,7 @@ GROUPS = (
             ),
             Picture(
                 "projection",
-                "Projection: the part along the ones-vector",
+                "Projection: the component along the all-ones direction",
                 figures.projection_over_depth,
                 "layernorms",
                 "mean_share",
@@ -276,7 +249,7 @@ GROUPS = (
         (
             Picture(
                 "attainable",
-                "Attention a key can get",
+                "Attainable attention",
                 figures.attainable_over_depth,
                 "heads",
                 "attainable_last_median",
@@ -295,7 +268,7 @@ GROUPS = (
     (
         "queries-pictures",
         "How attention spreads",
-        "What the queries do with these keys.",
+        "How the observed queries distribute attention over these keys.",
         (
             Picture("entropy", "How uniform attention is", figures.entropy_by_layer, "heads", "entropy_ratio"),
             Picture(
@@ -309,18 +282,18 @@ GROUPS = (
     ),
     (
         "causal-pictures",
-        "What the model loses without it",
-        "A term switched off in the running model.",
+        "How much the loss rises",
+        "The loss of the running model with a term removed.",
         (Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),),
     ),
-    ("heads-pictures", "Head by head", "What the tables say of each head, layer × head; choose the measure.", ()),
+    ("heads-pictures", "Head by head", "One measure of every head, layer × head; choose the measure.", ()),
 )
 
-CELL = GROUPS[1][3]  # of a notebook's cell: the first of these that there is
+CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first that has data
 
 
 def has(report: Report, picture: Picture) -> bool:
-    """Whether there is anything to draw; of heads that is what attention sees, not the norm's output."""
+    """Whether the picture has data; pictures of heads need rows in head space."""
     frame = report.tables.get(picture.table)
     if frame is not None and picture.table == "heads":
         frame = frame[frame["space"] == "head"]
@@ -328,16 +301,19 @@ def has(report: Report, picture: Picture) -> bool:
 
 
 def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
-    """The picture as SVG, with its caption."""
+    """Draw a picture as SVG, with its caption."""
     caption = (picture.draw.__doc__ or "").strip().splitlines()[0]
     if picture.id == "projection" and not report.layernorms["kind"].isin(["layernorm", "projection_only"]).any():
-        caption = "No norm here projects. What one would remove: the share of squared length along the ones-vector."
+        caption = (
+            "No norm of this model projects. Shown is what projection would remove: the share of squared length along "
+            "the all-ones direction."
+        )
     name = f"{prefix}{picture.id}"
     return Drawing(picture.title, Markup(svg(picture.draw(report), name, f"{picture.title}. {caption}")), caption)
 
 
 def groups(report: Report) -> Iterator[Group]:
-    """All pictures of a report, under their headings."""
+    """Yield the pictures of the built-in tables under their headings."""
     for name, title, about, plans in GROUPS:
         shown = [_shown(report, p) for p in plans if has(report, p)]
         if name == "norms-pictures":
@@ -354,7 +330,7 @@ def _shown(report: Report, picture: Picture) -> Shown:
 
 
 def others(report: Report) -> tuple[list[Group], list[str]]:
-    """Pictures that other packages' probes bring, and why some of them could not be drawn."""
+    """Return the pictures of other packages' probes, and why some of them could not be drawn."""
     found, failed = [], []
     for probe in report.probes:
         try:
@@ -391,15 +367,15 @@ def _geometry(report: Report) -> list[Shown]:
         text = figures.geometry_caption(sample)
         drawn = Markup(svg(figures.draw_geometry(sample), f"geometry-{number}", f"Geometry. {text}"))
         drawings.append(Drawing(shortened(visible(sample.site)), drawn, text, first=sample is first))
-    return [Shown("geometry", "Tokens around a norm: projection and scaling", tuple(drawings), wide=True)]
+    return [Shown("geometry", "Tokens before and after a norm: projection and scaling", tuple(drawings), wide=True)]
 
 
-# The share of squared length along the ones-vector that rounding leaves of none (float32: 1e-7 of the length, squared).
+# Shares of squared length below this are rounding errors (float32: 1e-7 of the length, squared).
 _NO_SHARE = 1e-12
 
 
 def nothing_to_see(report: Report, picture: str) -> str:
-    """What stands in for a picture; empty if it shows something."""
+    """Return the sentence that replaces a picture; empty if the picture shows something."""
     return _SAID[picture](report) if picture in _SAID else ""
 
 
@@ -408,8 +384,8 @@ def _projection(report: Report) -> str:
     if not (share.fillna(0) <= _NO_SHARE).all():
         return ""
     return (
-        f"Nothing of what the {len(share)} norms read lies along the ones-vector (share of squared length 0, angle "
-        "90°): projection has nothing to take away."
+        f"The inputs of all {len(share)} norms are orthogonal to the all-ones direction (share of squared length 0, "
+        "angle 90°), so projection changes nothing."
     )
 
 
@@ -417,27 +393,21 @@ def _unselectable(report: Report) -> str:
     rows = [r for _, r in by_variant(report)]
     if any((r["unselectable_fraction"].fillna(0) > 0).any() for r in rows):
         return ""
-    return (
-        f"Every key can be selected by some query: none of the {len(rows[0])} heads has one that cannot, under any "
-        "variant."
-    )
+    return f"Every key can be selected by some query, in all {len(rows[0])} heads and under every variant."
 
 
 def _angle(report: Report) -> str:
     angles = dict(by_variant(report)).get("intact")
     if angles is None or not (angles["uniform_angle_deg"].dropna().round() == 90).all():
         return ""
-    return (
-        f"In all {len(angles)} heads queries are at 90° to the direction that attends uniformly: they have nothing "
-        "to do with it."
-    )
+    return f"In all {len(angles)} heads, queries are orthogonal to the direction that attends uniformly."
 
 
 def _causal(report: Report) -> str:
     rows = report.causal[report.causal["variant"] != "intact"]
     if (rows["delta_loss"].notna() & (rows["no_op"].fillna("") == "")).any():
         return ""
-    return "Nothing is left to take away: at every norm both terms change nothing by construction."
+    return "Removing either term changes nothing by construction, at every norm."
 
 
 _SAID: dict[str, Callable[[Report], str]] = {

@@ -4,7 +4,7 @@ const SPACE_SIZE = 100; // from the centre to the farthest key, in units of the 
 const SPACE_TURN = Math.PI / 36; // of an arrow key
 const SPACE_MOVES = 350; // milliseconds from one stage to the next
 const ROOT3 = Math.sqrt(3), TO_DEGREES = 180 / Math.PI;
-// Rows: right, up, towards the eye. The ones-vector stands upright, then the whole is turned.
+// Rows: right, up, towards the eye. The all-ones direction is upright, then the whole is turned.
 const UPRIGHT = [[1 / Math.SQRT2, -1 / Math.SQRT2, 0], [1 / ROOT3, 1 / ROOT3, 1 / ROOT3], [-1 / Math.sqrt(6), -1 / Math.sqrt(6), 2 / Math.sqrt(6)]];
 const SPACE_VIEWS = { slanted: [0.35, 0.5], side: [0, 0], along: [Math.PI / 2, 0] };
 
@@ -17,7 +17,7 @@ function turned(matrix, aroundRight, aroundUp) {
 
 const dot = (a, b) => a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
 const lengthOf = (a) => Math.sqrt(dot(a, a));
-// Angle of a vector to the line of the ones-vector, 0 to 90 degrees.
+// Angle of a vector to the line of the all-ones direction, 0 to 90 degrees.
 const toOnes = (a) => TO_DEGREES * Math.acos(Math.min(1, Math.abs(a[0] + a[1] + a[2]) / (ROOT3 * lengthOf(a))));
 
 function drawn(parent, name, attributes, text) {
@@ -67,7 +67,7 @@ function drawSpace(svg, view, points, tokens, onSphere) {
   for (const [kind, text, x, y] of labels) drawn(svg, "text", { class: kind, x, y, "text-anchor": "middle" }, text);
 }
 
-// In words: how queries and keys stand to the ones-vector.
+// Text: angles of queries and keys to the all-ones direction.
 function spaceSaid(data, choice, [keys, queries]) {
   const told = (rows) => {
     const angles = rows.filter((p) => lengthOf(p) > 0).map(toOnes);
@@ -78,7 +78,7 @@ function spaceSaid(data, choice, [keys, queries]) {
   const stage = data.stages[choice.stage], lengths = keys.map(lengthOf);
   const [least, most] = [figure(Math.min(...lengths)), figure(Math.max(...lengths))];
   return `${data.models[choice.model]}; seed ${data.seeds[choice.seed]}, step ${data.steps[choice.step]}; ` +
-    `${stage === "stream" ? "the stream as it is" : `after ${stage}`}. To the ones-vector, queries stand at ${told(queries)}, ` +
+    `${stage === "stream" ? "the residual stream" : `after ${stage}`}. Angles to the all-ones direction: queries are at ${told(queries)}, ` +
     `keys at ${told(keys)}. Keys are ${least === most ? most : `${least} to ${most}`} long.`;
 }
 

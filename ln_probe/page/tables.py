@@ -1,4 +1,4 @@
-"""Tables of a page: the first rows as HTML for everybody, all rows as data for sorting, filtering and downloading."""
+"""Tables of a page: the first rows as HTML, all rows as data for sorting, filtering and downloading."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ln_probe.analyses.schema import Column
 from ln_probe.analyses.schema import Table as Declared
 from ln_probe.page import packed
 
-STATIC_ROWS = 40  # rows that are there without scripts
+STATIC_ROWS = 40  # rows shown without scripts
 DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
-DIGITS = 6  # significant digits sent to the page; the parquet files have all
+DIGITS = 6  # significant digits on the page; the parquet files have full precision
 TOKEN_COLUMNS = ("token",)  # shown with white space made visible
 
 
@@ -26,11 +26,11 @@ class Table:
     """One table of a page.
 
     Attributes:
-        name: its id and file name; title, about: what stands above it.
-        columns: names; text: those that hold text; meanings: what each means, for a tooltip.
-        rows: the first rows, as shown.
-        total: rows of the frame; kept: rows that were sent as data.
-        data: all columns, packed for the scripts; empty if the static rows are all there are to see.
+        name: its id and file name; title, about: text above the table.
+        columns: names; text: columns of text; meanings: descriptions for tooltips.
+        rows: the first rows, as text.
+        total: rows of the frame; kept: rows in `data`.
+        data: all columns, packed for the scripts; empty without interaction.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Table:
 def table(
     declared: Declared, frame: pd.DataFrame, *, links: Sequence[str] = (), interactive: bool = True, about: str = ""
 ) -> Table:
-    """A frame as it is shown on a page; columns that are declared as not shown are left out.
+    """Return a frame as a page shows it, without columns that are declared as not shown.
 
     Args:
-        declared: what the table is.
+        declared: description of the table.
         frame: rows of it, with all its columns or some.
-        links: where the first column's cells lead, a row each; relative addresses.
-        interactive: send the data too (a notebook's cell has no scripts).
-        about: what stands above it instead of what a row is.
+        links: relative addresses for the cells of the first column, one per row.
+        interactive: include the data (a notebook's cell has no scripts).
+        about: text above the table; by default the description of a row.
     """
     known = {c.name: c for c in declared.columns}
     columns = [str(c) for c in frame.columns if str(c) not in known or known[str(c)].shown]
@@ -81,7 +81,7 @@ def _meaning(column: Column | None) -> str:
 
 
 def figure_text(value: Any) -> str:
-    """A number as tables show it: four digits, a dash for what is not known."""
+    """Return a number with four digits; a dash for a missing value."""
     if value is None or value is pd.NA or (isinstance(value, float | np.floating) and math.isnan(value)):
         return "–"
     if isinstance(value, float | np.floating):

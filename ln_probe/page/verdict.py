@@ -1,7 +1,7 @@
-"""The first thing on a page: what freezing scaling and removing projection do to the loss, in bars and sentences.
+"""The verdict card: how freezing scaling and removing projection change the loss, in sentences and bars.
 
-Everything comes from the primary contrasts of the report's `causal` table, in the words of the findings
-(`ln_probe.analyses.probes.causal`), so that card and findings cannot disagree.
+The card uses the primary contrasts of the report's `causal` table and the sentences of
+`ln_probe.analyses.probes.causal`, so that card and findings agree.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ln_probe.analyses.probes.text import counted, number, signed, signed_percen
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report
 
-# The places, the widest first.
+# Groups of norms, largest first.
 _PLACES = {"all": "at every norm", "attention": "at attention alone"}
-# An interval longer than this many times the largest bar is cut off at the edge: it would make all bars invisible.
+# Intervals longer than this many times the largest bar are cut off, because they would make all bars invisible.
 _REACH = 2.5
 _TICKS = 5
-_NOT_APPLICABLE = "causal: the loss is not applicable: "  # how the note begins that says why there is no loss
+_NOT_APPLICABLE = "causal: the loss is not applicable: "  # beginning of the note that explains why there is no loss
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of the card; places are per cent of the scale's width.
+    """One line of the card; lengths are in % of the scale's width.
 
     Attributes:
-        term: "scaling" or "projection"; what: what was done, and where.
-        value, share, interval: as text; the last two can be empty.
-        left, width: of the bar; None: nothing to draw, and `value` says why.
-        low, span: of the interval; span None: there is none.
-        effect: whether the change is called an effect.
+        term: "scaling" or "projection"; what: the edit and its norms.
+        value, share, interval: text; the last two can be empty.
+        left, width: of the bar; left None: nothing to draw, and `value` explains why.
+        low, span: of the interval; span None: no interval.
+        effect: whether the change is reported as an effect.
     """
 
     term: str
@@ -54,7 +54,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The card. `band` is what is not called an effect, `ticks` places and labels in nats, `zero` the place of 0."""
+    """The card: `band` is the range too small to report, `ticks` are positions and labels, `zero` the position of 0."""
 
     sentences: tuple[str, ...]
     bars: tuple[Bar, ...] = ()
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def verdict(report: Report) -> Verdict | None:
-    """The card of a report; None if the loss was not asked for."""
+    """Return the card of a report, or None if the loss was not measured."""
     rows = dict(_rows(report.causal))
     if not rows or not all(math.isfinite(base_loss(r)) for r in rows.values()):
         reason = next((n.removeprefix(_NOT_APPLICABLE) for n in report.notes if n.startswith(_NOT_APPLICABLE)), "")
@@ -95,7 +95,7 @@ def verdict(report: Report) -> Verdict | None:
 
 
 def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: str) -> Iterator[str]:
-    """What the figures are made of: prompts, constants, intervals."""
+    """Yield notes on prompts, constants and intervals."""
     first, about = next(iter(rows.values())), report.provenance.get("calibration", {})
     prompts, source = counted(int(first["prompts"]), "prompt"), report.provenance.get("prompts", {}).get("source", "")
     groups = about.get("groups")
@@ -121,7 +121,7 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
 
 
 def _rows(causal: pd.DataFrame) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    """The rows of the card that have a loss, by variant and place."""
+    """Yield the rows of the card that have a loss, by variant and group of norms."""
     for variant in (v.name for v in primary_variants()):
         for sites in _PLACES:
             mine = causal[(causal["variant"] == variant) & (causal["sites"] == sites)]
@@ -134,7 +134,7 @@ def _idle(row: dict[str, Any]) -> str:
 
 
 def _scale(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """Ends of the scale: 0 and all bars and intervals are on it, and what is no effect does not look like one."""
+    """Return the ends of the scale, wide enough that changes too small to report look small."""
     changes = [float(r[f"delta_loss{kind}"]) for r in rows for kind in ("", "_optimal")]
     changes = [c for c in changes if math.isfinite(c)]
     reach = _REACH * max([3 * LEAST_CHANGE, *map(abs, changes)])
@@ -148,7 +148,7 @@ def _scale(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]) -> Iterator[Bar]:
-    """The bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
+    """Yield the bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
     term, done = VARIANTS[variant].state.rsplit(" ", 1)
     what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
@@ -164,7 +164,7 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
             term,
             what + name,
             f"{signed(delta)} nats",
-            signed_percent(delta / base_loss(row)) if base_loss(row) > 0 else "",
+            _share(delta, row),
             f"95 % CI {signed(low)} to {signed(high)}" if bounded else "",
             min(place(0.0), place(delta)),
             abs(place(delta) - place(0.0)),
@@ -175,7 +175,7 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
 
 
 def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str, unit: str) -> str:
-    """One sentence or two about a term: at every norm, and at attention alone."""
+    """Return one or two sentences about a term: at every norm, and at attention alone."""
     verb, term = VARIANTS[variant].wording.split(" ", 1)
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
@@ -184,7 +184,8 @@ def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers:
     if why := _idle(everywhere):
         return f"{term.capitalize()} is not applicable ({why})."
     whose = f"the {term} of every norm{layers}" if layers else f"every norm’s {term}"
-    text = f"{verb} {whose} {change(everywhere, unit)}{_of_loss(everywhere)}."
+    share = _share(float(everywhere["delta_loss"]), everywhere)
+    text = f"{verb} {whose} {change(everywhere, unit)}{f' ({share})' if share else ''}."
     if attention is None:
         return text
     if why := _idle(attention):
@@ -192,6 +193,6 @@ def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers:
     return f"{text} At attention alone it {change(attention, unit)}."
 
 
-def _of_loss(row: dict[str, Any]) -> str:
-    share = signed_percent(float(row["delta_loss"]) / base_loss(row)) if base_loss(row) > 0 else ""
-    return f" ({share})" if share else ""
+def _share(delta: float, row: dict[str, Any]) -> str:
+    """Return a change as a share of the intact loss."""
+    return signed_percent(delta / base_loss(row)) if base_loss(row) > 0 else ""

@@ -54,7 +54,7 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, visit: A
     assert told.startswith(f"Key 17, “{row['token']}”: ")
     assert str(row["verdict"]) in told or "hard to select" in told
     assert f"margin {float(f'{(row.margin_lower + row.margin_upper) / 2:.3g}'):g} nats" in told
-    assert "of the attention" in told
+    assert "attainable attention" in told
 
     assert frame.locator("#navigator").evaluate(COLOURS) > 20
     box = frame.locator("#navigator").bounding_box()

@@ -52,7 +52,8 @@ def test_a_head_has_an_address(report: Report, visit: Any, page_of: PageOf) -> N
     assert frame.locator("#frozen canvas").count() == 1
     about = frame.locator("#about").inner_text()
     row = report.by_head().set_index(["layer", "head"]).loc[(1, 1)]
-    assert f"Loss without scaling {'+' if row['delta_loss'] > 0 else ''}{float(f'{row.delta_loss:.3g}'):g}" in about
+    amount = f"{'+' if row['delta_loss'] > 0 else ''}{float(f'{row.delta_loss:.3g}'):g}"
+    assert f"Loss increase, scaling frozen {amount}" in about
     opened.page.evaluate("location.hash = '#L0H3P0'")  # what a link of a finding does
     frame.locator("#title", has_text="Layer 0, head 3").wait_for()
     frame.locator("#measure").select_option(label="Entropy")

@@ -106,7 +106,7 @@ def test_steps_of_other_norms() -> None:
     (_, _, _), (_, height, length) = figures.geometry_steps(sample("rmsnorm"))
     assert np.allclose(np.hypot(height, length), np.sqrt(8)), "an RMSNorm's outputs are on the sphere, not in the plane"
     assert np.abs(height).max() > 0.1
-    assert [t for t, _, _ in figures.geometry_steps(sample("projection_only"))] == ["x, as it comes", "projected: Px"]
+    assert [t for t, _, _ in figures.geometry_steps(sample("projection_only"))] == ["input x", "projected: Px"]
     assert len(figures.geometry_steps(sample("none"))) == 1
     for kind in ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none"):
         assert figures.draw_geometry(sample(kind)).axes
@@ -167,7 +167,7 @@ def test_long_legends_leave_room_for_the_axes() -> None:
 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    for label in (" = ".join(v.label for v in VARIANTS.values()), "hardest twentieth", "an even share, 1/n = 0.53 %"):
+    for label in (" = ".join(v.label for v in VARIANTS.values()), "5th percentile", "uniform attention, 1/n = 0.53 %"):
         axes.plot([0, 1], [0, 1], label=label)
     legend(axes)
     with warnings.catch_warnings():

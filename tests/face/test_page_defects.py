@@ -39,15 +39,15 @@ def test_d3_shares_stand_beside_an_even_one(report: Report) -> None:
     assert even == 1 / 24
     (line,) = [found for found in axes.lines if found.get_linestyle() == ":"]
     assert list(line.get_ydata()) == [even, even]
-    assert line.get_label() == "an even share, 1/n = 4.2 %"
+    assert line.get_label() == "uniform attention, 1/n = 4.2 %"
     without = report.with_tables(heads=report.heads.drop(columns="prompts"))
     assert not [found for found in figures.attainable_over_depth(without).axes[0].lines if found.get_linestyle() == ":"]
 
 
 def test_d4_the_page_says_whose_attention_a_share_is_of(report: Report, page_of: PageOf) -> None:
-    """What a key can get is of the last position, what it got of all queries: said wherever both stand."""
+    """Attainable attention is of the last position, received attention of all queries; the page says both."""
     html = page_of(report)
-    assert "of the attention of the last position" in html
+    assert "attainable attention at the last position" in html
     assert "from the average query that sees it" in html
 
 
@@ -56,8 +56,8 @@ def test_d5_lines_that_coincide_are_one_and_say_so(report: Report) -> None:
     copies = heads[heads["variant"] == "intact"].assign(variant="no_projection")
     axes = figures.margins_over_depth(report.with_tables(heads=pd.concat([heads, copies], ignore_index=True))).axes[0]
     labels = axes.get_legend_handles_labels()[1]
-    assert "intact = without projection" in labels
-    assert "without scaling" in labels
+    assert "intact = projection removed" in labels
+    assert "scaling frozen" in labels
     assert "intact" not in labels
 
 
@@ -79,10 +79,10 @@ def test_d5_pictures_without_anything_on_them_are_sentences(
     )
     html = report_page(blank)
     for name, said in (
-        ("projection", "Nothing of what the 5 norms read lies along the ones-vector"),
-        ("unselectable", "Every key can be selected by some query: none of the 8 heads has one that cannot"),
-        ("angle", "In all 8 heads queries are at 90° to the direction that attends uniformly"),
-        ("causal", "Nothing is left to take away"),
+        ("projection", "The inputs of all 5 norms are orthogonal to the all-ones direction"),
+        ("unselectable", "Every key can be selected by some query, in all 8 heads"),
+        ("angle", "In all 8 heads, queries are orthogonal to the direction that attends uniformly"),
+        ("causal", "Removing either term changes nothing by construction"),
     ):
         assert shown(blank, name).drawings == ()
         assert shown(blank, name).said.startswith(said)

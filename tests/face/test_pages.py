@@ -84,7 +84,7 @@ def asked_of(report: Report, *probes: str) -> Report:
 
 def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, page_of: PageOf) -> None:
     everything = [p.name for p in chosen(DEFAULT)]
-    assert "Not run:" not in page_of(asked_of(report, *everything)).replace("Not run: what happens to the loss", "")
+    assert "Not run:" not in page_of(asked_of(report, *everything)).replace("Not run: how the loss changes", "")
     page = page_of(asked_of(report, *(n for n in everything if n not in ("head_effects", "sinks"))))
     assert "Not run: which heads depend on their norm (the head_effects probe)." in page
     assert "Not run: attention sinks and outlier tokens (the sinks probe)." in page
@@ -95,12 +95,12 @@ def test_interventions_are_drawn_when_there_are_some(
 ) -> None:
     emptied = report.with_tables(causal=causal.head(0))
     without = parsed(report_page(asked_of(emptied, "decomposition", "selectability")))
-    assert "Not run: what happens to the loss when a term is switched off" in without.text
+    assert "Not run: how the loss changes when a term is removed" in without.text
     failed = parsed(report_page(asked_of(emptied, "decomposition", "causal")))
-    assert "Not run: what happens to the loss" not in failed.text
+    assert "Not run: how the loss changes" not in failed.text
     assert "No term was switched off in the running model: the causal probe failed" in failed.text
     page = parsed(report_page(report.with_tables(causal=causal)))
-    assert "Not run: what happens to the loss" not in page.text
+    assert "Not run: how the loss changes" not in page.text
     assert "change of loss, nats per token" in page.text
     assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
     unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)

@@ -78,7 +78,7 @@ def test_points_turn_and_are_told_in_words(points: pd.DataFrame, visit: Any) -> 
     angles = angle_to_ones(chosen[["x", "y", "z"]].to_numpy())
     said = page.locator(".space-said").inner_text()
     assert said.startswith("none, radius sqrt(d); seed 4, step 0; after projection. ")
-    assert f"queries stand at {angles.mean():.0f}° on average ({angles.min():.0f}° to {angles.max():.0f}°)" in said
+    assert f"queries are at {angles.mean():.0f}° on average ({angles.min():.0f}° to {angles.max():.0f}°)" in said
     page.locator(".space-table summary").click()
     row = page.locator(".space-table tr").nth(3).locator("td").all_inner_texts()
     assert [float(x.replace("−", "-")) for x in row[4:]] == pytest.approx(chosen.iloc[2][["x", "y", "z"]], rel=1e-3)
@@ -100,7 +100,7 @@ def test_points_turn_and_are_told_in_words(points: pd.DataFrame, visit: Any) -> 
     assert dragged != before
     page.mouse.move(box["x"] + 20, box["y"] + 20)
     assert tips(page) == dragged, "only while a button is held"
-    page.locator("button", has_text="Along the ones-vector").click()
+    page.locator("button", has_text="Along the all-ones direction").click()
     line = page.locator(".space-drawing .ones")
     assert abs(float(line.get_attribute("y2"))) < 1e-9, "seen along itself the ones-vector is a point"
     opened.quiet()
