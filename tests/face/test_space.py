@@ -112,7 +112,7 @@ def test_a_phone_and_no_scripts(points: pd.DataFrame, visit: Any) -> None:
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
     opened.quiet()
     silent = visit(space_page(points), java_script_enabled=False)
-    assert "This picture is drawn by a script" in silent.page.locator(".space").inner_text()
+    assert "This picture needs JavaScript" in silent.page.locator(".space").inner_text()
     assert silent.page.locator(".space-drawing").is_hidden()
 
 
