@@ -50,7 +50,7 @@ class _Outlier:
     dimensions: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Longest:
     """Per token, where it is longest beside the median of its prompt."""
 
@@ -61,7 +61,7 @@ class Longest:
     after: Float[Tensor, " pos"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """Sizes of one prompt's vectors at one norm; `ratio` is |Px| over its median, `outlier` where over 10."""
 

@@ -47,7 +47,7 @@ class Job:
     whole: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class Unedited:
     """One prompt in the unedited model.
 
