@@ -59,7 +59,7 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, visit: A
     assert frame.locator("#navigator").evaluate(COLOURS) > 20
     box = frame.locator("#navigator").bounding_box()
     frame.locator("#navigator").click(position={"x": box["width"] * 0.1, "y": box["height"] * 0.95})
-    assert "a cell per weight" in frame.locator("#resolution").inner_text()
+    assert "one cell per weight" in frame.locator("#resolution").inner_text()
     assert "Tokens 86–149 of 150" in frame.locator("#resolution").inner_text()
     assert frame.locator("#where").inner_text().startswith("Query 14")
     frame.locator("#back").click()

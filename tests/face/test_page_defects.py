@@ -278,7 +278,7 @@ def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reade
     for name in ("losses", "paired", "losses-training"):
         assert f'id="{name}"' in html
     assert html.count('id="paired-') >= 3, "every model can be the baseline"
-    assert "Change of the loss minus its change in m1, prompt by prompt" in page.text
+    assert "Change of the loss minus its change in m1, paired by prompt" in page.text
     assert html.index('id="losses"') < html.index('id="table-comparison"')
 
 
@@ -303,7 +303,7 @@ def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
 
 def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
     blank = Report({"layernorms": report.layernorms}, report.provenance)
-    assert "The loss without a term was measured for none" in parsed(index_page([IndexEntry("a", report=blank)])).text
+    assert "No model here was measured with a term removed" in parsed(index_page([IndexEntry("a", report=blank)])).text
 
 
 @pytest.mark.slow

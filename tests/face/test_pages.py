@@ -98,7 +98,7 @@ def test_interventions_are_drawn_when_there_are_some(
     assert "Not run: how the loss changes when a term is removed" in without.text
     failed = parsed(report_page(asked_of(emptied, "decomposition", "causal")))
     assert "Not run: how the loss changes" not in failed.text
-    assert "No term was switched off in the running model: the causal probe failed" in failed.text
+    assert "No term was removed from the running model: the causal probe failed" in failed.text
     page = parsed(report_page(report.with_tables(causal=causal)))
     assert "Not run: how the loss changes" not in page.text
     assert "change of loss, nats per token" in page.text
@@ -279,7 +279,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
 
 def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
     report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
-    assert "No norm here projects" in parsed(report_page(report)).text
+    assert "No norm of this model projects" in parsed(report_page(report)).text
     assert [len(geometry_steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
 
 

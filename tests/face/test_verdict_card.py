@@ -167,7 +167,7 @@ def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame
 
 def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
     for table, said in (
-        (effects.head(0), "No term was switched off in the running model: the causal probe failed"),
+        (effects.head(0), "No term was removed from the running model: the causal probe failed"),
         (effects.assign(delta_loss=np.nan, loss=np.nan), "The change of the loss is unknown"),
     ):
         without = report.with_tables(causal=table)
