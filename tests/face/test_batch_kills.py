@@ -199,6 +199,7 @@ def test_a_full_disk(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill_after_kill(lab_suite: list[Path], shared: Path, tmp_path: Path) -> None:
     """Ten checkpoints in three shards each: two lab runs at four steps, and two real ones; forty kills with
     LN_PROBE_FAULTS=all, else eight. A user's files in the report's folders and beside compiled kernels stay."""
