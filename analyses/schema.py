@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -84,7 +84,7 @@ def columns(*parts: str | Iterable[Column]) -> tuple[Column, ...]:
                 raise TableError(f"this declares no column: {text!r}")
             name, kind, unit, meaning = match.groups()
             hidden = unit == "hidden"
-            declared.append(Column(name, kind, meaning, "" if hidden else unit or "", shown=not hidden))
+            declared.append(Column(name, cast(Kind, kind), meaning, "" if hidden else unit or "", shown=not hidden))
     return tuple(declared)
 
 

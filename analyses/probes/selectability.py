@@ -39,7 +39,7 @@ from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.geometry.positions import attainable_anywhere
 from ln_probe.analyses.geometry.witnesses import GivenSet
-from ln_probe.analyses.probes.attention_layer import AttentionLayer, no_op
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
     NO_EFFECT,
@@ -75,7 +75,7 @@ from ln_probe.analyses.probes.text import number, percent
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIANTS
+from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIANTS, no_op
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
 

@@ -37,8 +37,8 @@ from ln_probe.analyses.lab.approximation.relative_transformer import RelativeCon
 
 try:
     import mpmath
-except ImportError as error:
-    raise ImportError("Solving exactly needs the package mpmath: pip install 'ln-probe[lab]'.") from error
+except ImportError as missing:
+    raise ImportError("Solving exactly needs the package mpmath: pip install 'ln-probe[lab]'.") from missing
 
 
 LENGTH = 1000
