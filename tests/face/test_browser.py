@@ -68,7 +68,7 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, visit: A
     frame.locator("#prompt").select_option("2")
     assert frame.locator("#keys .key").count() == 5
     assert frame.locator("#title").inner_text() == "Layer 2, head 1"
-    assert frame.locator("#resolution").inner_text().startswith("A cell per weight.")
+    assert frame.locator("#resolution").inner_text().startswith("Each cell is one attention weight.")
     assert frame.locator("#whole").is_hidden()
     opened.quiet()
 

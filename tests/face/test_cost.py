@@ -71,7 +71,7 @@ def test_a14_every_kind_of_folder_is_counted(hf_model: Callable[..., Any], tmp_p
 def test_a14_a_model_on_the_hub(dtype: str | None, gigabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-8B is 16 GB on the hub; loaded in float32 it is twice as much, and so many workers fewer have room."""
     about = Description({"torch_dtype": "bfloat16", "num_hidden_layers": 32}, 16 * 10**9)
-    monkeypatch.setattr(cost, "described", lambda target: about)
+    monkeypatch.setattr(cost, "hub_info", lambda target: about)
     target = Target("meta-llama/Meta-Llama-3-8B", None, "llama", "repository@commit")
     corpus = ShardedCorpus("p.jsonl", "p.jsonl", 64, "0" * 64, 1)
     run = Run(Path("out"), Settings(probes=("uniformity",)), corpus, dtype=dtype)

@@ -111,7 +111,7 @@ def test_b04_workers_are_not_interrupted_while_they_start() -> None:
     code = (
         "import signal, sys; print(sorted(s.name for s in signal.pthread_sigmask(signal.SIG_BLOCK, []) "
         "if s in (signal.SIGINT, signal.SIGTERM)));"
-        "from ln_probe.analyses.machinery.worker import follow_parent; follow_parent();"
+        "from ln_probe.analyses.processes import follow_parent; follow_parent();"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -125,7 +125,7 @@ def test_b04_a_signal_whose_exception_was_lost() -> None:
     """What a handler raises inside a callback is printed and forgotten: the request to stop is not."""
     code = (
         "import os, signal\n"
-        "from ln_probe.analyses.machinery.worker import check_stopped, stop_on_signals\n"
+        "from ln_probe.analyses.processes import check_stopped, stop_on_signals\n"
         "stop_on_signals()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGTERM); raise SystemExit('not stopped')\n"
         "except KeyboardInterrupt: pass\n"
