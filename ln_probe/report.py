@@ -123,7 +123,7 @@ class Report:
 
     @property
     def causal_prompts(self) -> pd.DataFrame:
-        """A row per (prompt, sites, variant): what the intervals of `causal` come from."""
+        """A row per (prompt, sites, variant); what the intervals of `causal` come from."""
         return self.tables["causal_prompts"]
 
     @property

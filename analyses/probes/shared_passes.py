@@ -269,7 +269,9 @@ def _repeated(output: Any, rows: int) -> Any:
     if isinstance(output, Tensor):
         repeated = output.ndim > 1 and output.shape[0] == 1
         return output.expand(rows, *output.shape[1:]).contiguous() if repeated else output
-    return tuple(_repeated(part, rows) for part in output) if isinstance(output, tuple) else output
+    if isinstance(output, (tuple, list)):  # a block of OpenAI's first GPT returns a list
+        return type(output)(_repeated(part, rows) for part in output)
+    return output
 
 
 @contextmanager
