@@ -95,9 +95,16 @@ def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable
         assert some[column].equals(same[column]), column
     first = [f["first_unselectable_at"].fillna(-9) for f in (some, same)]
     assert first[0].equals(first[1])
-    for low, high in (("margin_lower", "margin_upper"), ("attainable", "attainable_upper")):
+    brackets = (
+        ("margin_lower", "margin_upper"),
+        ("attainable", "attainable_upper"),
+        ("attainable_last", "attainable_last_upper"),
+    )
+    for low, high in brackets:
         apart = np.fmax(some[low], same[low]) - np.fmin(some[high], same[high])
         assert not (apart > 1e-9 * some[high].abs().fillna(0)).any(), "brackets of one number overlap"
+        if arch == "mistral" and low == "attainable":
+            continue  # a bound over all positions is tight at the last one; under a window others see the key
         width = (some[high] - some[low]).abs()
         assert (width.fillna(0) <= 0.0101 * np.maximum(1.0, some[high].abs()).fillna(1)).all()
     heads = report.heads
