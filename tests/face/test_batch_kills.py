@@ -229,12 +229,20 @@ def test_kill_after_kill(lab_suite: list[Path], shared: Path, tmp_path: Path) ->
     killed: list[str] = []
     for number in range(40):
         out = tmp_path / f"out {number}"
-        mine = [*theirs, out / "notes.md", out / "lm-layernorm" / "notes.md", out / "lm-layernorm" / "more" / "a.csv"]
-        for path in mine:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"the user's, of run {number}")
+        early, late = [*theirs, out / "notes.md"], [out / "lm-layernorm" / n for n in ("notes.md", "more/a.csv")]
+        mine = [*early, *late]
+
+        def write(paths: list[Path], text: str = f"the user's, of run {number}") -> None:
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+
+        write(early)
         os.utime(theirs[0].parent, (0, 0))  # as old as a file can be
         done = torment(batch, out, moments, min(4, kills - len(killed)), expected)
+        write(late)  # a folder that holds a user's files before there is a report is left alone: `lm-layernorm-2`
+        code, said = batch.finish(out)
+        assert (code, tables(out) == expected) == (0, True), said
         assert [path.read_text() for path in mine] == [f"the user's, of run {number}"] * len(mine)
         killed += done
         print(f"run {number}: {'; '.join(done) or 'nothing'}; {len(killed)} in all; identical", flush=True)
