@@ -18,10 +18,10 @@ def _tail(columns: Iterable[Column]) -> tuple[Column, ...]:
 _TERMS = columns(
     """
     mean_share (float): mean over tokens of d·mu²/‖x‖²: the share of squared length that projection removes
-    angle_to_ones_deg (float, degrees): mean angle of the norm's input to the ones-vector, 0–90; 90 leaves projection
-        nothing to do
+    angle_to_ones_deg (float, degrees): mean angle of the norm's input to the all-ones direction, 0–90; at 90 projection
+        does nothing
     norm_before_mean (float, L2 norm): mean length of the norm's input
-    norm_before_cv (float): standard deviation over mean of the input's length
+    norm_before_cv (float): standard deviation of the input's length over its mean
     norm_after_mean (float, L2 norm): mean length of the norm's output, gain and bias included
     scale_mean (float): mean of 1/sigma
     scale_cv (float): standard deviation over mean of 1/sigma
@@ -35,7 +35,7 @@ LAYERNORMS = declare(
     ("site",),
     """
     site (text): the norm's name in the model
-    layer (int): block it stands in; 0 after the embedding, the number of blocks for the final norm
+    layer (int): block it belongs to; 0 after the embedding, the number of blocks for the final norm
     kind (text): what it computes: layernorm, rmsnorm, projection_only, scaling_only or none; unknown: no norm that
         ln_probe knows, listed because something reads it where a norm would stand (see evidence)
     reads (text): who reads its output, joined by +: attention, mlp, unembed, query, key, …
@@ -61,7 +61,7 @@ LAYERNORMS = declare(
     eps (float): inside the square root of sigma; NaN where the norm does not scale
     reconstruction_bound (float): what rounding explains of reconstruction_error: 1e-5 in float32, 1e-12 in float64,
         in half precision three half-ulps of the largest entry over the RMS
-    evidence (text, hidden): why `state` is believed
+    evidence (text, hidden): what `state` was read from
     """,
 )
 
@@ -126,7 +126,7 @@ HEADS = declare(
     attainable_last_p05 (float, share): 5th percentile of the same
     attainable_reachable_median (float, share): the median at the last position over every query the head can make
         from any residual vector (reachable set); NaN without a bound on queries
-    pattern_max_median (float, share): median over keys of the largest weight they really received from any query that
+    pattern_max_median (float, share): median over keys of the largest weight they receive from any query that
         sees them and another key: compare it with attainable_median; attainable_last_median is about the last
         position, which sees more keys
     query_radius (float): rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN
@@ -136,7 +136,7 @@ HEADS = declare(
         normalized space
     entropy_ratio (float): attention entropy over log(visible keys), mean over queries; NaN where uniformity was not
         measured
-    uniform_angle_deg (float, degrees): mean angle of gain·(W_K q) to the ones-vector: 0 would attend uniformly
+    uniform_angle_deg (float, degrees): mean angle of gain·(W_K q) to the all-ones direction: 0 would attend uniformly
         whatever the keys (without a bias per key; with rotary positions, only if so for every key's); NaN without
         projection (a random direction's angle is in the provenance)
     score_spread (float, nats): mean standard deviation of a query's scores over the keys it sees
@@ -188,7 +188,7 @@ KEYS = declare(
         more (absolute), so a small weight is known less well relative to itself
     attainable_reachable (float, share): largest softmax weight found at that position from queries of the reachable
         set; NaN if unbounded
-    pattern_max (float, share): the largest weight it really received from any query that sees it and another key; at
+    pattern_max (float, share): the largest weight it receives from any query that sees it and another key; at
         most `attainable_upper`
     first_unselectable_at (int, position): first position at which a causal query can no longer select it; -1 if
         never, NaN if attention is not causal, or a window hides keys
@@ -200,7 +200,7 @@ KEYS = declare(
 CAUSAL = declare(
     "causal",
     "Interventions",
-    "A row per group of norms and variant: the running model with a term switched off.",
+    "A row per group of norms and variant: the model's loss with a term removed.",
     ("sites", "variant"),
     """
     sites (text): a norm, or a group: attention, mlp, final, all
@@ -281,7 +281,7 @@ CAUSAL_PROMPTS = declare(
 UNEMBEDDING = declare(
     "unembedding",
     "Unembedding",
-    "Tokens that are hard to predict, over everything the final norm can put out.",
+    "Tokens that are hard to predict, over all outputs of the final norm.",
     ("token_id",),
     """
     token_id (int): the token
@@ -312,7 +312,7 @@ _OF_SIGMA = columns(
         it shrinks the vector; shares of a norm add up to 1
     sigma_change (float, share): mean over tokens of the relative change of sigma if this norm read its input without
         the part (exact); NaN where the norm does not scale
-    mu (float): mean over tokens of mean(x_p): what the part writes on the ones-vector, which projection takes off
+    mu (float): mean over tokens of mean(x_p): what the part writes on the all-ones direction, which projection removes
     mu_share (float, share): mean over tokens of |mu_p| / Σ|mu_p|
     """
 )
@@ -320,12 +320,12 @@ _OF_SIGMA = columns(
 WRITERS = declare(
     "writers",
     "Writers",
-    "A row per norm and part of the model that writes to its input: who sets sigma, who writes on the "
-    "ones-vector. Columns ending in _tail leave position 0 out.",
+    "A row per norm and part of the model that writes to its input: what sets sigma, what writes on the "
+    "all-ones direction. Columns ending in _tail leave position 0 out.",
     ("site", "part"),
     """
     site (text): the norm's name in the model
-    layer (int): block it stands in
+    layer (int): block it belongs to
     """,
     _PART,
     _OF_SIGMA,
@@ -335,23 +335,23 @@ WRITERS = declare(
 ATTRIBUTION = declare(
     "attribution",
     "Attribution",
-    "A row per part of the model: what it gives to the next token's logit minus the mean logit, through"
-    " the final norm, exactly; rows add up to the mean of that difference.",
+    "A row per part of the model: its contribution to the next token's logit minus the mean logit, through"
+    " the final norm, exact; rows add up to the mean of that difference.",
     ("part",),
     _PART,
     """
-    contribution (float, nats): mean over positions of what it gives
+    contribution (float, nats): mean over positions of its contribution
     magnitude (float, nats): mean over positions of the absolute value of that
-    without_projection (float, nats): mean of what it would give if the final norm did not project
-    projection (float, nats): mean of what projection takes off; the rest of a bias's contribution is constant
+    without_projection (float, nats): mean of its contribution if the final norm did not project
+    projection (float, nats): mean of what projection removes; the rest of a bias's contribution is constant
     """,
 )
 
 HEAD_EFFECTS = declare(
     "head_effects",
     "Heads without a term",
-    "A row per (layer, head, variant): what the loss loses when this head alone reads its norm without "
-    "a term, its queries, keys and values made of the edited norm.",
+    "A row per (layer, head, variant): how the loss changes when this head alone reads its norm without "
+    "a term: its queries, keys and values are computed from the edited norm.",
     ("layer", "head", "variant"),
     """
     layer (int): block whose attention it is
@@ -365,11 +365,11 @@ HEAD_EFFECTS = declare(
     prompts_worse (int): prompts whose loss rises; NaN where only estimated
     p_adjusted (float): sign test of that number (Holm-adjusted for the heads run under the same variant); NaN if only
         estimated
-    estimate (float, nats per token): first-order estimate of delta_loss: gradient of the loss at what the head hands
-        on, times its change
+    estimate (float, nats per token): first-order estimate of delta_loss: gradient of the loss at the head's output
+        z, times the change of z
     estimate_low (float, nats per token): lower end of the estimate's interval over prompts
     estimate_high (float, nats per token): upper end of the same
-    loss (float, nats per token): of the unedited model, to compare with
+    loss (float, nats per token): of the intact model
     prompts (int): number of prompts
     no_op (text): why nothing changes by construction; empty if something does
     """,
@@ -438,7 +438,7 @@ TOKEN_SIZES = declare(
     ("site", "first"),
     """
     site (text): the norm's name in the model
-    layer (int): block it stands in
+    layer (int): block it belongs to
     first (int): first position of the stretch
     last (int): its last position
     tokens (int): vectors seen
@@ -456,7 +456,7 @@ OUTLIER_DIMENSIONS = declare(
     ("site", "dimension"),
     """
     site (text): the norm's name in the model
-    layer (int): block it stands in
+    layer (int): block it belongs to
     dimension (int): of the norm's input, from 0
     ratio (float): median over tokens of |Px| there over its median over dimensions, mean over prompts
     prompts (int): prompts in which it is over 10
@@ -466,48 +466,48 @@ OUTLIER_DIMENSIONS = declare(
 BY_HEAD = declare(
     "by_head",
     "By head",
-    "A row per (layer, head): what the other tables say of it; columns of tables that were not measured are NaN.",
+    "A row per (layer, head): columns of the other tables for it; columns of tables that were not measured are NaN.",
     ("layer", "head"),
     """
     layer (int): block whose attention it is
     head (int): head
-    delta_loss (float, nats per token): what the loss loses when this head alone reads its norm without scaling
-        (estimated if not run)
+    delta_loss (float, nats per token): how much the loss rises when this head alone reads its norm with scaling frozen
+        (first-order estimate if not run)
     delta_loss_no_projection (float, nats per token): the same without projection
     delta_loss_neither (float, nats per token): the same without both
     exact (bool): whether these were run, not estimated
     p_adjusted (float): of delta_loss, as in head_effects
-    loss (float, nats per token): of the unedited model, to compare with
+    loss (float, nats per token): of the intact model
     entropy_ratio (float): attention entropy over log(visible keys): 1 is uniform
-    entropy_change (float): what keys without scaling do to it
+    entropy_change (float): its change with scaling frozen for the keys
     attainable (float, share): median attention that a key can receive at the last position from queries of the size
         that occur
-    attainable_change (float, share): what keys without scaling do to it
-    received (float, share): median over keys of the largest weight they really received
+    attainable_change (float, share): its change with scaling frozen for the keys
+    received (float, share): median over keys of the largest weight they receive
     margin (float, nats): median margin of the keys
-    margin_change (float, nats): what keys without scaling do to it
+    margin_change (float, nats): its change with scaling frozen for the keys
     first_attention (float, share): mean attention to position 0 of the queries behind it
     sink_rate (float): of sink or outlier tokens, how many the queries give over 0.3, on average
-    first_uniform (float, share): attention to position 0 if it were uniform, to compare with
+    first_uniform (float, share): attention to position 0 if attention were uniform
     """,
 )
 
 TOKENS = declare(
     "tokens",
     "Tokens",
-    "What keys of each token can get, over all heads of the prompts kept here: position 0 and attention"
-    " sinks apart, then the tokens that lose most when scaling is taken away.",
+    "How much attention keys of each token can receive, over all heads of the prompts kept here: position 0 and"
+    " attention sinks apart, then the tokens whose attainable attention falls most with scaling frozen.",
     ("token", "place"),
     """
     token (text): the token
     place (text): position 0, sink (a token that the table sinks calls one), or elsewhere
     keys (int): (layer, head, prompt, position) counted
     unselectable (float): of them, in the hull of the others; NaN where not measured
-    unselectable_no_scaling (float): the same with scaling replaced by a constant
+    unselectable_no_scaling (float): the same with scaling frozen
     attainable_median (float, share): median attention that a key can receive at the last position from queries of the
         size that occur
-    attainable_no_scaling_median (float, share): the same with scaling replaced by a constant
-    attainable_change (float, share): what taking scaling away does to that median: negative where the token loses
+    attainable_no_scaling_median (float, share): the same with scaling frozen
+    attainable_change (float, share): change of that median with scaling frozen: negative where it falls
     margin_median (float, nats): median margin
     received_mean (float, share): mean attention received from queries that see it
     """,
@@ -517,7 +517,7 @@ SUMMARY = declare(
     "comparison",
     "Comparison",
     "A row per model. mean_share: median over norms; unselectable: share of all keys; the others: "
-    "medians over heads. Columns ending in _no_scaling: with scaling replaced by a constant.",
+    "medians over heads. Columns ending in _no_scaling: with scaling frozen.",
     ("model",),
     """
     model (text): what the report is called
@@ -525,13 +525,13 @@ SUMMARY = declare(
     norms (int): number of norms
     mean_share (float): median over norms of layernorms.mean_share
     unselectable (float, share): share of keys that no query can select, head space
-    unselectable_no_scaling (float, share): the same with scaling replaced by a constant
+    unselectable_no_scaling (float, share): the same with scaling frozen
     attainable (float, share): median over heads of heads.attainable_last_median
-    attainable_no_scaling (float, share): the same with scaling replaced by a constant
+    attainable_no_scaling (float, share): the same with scaling frozen
     margin (float, nats): median over heads of heads.margin_median
-    margin_no_scaling (float, nats): the same with scaling replaced by a constant
+    margin_no_scaling (float, nats): the same with scaling frozen
     entropy_ratio (float): median over heads of heads.entropy_ratio
-    entropy_ratio_no_scaling (float): the same with scaling replaced by a constant
+    entropy_ratio_no_scaling (float): the same with scaling frozen
     """,
 )
 
@@ -553,7 +553,7 @@ PAIRED = declare(
     p_mean (float): two-sided p of the difference being 0, from the interval's own resamples (Holm-adjusted for all
         rows of groups, or all rows of single norms); NaN where there is no interval
     prompts (int): prompts that both were measured on
-    prompts_more (int): of them, those on which this model loses more
+    prompts_more (int): of them, those on which this model's loss rises more
     p_adjusted (float): sign test of that number: of the median, not of the mean (Holm-adjusted for all rows)
     """,
 )

@@ -64,7 +64,7 @@ def _projection(norms: pd.DataFrame) -> list[str]:
         f"{percent(share)} ({worst['site']})"
     )
     if not math.isnan(angle):
-        text += f"; the streams stand at {angle:.1f}° to the ones-vector (90° would leave projection nothing to do)"
+        text += f"; residual vectors are at {angle:.1f}° to the all-ones direction (at 90° projection would do nothing)"
     return [text + "."]
 
 
@@ -74,14 +74,14 @@ def _norm_free(norms: pd.DataFrame) -> str:
     parts = [
         f"{count} {what}"
         for count, what in (
-            (projecting, "take the mean out and divide by a constant"),
+            (projecting, "subtract the mean and divide by a constant"),
             (len(norms) - projecting, "only divide by a constant"),
         )
         if count
     ]
     return (
-        f"A norm-free model: none of its {len(norms)} norms scales ({'; '.join(parts)}), so taking scaling away "
-        "changes nothing, and queries have no bound but what really occurs."
+        f"A norm-free model: none of its {len(norms)} norms scales ({'; '.join(parts)}), so freezing scaling changes "
+        "nothing, and queries are not bounded: margins and attention are over the observed queries."
     )
 
 
@@ -94,12 +94,14 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
     first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
     spread = largest(rows, rows["norm_before_cv_tail"].fillna(0))
     text = (
-        f"What scaling evens out is largest at {spread['site']}: input lengths there vary by "
+        f"Scaling does most at {spread['site']}, where the norms of the input vectors vary by "
         f"{percent(spread['norm_before_cv_tail'])} of their mean"
     )
     if not math.isnan(first) and first > 1.5:
         at = largest(rows, rows["sigma_mean"] / rows["sigma_mean_tail"])
-        text += f"; position 0 alone raises the mean divisor {first:.1f}-fold at {at['site']}, so it is kept apart"
+        text += (
+            f"; position 0 alone multiplies the mean divisor by {first:.1f} at {at['site']}, so it has its own constant"
+        )
     return [text + "."]
 
 
@@ -110,15 +112,20 @@ RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_ROUNDINGS = 3
 
 
+# What is measured of every token, in the order of the kernel's output.
+SHARE, ANGLE, BEFORE, AFTER, SCALE, SIGMA = range(6)
+QUANTITIES = 6
+
+
 @dataclass
 class _Sums:
-    """Count, sum and sum of squares of a few per-token numbers."""
+    """Count, sum and sum of squares of the quantities of every token."""
 
     count: int = 0
-    first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
-    second: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
+    first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(QUANTITIES))
+    second: NDArray[np.float64] = field(default_factory=lambda: np.zeros(QUANTITIES))
 
-    def add(self, values: Float[np.ndarray, "pos 6"]) -> None:
+    def add(self, values: Float[np.ndarray, "pos quantity"]) -> None:
         self.count += len(values)
         self.first = self.first + values.sum(0)
         self.second = self.second + np.square(values).sum(0)
@@ -134,6 +141,19 @@ class _Sums:
         return math.sqrt(max(variance, 0.0)) / abs(self.mean(i))
 
 
+# Columns that are given over all positions and, with the ending "_tail", without position 0.
+_STATISTICS = {
+    "mean_share": (_Sums.mean, SHARE),
+    "angle_to_ones_deg": (_Sums.mean, ANGLE),
+    "norm_before_mean": (_Sums.mean, BEFORE),
+    "norm_before_cv": (_Sums.cv, BEFORE),
+    "norm_after_mean": (_Sums.mean, AFTER),
+    "scale_mean": (_Sums.mean, SCALE),
+    "scale_cv": (_Sums.cv, SCALE),
+    "sigma_mean": (_Sums.mean, SIGMA),
+}
+
+
 @compiled
 def _measure_terms(
     x: NDArray[Any],
@@ -147,7 +167,7 @@ def _measure_terms(
     constant: float,
     out: NDArray[np.float64],
 ) -> tuple[float, float]:
-    """Share, (angle), |x|, |y|, 1/sigma and sigma of each position into `out`; largest error and |entry| of y.
+    """The quantities of each position (but ANGLE) into `out`; largest error and |entry| of y.
 
     What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
     """
@@ -178,11 +198,11 @@ def _measure_terms(
             row[j] = abs((row[j] - removed) / sigma * gain[j] + bias[j] - v)
         for j in range(d):
             error = max(error, row[j])
-        out[i, 0] = d * mean * mean / max(square, 1e-300)
-        out[i, 2] = math.sqrt(square)
-        out[i, 3] = math.sqrt(made)
-        out[i, 4] = 1.0 / sigma
-        out[i, 5] = sigma
+        out[i, SHARE] = d * mean * mean / max(square, 1e-300)
+        out[i, BEFORE] = math.sqrt(square)
+        out[i, AFTER] = math.sqrt(made)
+        out[i, SCALE] = 1.0 / sigma
+        out[i, SIGMA] = sigma
     return error, largest
 
 
@@ -190,7 +210,6 @@ class SiteStatistics:
     """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
 
     def __init__(self, site: Site) -> None:
-        self.site = site
         self.everywhere, self.tail = _Sums(), _Sums()
         self.error, self.largest = 0.0, 0.0
         self.out_square, self.out_count = 0.0, 0
@@ -212,7 +231,7 @@ class SiteStatistics:
         """
         size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
         before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
-        values = np.empty((len(before), 6))
+        values = np.empty((len(before), QUANTITIES))
         site = self.site
         stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
         error, largest = _measure_terms(
@@ -228,13 +247,13 @@ class SiteStatistics:
             values,
         )
         self.error, self.largest = max(self.error, error), max(self.largest, largest)
-        self.out_square += float(np.square(values[:, 3]).sum())
-        values[:, 1] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, 0], 0, 1))))
+        self.out_square += float(np.square(values[:, AFTER]).sum())
+        values[:, ANGLE] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, SHARE], 0, 1))))
         self.everywhere.add(values)
         self.tail.add(values[heads:])
         self.out_count += y.numel()
         self.dtype = y.dtype
-        first, rest = values[:heads, 5], values[heads:, 5]
+        first, rest = values[:heads, SIGMA], values[heads:, SIGMA]
         return (float(first.sum()), float(rest.sum())), (len(first), len(rest))
 
     @property
@@ -277,24 +296,14 @@ class SiteStatistics:
             "evidence": site.evidence,
             "reconstruction_error": self.reconstruction_error,
             "reconstruction_bound": self.reconstruction_bound,
-            "sigma_mean": self.everywhere.mean(5),
-            "sigma_mean_tail": self.tail.mean(5),
         }
         for sums, ending in ((self.everywhere, ""), (self.tail, "_tail")):
-            row |= {
-                f"mean_share{ending}": sums.mean(0),
-                f"angle_to_ones_deg{ending}": sums.mean(1),
-                f"norm_before_mean{ending}": sums.mean(2),
-                f"norm_before_cv{ending}": sums.cv(2),
-                f"norm_after_mean{ending}": sums.mean(3),
-                f"scale_mean{ending}": sums.mean(4),
-                f"scale_cv{ending}": sums.cv(4),
-            }
+            row |= {f"{column}{ending}": statistic(sums, i) for column, (statistic, i) in _STATISTICS.items()}
         return row
 
 
 def layernorms_table(statistics: list[SiteStatistics], constants: Constants) -> pd.DataFrame:
-    """The `layernorms` layernorms_table: a row per site."""
+    """The `layernorms` table: a row per site."""
     ratios = constants.ratios()
     blank = dict.fromkeys(ratios.columns, math.nan)
     known = {

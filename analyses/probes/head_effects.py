@@ -334,7 +334,7 @@ _EXACT_HEADS = 72  # about: `EXACT_WORK` asks for weights, which are not known b
 
 class HeadEffects(Probe):
     name = "head_effects"
-    summary = "what the loss loses when one head reads its norm without a term"
+    summary = "how the loss changes when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
     needs = Needs(output=True, calibration=True)
     interleaved = True
@@ -438,7 +438,7 @@ def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
 
 
 def _leading(effects: pd.DataFrame | None) -> list[Finding]:
-    """The head that the loss needs the scaling of most, if one is seen to be needed."""
+    """The head whose frozen scaling raises the loss most, if one is significant."""
     if effects is None or not len(effects):
         return []
     rows = effects[
@@ -446,33 +446,34 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     ]
     if not len(rows):
         return []
-    seen = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
+    significant = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
     top = rows.iloc[int(rows["delta_loss"].argmax())]
-    place = f"L{int(top['layer'])}H{int(top['head'])}"
-    if not len(seen) and len(rows) * sign_test(np.ones(int(rows["prompts"].max()))) >= SIGNIFICANCE:
-        few = f"{counted(int(top['prompts']), 'prompt')} {'is' if top['prompts'] == 1 else 'are'} too few"
-        text = (
-            f"Which single head needs its norm's scaling cannot be told: {few} for {counted(len(rows), 'head')}, "
-            f"whatever they show (largest: {place}, {top['delta_loss']:+.2g} from a loss of {top['loss']:.3g})."
-        )
+    tested = f"Holm-adjusted sign test over {counted(len(rows), 'head')}"
+    if not len(significant):
+        largest = f"largest change: {_name(top)}, {top['delta_loss']:+.2g} nats/token from {top['loss']:.3g}"
+        if len(rows) * sign_test(np.ones(int(rows["prompts"].max()))) >= SIGNIFICANCE:
+            few = f"{counted(int(top['prompts']), 'prompt')} {'is' if top['prompts'] == 1 else 'are'} too few"
+            text = f"No effect of a single head can be significant: {few} ({tested}; {largest})."
+        else:
+            text = (
+                f"With scaling frozen for one head at a time, no head's effect is both at least {MATTERS:g} nats/token "
+                f"and significant ({tested}; {largest})."
+            )
         return [Finding(text, "by-head", NO_EFFECT)]
-    if not len(seen):
-        text = (
-            f"No single head is seen to need its norm's scaling: of {len(rows)} heads run without it none costs "
-            f"{MATTERS:g} nats per token or more and is worse on more prompts than chance allows (largest: {place}, "
-            f"{top['delta_loss']:+.2g} from a loss of {top['loss']:.3g})."
-        )
-        return [Finding(text, "by-head", NO_EFFECT)]
-    worst = seen.iloc[int(seen["delta_loss"].argmax())]
+    worst = significant.iloc[int(significant["delta_loss"].argmax())]
     within = (
-        f"95 % interval {worst['delta_loss_low']:+.2g} to {worst['delta_loss_high']:+.2g}"
+        f"95 % CI {worst['delta_loss_low']:+.2g} to {worst['delta_loss_high']:+.2g}"
         if not math.isnan(worst["delta_loss_low"])
-        else f"worse on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
+        else f"it rises on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
     )
     text = (
-        f"The head that needs its norm's scaling most is L{int(worst['layer'])}H{int(worst['head'])}: "
-        f"{worst['delta_loss']:+.2g} nats per token without it ({within}), from a loss of {worst['loss']:.3g}; "
-        f"{len(seen)} of {len(rows)} heads run this way cost {MATTERS:g} or more and are worse on more prompts than "
-        "chance allows."
+        f"With scaling frozen for one head at a time, {_name(worst)} raises the loss most: by "
+        f"{worst['delta_loss']:.2g} nats/token from {worst['loss']:.3g} ({within}). Of {counted(len(rows), 'head')}, "
+        f"{len(significant)} {'has' if len(significant) == 1 else 'have'} an effect of at least {MATTERS:g} that is "
+        "significant (Holm-adjusted sign test)."
     )
     return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]
+
+
+def _name(row: pd.Series) -> str:
+    return f"L{int(row['layer'])}H{int(row['head'])}"

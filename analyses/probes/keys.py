@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from jaxtyping import Int64, Shaped
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Piece
 from ln_probe.analyses.probes.columns import INTERVALS, KEYS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.variants import INTACT, VARIANTS
 
 NORMALIZED, HEAD = "normalized", "head"
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
@@ -51,8 +52,8 @@ class KeyRows:
     no_op: str
     prompts: Int64[np.ndarray, " prompt"]
     lengths: Int64[np.ndarray, " prompt"]
-    measured: Int64[np.ndarray, " prompt"] = field(default_factory=lambda: np.empty(0, np.int64))
-    measures: Mapping[str, Shaped[np.ndarray, "head column"]] = field(default_factory=dict)
+    measured: Int64[np.ndarray, " prompt"]
+    measures: Mapping[str, Shaped[np.ndarray, "head column"]]
 
     @property
     def sampled(self) -> bool:
@@ -68,68 +69,78 @@ class KeyRows:
 Block = Mapping[str, KeyRows]  # of one (layer, space), by variant
 
 
-@dataclass
-class _Group:
-    about: KeyRows
-    prompts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    measured: list[int] = field(default_factory=list)
-    measures: dict[str, list[np.ndarray]] = field(default_factory=dict)
+Measures = dict[str, Shaped[np.ndarray, " ..."]]
+
+
+def _nothing(_variant: str) -> str:
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMeasures:
+    """What measures of one layer are about.
+
+    Attributes:
+        space: normalized or head.
+        heads: a row each in the measures; dim: dimension of the space the keys lie in.
+        no_op: why a variant changes nothing by construction; empty if it does change something.
+        theorem: why no key can be unselectable under a variant; empty if one can.
+    """
+
+    space: str
+    heads: Sequence[int]
+    dim: int
+    no_op: Callable[[str], str]
+    theorem: Callable[[str], str] = _nothing
 
 
 class Collected:
     """Takes in measures prompt by prompt; a piece at the end."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, str, str], _Group] = {}
+        self._rows: dict[tuple[int, str, str], list[KeyRows]] = {}
 
     def add(
-        self,
-        about: tuple[int, str, str],
-        prompt: int,
-        length: int,
-        measures: Mapping[str, Shaped[np.ndarray, "head column"]],
-        *,
-        heads: Sequence[int],
-        dim: int,
-        no_op: str,
-        theorem: str = "",
+        self, prompt: int, attended: AttentionLayer, about: LayerMeasures, measure: Callable[[str], Measures]
     ) -> None:
-        """One prompt's measures at a (layer, space, variant); the rest as in `KeyRows`."""
-        nothing = np.empty(0, np.int64)
-        group = self._groups.setdefault(
-            about, _Group(KeyRows(*about, tuple(heads), dim, theorem, no_op, nothing, nothing))
-        )
-        group.prompts.append(prompt)
-        group.lengths.append(length)
-        group.measured.append(next((a.shape[1] for a in map(np.asarray, measures.values())), 0))
-        for name, values in measures.items():
-            group.measures.setdefault(name, []).append(np.asarray(values))
+        """Measure one layer on a prompt, under every variant; what changes nothing is measured once, intact.
+
+        Args:
+            prompt: its number.
+            attended: the layer.
+            about: what is measured.
+            measure: the measures of a variant, by name; a row per head.
+        """
+        known: dict[str, Measures] = {}
+        for variant in attended.outputs:
+            no_op = about.no_op(variant)
+            same = INTACT.name if no_op else variant
+            if same not in known:
+                known[same] = measure(same)
+            count = next((a.shape[1] for a in known[same].values()), 0)
+            numbers = [np.array([n], np.int64) for n in (prompt, attended.length, count)]
+            place = (attended.layer, about.space, variant)
+            rows = KeyRows(*place, tuple(about.heads), about.dim, about.theorem(variant), no_op, *numbers, known[same])
+            self._rows.setdefault(place, []).append(rows)
 
     def piece(self) -> Piece:
         """All of it, as `blocks` reads it."""
         arrays: dict[str, np.ndarray] = {}
-        rows = []
-        for group in self._groups.values():
-            r = group.about
-            place = f"{r.space}/{r.layer}/{r.variant}"
-            arrays[f"{place}/prompts"] = np.array(group.prompts, np.int64)
-            arrays[f"{place}/lengths"] = np.array(group.lengths, np.int64)
-            arrays[f"{place}/measured"] = np.array(group.measured, np.int64)
-            arrays |= {f"{place}/{m}": np.concatenate(parts, axis=1) for m, parts in group.measures.items()}
-            rows.append(
-                {
-                    "layer": r.layer,
-                    "space": r.space,
-                    "variant": r.variant,
-                    "heads": list(r.heads),
-                    "dim": r.dim,
-                    "theorem": r.theorem,
-                    "no_op": r.no_op,
-                    "measures": list(group.measures),
-                }
+        about = []
+        for parts in self._rows.values():
+            rows = join(parts)
+            place = f"{rows.space}/{rows.layer}/{rows.variant}"
+            arrays |= {f"{place}/{name}": getattr(rows, name) for name in _PER_PROMPT}
+            arrays |= {f"{place}/{m}": values for m, values in rows.measures.items()}
+            about.append(
+                {name: getattr(rows, name) for name in _ABOUT}
+                | {"heads": list(rows.heads), "measures": list(rows.measures)}
             )
-        return Piece(arrays, info={"rows": rows})
+        return Piece(arrays, info={"rows": about})
+
+
+_PER_PROMPT = ("prompts", "lengths", "measured")
+_ABOUT = ("layer", "space", "variant", "dim", "theorem", "no_op")
 
 
 def blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
@@ -145,16 +156,13 @@ def blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
         yield block
 
 
-def _read(row: Mapping[str, object], piece: Piece) -> KeyRows:
-    about = {k: v for k, v in row.items() if k not in ("heads", "measures")}
+def _read(row: Mapping[str, Any], piece: Piece) -> KeyRows:
     place = f"{row['space']}/{row['layer']}/{row['variant']}"
     return KeyRows(
-        **about,  # type: ignore[arg-type]
-        heads=tuple(row["heads"]),  # type: ignore[arg-type]
-        prompts=piece.arrays[f"{place}/prompts"],
-        lengths=piece.arrays[f"{place}/lengths"],
-        measured=piece.arrays[f"{place}/measured"],
-        measures={m: piece.arrays[f"{place}/{m}"] for m in row["measures"]},  # type: ignore[attr-defined]
+        **{name: row[name] for name in _ABOUT},
+        heads=tuple(row["heads"]),
+        **{name: piece.arrays[f"{place}/{name}"] for name in _PER_PROMPT},
+        measures={m: piece.arrays[f"{place}/{m}"] for m in row["measures"]},
     )
 
 
@@ -165,9 +173,7 @@ def join(parts: Sequence[KeyRows]) -> KeyRows:
     first = parts[0]
     return replace(
         first,
-        prompts=np.concatenate([p.prompts for p in parts]),
-        lengths=np.concatenate([p.lengths for p in parts]),
-        measured=np.concatenate([p.measured for p in parts]),
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in _PER_PROMPT},
         measures={m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in first.measures},
     )
 

@@ -32,7 +32,7 @@ BUILT_IN = {
     "causal": (f"{_HERE}.causal:Causal", "how the loss changes when a term is removed"),
     "head_effects": (
         f"{_HERE}.head_effects:HeadEffects",
-        "what the loss loses when one head reads its norm without a term",
+        "how the loss changes when one head reads its norm without a term",
     ),
     "sinks": (f"{_HERE}.sinks:Sinks", "where attention falls, which tokens are outliers, and where they come from"),
     "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),

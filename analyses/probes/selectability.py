@@ -18,12 +18,12 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
 from ln_probe.analyses.geometry.api import (
@@ -68,6 +68,8 @@ from ln_probe.analyses.probes.keys import (
     NORMALIZED,
     SAMPLED,
     Collected,
+    LayerMeasures,
+    Measures,
     blocks,
     key_tables,
 )
@@ -137,134 +139,121 @@ class _Watching(Observer):
         self.collected = Collected()
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self._normalized(prompt, attended)
+        site = attended.site
+        dim = site.d - 1 if site.projects else site.d
+        about = LayerMeasures(NORMALIZED, (-1,), dim, lambda v: no_op(site, v), lambda v: _theorem(site, NORMALIZED, v))
+        self.collected.add(prompt, attended, about, lambda variant: _at_the_norm(attended, variant, prompt))
         if attended.heads is not None:
-            self._heads(prompt, attended, attended.heads.W_K.shape[-1])
+            about = LayerMeasures(HEAD, attended.chosen, attended.heads.W_K.shape[-1], attended.no_op)
+            self.collected.add(prompt, attended, about, lambda variant: _in_heads(attended, variant, prompt))
 
     def piece(self) -> Piece:
         return self.collected.piece()
 
-    def _normalized(self, prompt: int, attended: AttentionLayer) -> None:
-        site, drawn = attended.site, attended.drawn(prompt, -1)
-        known: dict[str, dict[str, np.ndarray]] = {}
-        for variant, keys in attended.outputs.items():
-            nothing = no_op(site, variant)
-            same = "intact" if nothing else variant
-            if same not in known:
-                rows = keys.cpu().numpy()
-                if drawn is not None:
-                    known[same] = stacked([over_nothing(attended, rows, drawn)])
-                else:
-                    parts = [key_geometry(rows[None, seen], causal=attended.grows) for seen in attended.key_sets]
-                    known[same] = _joined(
-                        [_measures(part, seen.stop - 1) for part, seen in zip(parts, attended.key_sets, strict=True)]
-                    )
-            self.collected.add(
-                (attended.layer, NORMALIZED, variant),
-                prompt,
-                attended.length,
-                known[same],
-                heads=(-1,),
-                dim=site.d - 1 if site.projects else site.d,
-                no_op=nothing,
-                theorem=_theorem(site, NORMALIZED, variant),
-            )
 
-    def _heads(self, prompt: int, attended: AttentionLayer, dim: int) -> None:
-        known: dict[str, dict[str, np.ndarray]] = {}
-        for variant in attended.outputs:
-            nothing = attended.no_op(variant)
-            same = "intact" if nothing else variant
-            if same not in known:
-                known[same] = _in_head_space(attended, same, prompt)
-            self.collected.add(
-                (attended.layer, HEAD, variant),
-                prompt,
-                attended.length,
-                known[same],
-                heads=attended.chosen,
-                dim=dim,
-                no_op=nothing,
-                theorem=_theorem(attended.site, HEAD, variant),
-            )
+# ---------------------------------------------------------------------------------------- all keys, or a sample of them
+
+Drawn = Int64[np.ndarray, " drawn"] | None  # the keys that are measured; None: all
+Queries = tuple[np.ndarray, np.ndarray]  # center and axes
 
 
-def _in_head_space(attended: AttentionLayer, variant: str, prompt: int) -> dict[str, np.ndarray]:
-    """Measures of the chosen heads' keys."""
-    if attended.calibration.sample is not None:
-        return sampled_heads(attended, variant, prompt)
-    keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
-    bias = attended.key_bias
+def _at_the_norm(attended: AttentionLayer, variant: str, prompt: int) -> Measures:
+    """Keys at the norm's output: no set of queries, so relative margins and no attention."""
+    rows, drawn = attended.outputs[variant].cpu().numpy(), attended.drawn(prompt, -1)
+
+    def measured(keys: np.ndarray, _start: int, only: Drawn, last: int) -> Measures:
+        return _measures(_geometry(keys, None, None, only, causal=attended.grows, threads=None), last)
+
+    return _stacked([_over_sets(attended, rows, drawn, measured)])
+
+
+def _in_heads(attended: AttentionLayer, variant: str, prompt: int) -> Measures:
+    """Keys as attention sees them, of the chosen heads."""
+    every = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     _, most = spread(attended, variant)
+
+    def one(place: int) -> Measures:
+        head, keys = attended.chosen[place], every[place]
+        drawn = attended.drawn(prompt, head)
+
+        def measured(keys: np.ndarray, start: int, only: Drawn, last: int) -> Measures:
+            lift = None if attended.key_bias is None else attended.key_bias[place, start : start + len(keys)]
+            return _in_head(attended, place, keys, lift, only, last)
+
+        found = _over_sets(attended, keys, drawn, measured)
+        only = np.arange(attended.length) if drawn is None else drawn
+        received = most[head, only]
+        least = np.fmax(received, found["attainable_last"])
+        weight, upper = at_any_position(attended, place, keys, least, only)
+        return found | {"pattern_max": received, "attainable": weight, "attainable_upper": upper}
+
+    return _stacked(in_threads(one, range(len(every))))
+
+
+def _over_sets(
+    attended: AttentionLayer,
+    keys: Float64[np.ndarray, "key d"],
+    drawn: Drawn,
+    measured: Callable[[np.ndarray, int, Drawn, int], Measures],
+) -> Measures:
+    """Measure every set of keys that one query sees, with its first key, the keys asked for in it and the position of
+    its query; key after key."""
     parts = []
     for seen in attended.key_sets:
-        last, here = seen.stop - 1, np.ascontiguousarray(keys[:, seen])
-        lift = None if bias is None else np.ascontiguousarray(bias[:, seen])
-        reachable = attended.reachable(last)
-        if reachable is None:
-            parts.append(_over_any(attended, here, lift, last))
-        else:
-            parts.append(_over_reachable(attended, here, lift, last, reachable))
-    found, pattern_max = _joined(parts), most[attended.chosen]
-    least = np.fmax(pattern_max, found["attainable_last"])
-
-    def anywhere(row: int) -> tuple[np.ndarray, np.ndarray]:
-        return at_any_position(attended, row, keys[row], least[row], np.arange(attended.length))
-
-    bounds = in_threads(anywhere, range(len(keys)))
-    return found | {
-        "pattern_max": pattern_max,
-        "attainable": np.stack([weight for weight, _ in bounds]),
-        "attainable_upper": np.stack([upper for _, upper in bounds]),
-    }
+        here = np.ascontiguousarray(keys[seen])
+        if drawn is None:
+            parts.append(measured(here, seen.start, None, seen.stop - 1))
+        elif len(only := drawn[(drawn >= seen.start) & (drawn < seen.stop)] - seen.start):
+            position = {"position": (only + seen.start).astype(np.int32)}
+            parts.append(measured(here, seen.start, only, seen.stop - 1) | position)
+    return {m: np.concatenate([p[m] for p in parts]) for m in parts[0]}
 
 
-def _over_reachable(
+def _in_head(
     attended: AttentionLayer,
-    keys: np.ndarray,
-    bias: np.ndarray | None,
+    place: int,
+    keys: Float64[np.ndarray, "key d"],
+    bias: Float64[np.ndarray, " key"] | None,
+    only: Drawn,
     last: int,
-    reachable: tuple[np.ndarray, np.ndarray],
-) -> dict[str, np.ndarray]:
-    """Keys over the queries that the heads can make at position `last`, and over the observed ones there."""
-    geometry = key_geometry(keys, bias, query_set=reachable, causal=attended.grows)
-    radii = attended.calibration.radii
+) -> Measures:
+    """Keys of one head over the queries that it can make at position `last`, and over the observed ones there."""
+    reachable = attended.reachable(last)
+    if reachable is None:
+        return _over_any(attended, place, keys, bias, only, last)
+    queries = reachable[0][place], reachable[1][place]
+    geometry = _geometry(keys, bias, queries, only, causal=attended.grows)
+    measures, radii = _measures(geometry, last), attended.calibration.radii
     if attended.layer not in radii:
-        return _measures(geometry, last)
-    rho = radii[attended.layer][attended.chosen][:, None, None]
-    smaller = reachable[0], reachable[1] * rho
-    return _with_observed(geometry, last, *attainable_attention(keys, smaller, bias, starts=geometry.attainable_at))
-
-
-def _with_observed(
-    geometry: KeyGeometry | SomeKeys, last: int, weight: np.ndarray, upper: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Measures over the reachable set, with bounds of the attention that queries of the observed set give."""
+        return measures
+    rho = float(radii[attended.layer][attended.chosen[place]])
+    if only is None:
+        smaller = queries[0], queries[1] * rho
+        weight, upper = attainable_attention(keys, smaller, bias, starts=geometry.attainable_at)
+    else:
+        full = QuerySet(*queries).compact()
+        given = None if full.given is None else full.given * rho
+        shrunk = QuerySet(full.center, full.axes * rho, full.slack, given)
+        weight, upper = some_attention(keys, bias, shrunk, only, geometry.attainable_at)
     # The observed set lies in the reachable one: a weight found there counts here too.
     most = np.fmax(geometry.attainable, weight)
-    attention = {"attainable_last": weight, "attainable_last_upper": upper, "attainable_reachable": most}
-    return _measures(geometry, last) | attention
+    return measures | {"attainable_last": weight, "attainable_last_upper": upper, "attainable_reachable": most}
 
 
-def _over_any(attended: AttentionLayer, keys: np.ndarray, bias: np.ndarray | None, last: int) -> dict[str, np.ndarray]:
-    """Keys over queries without a bound: verdicts over every direction that the heads have, the rest over the queries
-    that occurred (NaN if calibration saw none)."""
+def _over_any(
+    attended: AttentionLayer, place: int, keys: np.ndarray, bias: np.ndarray | None, only: Drawn, last: int
+) -> Measures:
+    """Keys of one head whose queries have no bound: verdicts over every direction that the head has, the rest over the
+    queries that occurred (NaN if calibration saw none)."""
     center, axes = attended.directions(last)
-    lifts = [None] * len(keys) if bias is None else list(bias)
-    verdicts = []
-    for one, lift, c, directions in zip(keys, lifts, center, axes, strict=True):
-        own = GivenSet(one, lift, QuerySet(c, directions).compact()).own
-        verdicts.append(_measures(key_geometry(own.points, own.lift, causal=attended.grows, margins=False), last))
-    found = {m: np.stack([v[m] for v in verdicts]) for m in verdicts[0]}
+    own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
+    found = _measures(_geometry(own.points, own.lift, None, only, causal=attended.grows, margins=False), last)
     occurred = attended.empirical(last)
     if occurred is None:
         return found
-    return found | _over_occurred(key_geometry(keys, bias, query_set=occurred))
-
-
-def _over_occurred(geometry: KeyGeometry | SomeKeys) -> dict[str, np.ndarray]:
-    """Margins and attention over the queries that occurred, where nothing bounds queries."""
-    return {
+    queries = occurred[0][place], np.ascontiguousarray(occurred[1][place])
+    geometry = _geometry(keys, bias, queries, only)
+    return found | {
         "margin_lower": geometry.margin_lower,
         "margin_upper": geometry.margin_upper,
         "reachable": _as_code(geometry),
@@ -273,7 +262,60 @@ def _over_occurred(geometry: KeyGeometry | SomeKeys) -> dict[str, np.ndarray]:
     }
 
 
-def _measures(geometry: KeyGeometry | SomeKeys, last: int) -> dict[str, np.ndarray]:
+def _geometry(
+    keys: np.ndarray,
+    bias: np.ndarray | None,
+    queries: Queries | None,
+    only: Drawn,
+    *,
+    causal: bool = False,
+    margins: bool = True,
+    threads: int | None = 1,  # heads are measured side by side
+) -> KeyGeometry | SomeKeys:
+    """The geometry of all keys of a set, or of some of them among all."""
+    if only is None:
+        return key_geometry(keys, bias, queries, causal, margins, threads=threads)
+    return some_keys(
+        keys, bias, None if queries is None else QuerySet(*queries).compact(), only, causal=causal, margins=margins
+    )
+
+
+def at_any_position(
+    attended: AttentionLayer,
+    row: int,
+    keys: Float64[np.ndarray, "key d"],
+    least: Float64[np.ndarray, " some"],
+    only: Int64[np.ndarray, " some"],
+) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
+    """Bounds of the largest weight that keys of a head can receive at any position that sees them and another key.
+
+    From queries of the observed set, and from those that occurred: one in twenty lies outside of it.
+
+    Args:
+        row: place of the head among the chosen ones.
+        keys: all keys of the prompt.
+        least: weights that each of the keys asked for really received, or that a query of the set is known to give.
+        only: which keys are asked for.
+    """
+    queries = attended.observed(row)
+    if queries is None:
+        nothing = np.full(len(only), np.nan)
+        return nothing, nothing
+    assert attended.heads is not None
+    bias = attended.key_bias
+    weight, upper = attainable_anywhere(
+        keys,
+        None if bias is None else bias[row],
+        queries,
+        rotary=attended.heads.rotary is not None,
+        causal=attended.heads.causal,
+        window=attended.heads.window,
+        only=only,
+    )
+    return np.fmax(weight, least), np.fmax(upper, least)
+
+
+def _measures(geometry: KeyGeometry | SomeKeys, last: int) -> Measures:
     """What is kept of every key; `verdict` as an index into NAMES, the others as in the `keys` table."""
     nothing = np.full(geometry.verdict.shape, np.nan)
     code = geometry.verdict if isinstance(geometry, SomeKeys) else (geometry.verdict[..., None] == NAMES).argmax(-1)
@@ -303,9 +345,9 @@ def _as_code(geometry: KeyGeometry | SomeKeys) -> np.ndarray:
     return geometry.reachable.astype(np.int8)
 
 
-def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Of all sets of keys, key after key."""
-    return parts[0] if len(parts) == 1 else {m: np.concatenate([p[m] for p in parts], axis=1) for m in parts[0]}
+def _stacked(heads: Sequence[Measures]) -> Measures:
+    """Of all heads, a row each."""
+    return {m: np.stack([h[m] for h in heads]) for m in heads[0]}
 
 
 def _theorem(site: Site, space: str, variant: str) -> str:
@@ -431,142 +473,3 @@ def _compared(shares: Mapping[str, float], more: str, what: str) -> str:
     rest = ", ".join(f"{100 * share:.1f} % {_VARIANTS[v]}" for v, share in shares.items() if v != first)
     brackets = "; ".join(part for part in (rest, more) if part)
     return f"{100 * shares[first]:.1f} % of keys{name} {what}" + (f" ({brackets})" if brackets else "")
-
-
-# --------------------------------------------------------------------------------------------------------- sampled keys
-
-Measures = dict[str, Shaped[np.ndarray, " drawn"]]
-
-
-def over_nothing(
-    attended: AttentionLayer, rows: Float64[np.ndarray, "key d"], drawn: Int64[np.ndarray, " drawn"]
-) -> Measures:
-    """Keys at the norm's output: no set of queries, so relative margins and no attention."""
-    return _joined_sample(
-        _measures(some_keys(here, None, None, only, causal=attended.grows), last) | _positions(only + start)
-        for here, start, only, last in _sets(attended, rows, drawn)
-    )
-
-
-def sampled_heads(attended: AttentionLayer, variant: str, prompt: int) -> dict[str, Shaped[np.ndarray, "head drawn"]]:
-    """Keys as attention sees them, of the chosen heads."""
-    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
-    _, most = spread(attended, variant)
-
-    def one(place: int) -> Measures:
-        head = attended.chosen[place]
-        drawn = attended.drawn(prompt, head)
-        assert drawn is not None
-        found = _joined_sample(
-            _of_set(attended, place, np.ascontiguousarray(here), start, only, last) | _positions(only + start)
-            for here, start, only, last in _sets(attended, keys[place], drawn)
-        )
-        received = most[head, found["position"]]
-        least = np.fmax(received, found["attainable_last"])
-        weight, upper = at_any_position(attended, place, keys[place], least, found["position"].astype(np.int64))
-        return found | {"pattern_max": received, "attainable": weight, "attainable_upper": upper}
-
-    return stacked(in_threads(one, range(len(attended.chosen))))
-
-
-def at_any_position(
-    attended: AttentionLayer,
-    row: int,
-    keys: Float64[np.ndarray, "key d"],
-    least: Float64[np.ndarray, " some"],
-    only: Int64[np.ndarray, " some"],
-) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
-    """Bounds of the largest weight that keys of a head can receive at any position that sees them and another key.
-
-    From queries of the observed set, and from those that occurred: one in twenty lies outside of it.
-
-    Args:
-        row: place of the head among the chosen ones.
-        keys: all keys of the prompt.
-        least: weights that each of the keys asked for really received, or that a query of the set is known to give.
-        only: which keys are asked for.
-    """
-    queries = attended.observed(row)
-    if queries is None:
-        nothing = np.full(len(only), np.nan)
-        return nothing, nothing
-    assert attended.heads is not None
-    bias = attended.key_bias
-    weight, upper = attainable_anywhere(
-        keys,
-        None if bias is None else bias[row],
-        queries,
-        rotary=attended.heads.rotary is not None,
-        causal=attended.heads.causal,
-        window=attended.heads.window,
-        only=only,
-    )
-    return np.fmax(weight, least), np.fmax(upper, least)
-
-
-def _of_set(
-    attended: AttentionLayer,
-    place: int,
-    keys: Float64[np.ndarray, "key d"],
-    start: int,
-    only: Int64[np.ndarray, " some"],
-    last: int,
-) -> Measures:
-    """Keys of one head among those that the query at position `last` sees."""
-    bias = attended.key_bias
-    lift = None if bias is None else bias[place, start : start + len(keys)]
-    reachable = attended.reachable(last)
-    if reachable is None:
-        return _of_unbounded(attended, place, keys, lift, only, last)
-    full = QuerySet(reachable[0][place], reachable[1][place]).compact()
-    geometry = some_keys(keys, lift, full, only, causal=attended.grows)
-    radii = attended.calibration.radii
-    if attended.layer not in radii:
-        return _measures(geometry, last)
-    rho = float(radii[attended.layer][attended.chosen[place]])
-    smaller = QuerySet(full.center, full.axes * rho, full.slack, None if full.given is None else full.given * rho)
-    return _with_observed(geometry, last, *some_attention(keys, lift, smaller, only, geometry.attainable_at))
-
-
-def _of_unbounded(
-    attended: AttentionLayer,
-    place: int,
-    keys: Float64[np.ndarray, "key d"],
-    bias: Float64[np.ndarray, " key"] | None,
-    only: Int64[np.ndarray, " some"],
-    last: int,
-) -> Measures:
-    center, axes = attended.directions(last)
-    own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
-    found = _measures(some_keys(own.points, own.lift, None, only, causal=attended.grows, margins=False), last)
-    occurred = attended.empirical(last)
-    if occurred is None:
-        return found
-    queries = QuerySet(occurred[0][place], np.ascontiguousarray(occurred[1][place])).compact()
-    return found | _over_occurred(some_keys(keys, bias, queries, only))
-
-
-def _sets(
-    attended: AttentionLayer, keys: Float64[np.ndarray, "key d"], drawn: Int64[np.ndarray, " drawn"]
-) -> Iterator[tuple[Float64[np.ndarray, "seen d"], int, Int64[np.ndarray, " some"], int]]:
-    """Of every set of keys that are judged together, if keys of it were drawn: them, its first key, the places of those
-    drawn in it, and the position of its query."""
-    for seen in attended.key_sets:
-        only = drawn[(drawn >= seen.start) & (drawn < seen.stop)] - seen.start
-        if len(only):
-            yield np.ascontiguousarray(keys[seen]), seen.start, only, seen.stop - 1
-
-
-def _positions(keys: Int64[np.ndarray, " some"]) -> Measures:
-    return {"position": keys.astype(np.int32)}
-
-
-def _joined_sample(parts: Iterator[Measures]) -> Measures:
-    """Of all sets of keys, key after key."""
-    listed = list(parts)
-    return {m: np.concatenate([p[m] for p in listed]) for m in listed[0]}
-
-
-def stacked(heads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Shaped[np.ndarray, "head drawn"]]:
-    """Of all heads, a row each."""
-    return {m: np.stack([h[m] for h in heads]) for m in heads[0]}

@@ -37,7 +37,7 @@ from ln_probe.analyses.probes.base import (
     of_variant,
 )
 from ln_probe.analyses.probes.columns import HEADS
-from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks, head_rows
+from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, LayerMeasures, blocks, head_rows
 from ln_probe.analyses.probes.text import percent
 from ln_probe.analyses.schema import Part
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
@@ -98,23 +98,14 @@ class _Watching(Observer):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.heads is None:
             return
-        found: dict[str, dict[str, np.ndarray]] = {}
-        for variant in attended.outputs:
-            nothing = attended.no_op(variant)
-            same = "intact" if nothing else variant
-            if same not in found:
-                uniform, _ = spread(attended, same)
-                found[same] = {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES}
-                found[same][_QUERIES] = np.full((len(attended.chosen), 1), float(_choosing(attended)))
-            self.collected.add(
-                (attended.layer, HEAD, variant),
-                prompt,
-                attended.length,
-                found[same],
-                heads=attended.chosen,
-                dim=attended.heads.W_K.shape[-1],
-                no_op=nothing,
-            )
+        queries = np.full((len(attended.chosen), 1), float(_choosing(attended)))
+
+        def measure(variant: str) -> dict[str, np.ndarray]:
+            uniform, _ = spread(attended, variant)
+            return {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
+
+        about = LayerMeasures(HEAD, attended.chosen, attended.heads.W_K.shape[-1], attended.no_op)
+        self.collected.add(prompt, attended, about, measure)
 
     def piece(self) -> Piece:
         return self.collected.piece()
@@ -135,7 +126,7 @@ def _summary(rows: KeyRows, row: int) -> dict[str, float]:
 
 
 def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
-    """Where taking scaling away changes how widely attention is spread, against the greatest entropy there can be."""
+    """Whether attention becomes sharper or flatter with scaling frozen, by its normalized entropy."""
     if not len(heads):
         return []
     per_layer = {v: of_variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in _COMPARED}
@@ -143,15 +134,14 @@ def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
     if not len(change) or change.abs().max() < NOTEWORTHY:
         return []
     one, two = (float(per_layer[v][change.index].mean()) for v in _COMPARED)
-    way = "wider" if two > one else "less"
+    way = "as sharp on average" if abs(two - one) < NOTEWORTHY else "flatter" if two > one else "sharper"
     text = (
-        f"With constants instead of scaling, queries as they are would spread their attention "
-        f"{way if abs(two - one) >= NOTEWORTHY else 'as widely'} on these prompts: the median head's entropy goes from "
-        f"{percent(one)} to {percent(two)} of that of an even spread"
+        f"With scaling frozen for its keys (queries unchanged), attention is {way}: the median head's normalized "
+        f"entropy goes from {percent(one)} to {percent(two)}"
     )
     if len(change) > 1:
-        points = ", ".join(f"{100 * c:+.0f}" for c in (change.min(), change.max()))
-        text += f", mean over {len(change)} layers (least and most of a layer: {points} percentage points)"
+        low, high = (f"{100 * c:+.0f}" for c in (change.min(), change.max()))
+        text += f" (mean over {len(change)} layers; by layer {low} to {high} points)"
     return [Finding(f"{text}.", "entropy", DESCRIBED, size=abs(two - one))]
 
 
@@ -162,13 +152,13 @@ def _most_uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:
     top = largest(rows, rows["entropy_ratio"])
     text = (
         f"The most uniform head is L{int(top['layer'])}H{int(top['head'])}: its attention has "
-        f"{percent(top['entropy_ratio'])} of the greatest possible entropy"
+        f"{percent(top['entropy_ratio'])} of the entropy of uniform attention"
     )
     if not rows["uniform_angle_deg"].isna().all():
         near = largest(rows, -rows["uniform_angle_deg"])
         text += (
-            f"; the queries nearest the uniform direction are those of L{int(near['layer'])}H{int(near['head'])}, at "
-            f"{near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"
+            f"; the queries closest to the uniform direction are those of L{int(near['layer'])}H{int(near['head'])}, "
+            f"at {near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"
         )
     return [text + "."]
 

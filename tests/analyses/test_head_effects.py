@@ -147,11 +147,14 @@ def test_the_table_and_what_is_said_of_it() -> None:
     probe = HeadEffects()
     (finding,) = probe.findings({"head_effects": made}, {})
     assert finding.text.startswith(
-        "The head that needs its norm's scaling most is L0H0: +0.5 nats per token without it (worse on 12 "
-        "of 12 prompts), from a loss of 2; 1 of 2 heads"
+        "With scaling frozen for one head at a time, L0H0 raises the loss most: by 0.5 nats/token from 2 (it rises on "
+        "12 of 12 prompts). Of 2 heads, 1 has"
     )
     made["p_adjusted"] = 1.0
-    assert "No single head is seen to need its norm's scaling" in probe.findings({"head_effects": made}, {})[0].text
+    assert (
+        "no head's effect is both at least 0.001 nats/token and significant"
+        in probe.findings({"head_effects": made}, {})[0].text
+    )
 
 
 @pytest.mark.parametrize(("prompts", "told"), [(12, True), (10, False)])
@@ -168,11 +171,13 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
     assert top["p_adjusted"] == pytest.approx(64 * 2 * 0.5**prompts)
     (finding,) = HeadEffects().findings({"head_effects": made}, {})
     if told:
-        assert finding.text.startswith("The head that needs its norm's scaling most is L0H11: +0.5 nats per token")
+        assert finding.text.startswith(
+            "With scaling frozen for one head at a time, L0H11 raises the loss most: by 0.5 nats/token"
+        )
     else:
         assert finding.text == (
-            "Which single head needs its norm's scaling cannot be told: 10 prompts are too few for 64 heads, whatever "
-            "they show (largest: L0H11, +0.5 from a loss of 2)."
+            "No effect of a single head can be significant: 10 prompts are too few (Holm-adjusted sign test over 64 "
+            "heads; largest change: L0H11, +0.5 nats/token from 2)."
         )
 
 

@@ -131,12 +131,6 @@ def test_an_even_share_is_one_of_the_tokens_of_an_average_prompt(monkeypatch: py
     assert all(map(math.isnan, even[1:]))
 
 
-def test_sets_of_keys_are_joined_key_after_key() -> None:
-    one, two = {"verdict": np.array([[1, 2]])}, {"verdict": np.array([[3]])}
-    assert selectability._joined([one]) is one
-    assert selectability._joined([one, two])["verdict"].tolist() == [[1, 2, 3]]
-
-
 @pytest.mark.parametrize(("queries", "who"), [
     ("reachable", "the head can produce"),
     ("empirical", "of the size that occurs (nothing bounds this head's queries)"),
@@ -195,19 +189,14 @@ def test_attention_widens_or_narrows_on_these_prompts() -> None:
     rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
     (finding,) = uniformity._entropy_finding(table := heads(*rows))
     assert finding.text == (
-        "With constants instead of scaling, queries as they are would spread their attention less on these prompts: "
-        "the "
-        "median head's entropy goes from 55 % to 46 % of that of an even spread, mean over 2 layers (least and most "
-        "of a "
-        "layer: -20, +2 percentage points)."
+        "With scaling frozen for its keys (queries unchanged), attention is sharper: the median head's normalized "
+        "entropy goes from 55 % to 46 % (mean over 2 layers; by layer -20 to +2 points)."
     )
     assert finding.size == pytest.approx(0.09)
     (finding,) = uniformity._entropy_finding(table[table["layer"] == 0])
-    assert finding.text.endswith("attention wider on these prompts: the median head's entropy goes from 50 % to 52 % "
-                                 "of "
-                                 "that of an even spread.")  # fmt: skip
+    assert finding.text.endswith("attention is flatter: the median head's normalized entropy goes from 50 % to 52 %.")
     opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
-    assert "their attention as widely on these prompts" in uniformity._entropy_finding(opposite)[0].text
+    assert "attention is as sharp on average" in uniformity._entropy_finding(opposite)[0].text
     assert not uniformity._entropy_finding(table.assign(entropy_ratio=0.5))
     assert not uniformity._entropy_finding(table.iloc[:0])
 
@@ -219,11 +208,11 @@ def test_the_most_uniform_head_is_named() -> None:
         {"layer": 3, "head": 4, "variant": "neither", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
     )
     assert uniformity._most_uniform(table, 84.6) == [
-        "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy; the queries nearest "
-        "the uniform direction are those of L3H4, at 70° (a random direction: 85°)."
+        "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention; the queries "
+        "closest to the uniform direction are those of L3H4, at 70° (a random direction: 85°)."
     ]
     assert uniformity._most_uniform(table.assign(uniform_angle_deg=math.nan), 84.6) == [
-        "The most uniform head is L1H2: its attention has 90 % of the greatest possible entropy."
+        "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention."
     ]
     assert not uniformity._most_uniform(table.assign(entropy_ratio=math.nan), 84.6)
 
@@ -239,17 +228,16 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
     table = pd.DataFrame(rows)
     (finding,) = head_effects._leading(table)
     assert finding.text == (
-        "The head that needs its norm's scaling most is L1H0: +0.2 nats per token without it (95 % interval +0.1 to "
-        "+0.3), from a loss of 2; 1 of 4 heads run this way cost 0.001 or more and are worse on more prompts "
-        "than chance allows."
+        "With scaling frozen for one head at a time, L1H0 raises the loss most: by 0.2 nats/token from 2 (95 % CI +0.1 "
+        "to +0.3). Of 4 heads, 1 has an effect of at least 0.001 that is significant (Holm-adjusted sign test)."
     )
     assert (finding.size, finding.rank) == (pytest.approx(0.1), EFFECT)
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.2, math.nan, p=0.01)]))
-    assert "(worse on 7 of 9 prompts)" in finding.text
+    assert "(it rises on 7 of 9 prompts)" in finding.text
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
     assert finding.text == (
-        "No single head is seen to need its norm's scaling: of 2 heads run without it none costs 0.001 nats per token "
-        "or more and is worse on more prompts than chance allows (largest: L1H3, +0.2 from a loss of 2)."
+        "With scaling frozen for one head at a time, no head's effect is both at least 0.001 nats/token and "
+        "significant (Holm-adjusted sign test over 2 heads; largest change: L1H3, +0.2 nats/token from 2)."
     )
     assert finding.rank == NO_EFFECT
     assert not head_effects._leading(None)
@@ -417,22 +405,22 @@ def test_what_projection_and_scaling_remove_is_said_where_it_is_most() -> None:
         norm("c", mean_share=0.9, mean_share_tail=0.125, norm_before_cv_tail=0.5, angle_to_ones_deg_tail=80.0),
     ])  # fmt: skip
     assert decomposition._projection(norms) == [
-        "Projection removes 25 % of a vector's squared length at the median norm and at most 75 % (b); the streams "
-        "stand at 60.0° to the ones-vector (90° would leave projection nothing to do)."
+        "Projection removes 25 % of a vector's squared length at the median norm and at most 75 % (b); residual "
+        "vectors are at 60.0° to the all-ones direction (at 90° projection would do nothing)."
     ]
     assert "at most 25 % (a)" in decomposition._projection(norms.iloc[[0, 2]])[0]
     (centred,) = decomposition._projection(norms.assign(state="centred"))
     assert centred.startswith("Projection removes nothing")
     assert not decomposition._projection(norms.assign(kind="rmsnorm"))
     assert decomposition._scaling(norms) == [
-        "What scaling evens out is largest at c: input lengths there vary by 50 % of their mean; position 0 alone "
-        "raises the mean divisor 3.0-fold at b, so it is kept apart."
+        "Scaling does most at c, where the norms of the input vectors vary by 50 % of their mean; position 0 alone "
+        "multiplies the mean divisor by 3.0 at b, so it has its own constant."
     ]
     (even,) = decomposition._scaling(norms.assign(sigma_mean=norms["sigma_mean_tail"] * 1.5))
     assert even.endswith("vary by 50 % of their mean.")
     free = norms.assign(kind=["projection_only", "none", "none"])
     assert decomposition._scaling(free)[0].startswith(
-        "A norm-free model: none of its 3 norms scales (1 take the mean out and divide by a constant; 2 only divide by "
+        "A norm-free model: none of its 3 norms scales (1 subtract the mean and divide by a constant; 2 only divide by "
         "a constant)"
     )
 

@@ -82,5 +82,5 @@ def test_the_page_offers_the_measures(report: Report) -> None:
     assert [d.name for d in shown.drawings] == [MEASURES[m].title for m in measures_of(report)]
     assert [d.first for d in shown.drawings].count(True) == 1
     assert any(
-        f.startswith("Which single head needs its norm's scaling cannot be told: 1 prompt") for f in report.findings()
+        f.startswith("No effect of a single head can be significant: 1 prompt is too few") for f in report.findings()
     )

@@ -33,7 +33,7 @@ def test_a_norm_free_model_beside_one_with_norms(make_bridge: Callable[..., Any]
     free = reports[1]
     assert not free.failures
     assert any(
-        f.startswith("A norm-free model: none of its 5 norms scales (5 take the mean out") for f in free.findings()
+        f.startswith("A norm-free model: none of its 5 norms scales (5 subtract the mean") for f in free.findings()
     )
     assert not any(f.startswith("A norm-free model") for f in reports[0].findings())
     effects = free.tables["head_effects"].set_index("variant")
