@@ -5,7 +5,7 @@ of thousands of keys against construction, certificates and linear programs), ha
 decide, one thread), worst (the slowest single key of every family), checks (what proofs cost), heads (the
 shape of GPT-2 small), pool (10⁴ to 10⁵ keys), exact (rational arithmetic with its libraries and without). Ratios are
 per core: unless they are set, OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again.
-`--out bench/results` writes each section's table, which pages are made of (`python docs/made.py`).
+`--out bench/results` writes each section's table, which the site shows.
 """
 
 from __future__ import annotations

@@ -372,15 +372,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--map", nargs="*", metavar="TESTS")
     parser.add_argument("--again", nargs="*", metavar="TESTS")
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--sample", type=int, default=440)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = read()
-    if options.table:
-        from document import mutants_table  # (what CONTRIBUTING.md shows)
-
-        return print(mutants_table(rows.values()))
     os.chdir(ROOT)
     load_libraries()
     assert "ln_probe" not in sys.modules, "a child has to read it anew"

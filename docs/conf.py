@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives
+from docutils.statemachine import StringList
 
 from ln_probe import __version__ as release
+
+sys.path.insert(0, str(Path(__file__).parent))
+import measured
 
 project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe authors"
 version = release
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme, html_title = "furo", "ln_probe"
-exclude_patterns = ["jupyter_execute", "_build", "_extra", ".jupyter_cache", "conf.py", "made.py"]
+exclude_patterns = ["jupyter_execute", "_build", "_extra", ".jupyter_cache", "conf.py", "measured.py"]
 html_extra_path = ["_extra"]
 html_static_path, html_css_files = ["_static"], ["site.css"]
-myst_enable_extensions = ["dollarmath", "html_image"]
+myst_enable_extensions = ["dollarmath", "html_image", "substitution"]
+myst_substitutions = measured.single()
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"  # shapes hold stars, which are emphasis in a description
@@ -62,8 +70,22 @@ for _notebook in sorted((_here.parent / "examples").glob("*.py")):
     jupytext.write(_alone, _here / "_extra" / "colab" / f"{_notebook.stem}.ipynb")
 
 
+class Measured(Directive):
+    """A table of committed measurements (measured.py)."""
+
+    required_arguments, has_content = 1, True
+    option_spec = {"where": directives.unchanged}  # noqa: RUF012
+
+    def run(self) -> list[nodes.Node]:
+        text = measured.table(self.arguments[0], list(self.content), self.options.get("where", ""))
+        made = nodes.container()
+        self.state.nested_parse(StringList(text.splitlines()), self.content_offset, made)
+        return list(made.children)
+
+
 def setup(app: object) -> None:
     app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
+    app.add_directive("measured", Measured)  # type: ignore[attr-defined]
 
 
 def _escape(_app: object, _what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:

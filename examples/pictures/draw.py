@@ -101,7 +101,7 @@ def uniform() -> Figure:
 
 def estimates() -> Figure:
     """First-order effects of every head beside exact ones, of committed tables (docs/heads.md)."""
-    tables = runpy.run_path(str(Path(__file__).parents[1] / "checkpoints" / "document.py"))["head_estimates"]()
+    tables = runpy.run_path(str(Path(__file__).parents[1] / "checkpoints" / "summary.py"))["heads"]()
     figure = Figure(figsize=(7.2, 3.3), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):

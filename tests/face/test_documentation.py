@@ -35,15 +35,6 @@ def test_d7_the_readme_is_short_and_begins_with_what_to_type() -> None:
     assert len([line for line in code if line.strip()]) <= 10
 
 
-def test_no_figure_of_the_readme_is_typed() -> None:
-    """What was measured stands between marks, where `test_pages_hold_what_the_tables_say` makes it again."""
-    text = (TOP / "README.md").read_text()
-    assert len(re.findall(r"^1\. |^2\. |^3\. ", text, re.M)) == 3
-    typed = re.sub(r"<!-- made: .*?<!-- end -->", "", text, flags=re.S)
-    measured = r"[+−-]?\b\d+\.\d+\b|\b\d+(?:\.\d+)? ?%|\b\d+e-\d+"
-    assert set(re.findall(measured, typed)) == {"3.11", "3.9", "95 %"}  # versions, the level of intervals
-
-
 def test_pages_link_to_what_is_there() -> None:
     missing = []
     for page in PAGES:

@@ -1,0 +1,167 @@
+"""What README, CONTRIBUTING and the site state about measurements is what the committed tables hold."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ln_probe.analyses.probes.statistics import interval
+
+TOP = Path(__file__).resolve().parents[2]
+RESULTS = TOP / "bench" / "results"
+TABLES = TOP / "examples" / "checkpoints" / "tables"
+PUBLISHED = TOP / "analyses" / "lab" / "published"
+PAGES = sorted((TOP / "docs").glob("*.md"))
+MEASURED: dict[str, Any] = runpy.run_path(str(TOP / "docs" / "measured.py"))
+SUMMARY: dict[str, Any] = runpy.run_path(str(TOP / "examples" / "checkpoints" / "summary.py"))
+DIRECTIVE = re.compile(r"^```\{measured\} (\S+)\n(?::where: (.*)\n)?((?:.+ = .+\n)+)```$", re.MULTILINE)
+SUBSTITUTION = re.compile(r"\{\{ (\w+) \}\}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_tables_of_a_page_can_be_made(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    tables = DIRECTIVE.findall(text)
+    assert len(tables) == text.count("```{measured}"), f"{page.name}: a directive that cannot be read"
+    for files, where, columns in tables:
+        rows = MEASURED["table"](files, columns.splitlines(), where).splitlines()[2:]
+        assert any(re.search(r"\d", row) for row in rows), f"{page.name}: {files} shows no figure"
+    assert set(SUBSTITUTION.findall(text)) <= MEASURED["single"]().keys()
+
+
+def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
+    found = MEASURED["table"](
+        "bench/results/optimal.csv", ["model = `{model}`", "change = {delta_mean:+.2f}"], "group == 'attention'"
+    )
+    rows = pd.read_csv(RESULTS / "optimal.csv").query("group == 'attention'")
+    expected = [f"| `{r.model}` | {r.delta_mean:+.2f} |" for r in rows.itertuples()]
+    assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
+    unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
+    assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
+    with pytest.raises(ValueError, match=r"no row where 'loss < 0'"):
+        MEASURED["table"]("bench/results/headline.csv", ["model = {model}"], "loss < 0")
+    with pytest.raises(ValueError, match="title = format string"):
+        MEASURED["table"]("bench/results/headline.csv", ["{model}"])
+
+
+def test_every_table_has_its_command_and_every_figure_is_used() -> None:
+    about = pd.read_csv(RESULTS / "about.csv")
+    assert list(about["table"]) == sorted({p.stem for p in RESULTS.glob("*.csv")} - {"about"})
+    assert about["command"].notna().all()
+    pages = "".join(p.read_text(encoding="utf-8") for p in PAGES)
+    used = set(SUBSTITUTION.findall(pages))
+    typed = {"coverage", "coverage_kernels", "mutants_first", "mutants_first_killed"}  # in CONTRIBUTING
+    assert MEASURED["single"]().keys() == used | typed
+    for table in set(about["table"]) - {"single"}:
+        assert f"bench/results/{table}.csv" in pages, f"no page shows {table}"
+
+
+@pytest.mark.parametrize("script", ["attribution", "page", "scale", "whole"])
+def test_a_script_writes_the_columns_of_its_table(script: str) -> None:
+    with (RESULTS / f"{script}.csv").open(encoding="utf-8", newline="") as file:
+        columns = next(csv.reader(file))
+    source = (TOP / "bench" / f"{script}.py").read_text(encoding="utf-8")
+    assert "(" + ", ".join(f'"{c}"' for c in columns) + ")" in source
+
+
+@pytest.mark.parametrize("name", list(SUMMARY["summaries"]()))
+def test_summaries_follow_from_the_values(name: str) -> None:
+    kept = pd.read_csv(TABLES / f"{name}.csv")
+    pd.testing.assert_frame_equal(kept, SUMMARY["summaries"]()[name], rtol=1e-5, check_dtype=False)
+
+
+def change(value: float, low: float, high: float, digits: int = 3) -> str:
+    return f"{value:+.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def causal(case: str, sites: str, column: str = "delta_loss", variant: str = "no_scaling") -> str:
+    rows = pd.read_csv(TABLES / case / "causal.csv").set_index(["sites", "variant"])
+    row = rows.loc[(sites, variant)]
+    return change(*(row[f"{column}{end}"] for end in ("", "_low", "_high")))
+
+
+def one_constant(case: str, sites: str) -> str:
+    rows = pd.read_csv(TABLES / case / "causal_prompts.csv")
+    rows = rows[(rows["sites"] == sites) & (rows["variant"] == "no_scaling")]
+    weight = rows["predicted"].to_numpy(float)
+    total = rows["delta_loss_uniform"].to_numpy(float) * weight
+    return change(total.sum() / weight.sum(), *interval(total, weight))
+
+
+def over_seeds(measure: str) -> str:
+    rows = pd.read_csv(PUBLISHED / "language_model_bundled" / "summary.csv")
+    (row,) = rows[(rows["norm"] == "layernorm") & (rows["layer"] == -1) & (rows["measure"] == measure)].to_dict(
+        "records"
+    )
+    assert row["seeds"] == 3
+    return change(row["mean"], row["ci_low"], row["ci_high"])
+
+
+def majority(contrast: str, step: int = 1000) -> str:
+    rows = pd.read_csv(PUBLISHED / "majority" / "contrasts.csv")
+    (row,) = rows[(rows["contrast"] == contrast) & (rows["step"] == step) & (rows["measure"] == "train_loss")].to_dict(
+        "records"
+    )
+    assert row["seeds"] == 10
+    return f"{change(row['mean'], row['ci_low'], row['ci_high'], 2)} nats (Holm {row['p_holm']:.2g})"
+
+
+BUNDLED = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
+
+
+def figures_of_readme() -> list[str]:
+    """Every loss change with an interval that README states."""
+    found = [
+        one_constant("mgm", "attention"),
+        causal("mgm", "attention"),
+        over_seeds("delta_loss_no_scaling"),
+        over_seeds("delta_loss_no_projection"),
+        majority("size 1/sqrt(d), with projection"),
+        majority("size 1/sqrt(d) of values alone"),
+        majority("size 1/sqrt(d) of queries and keys alone"),
+        majority("no projection, at radius sqrt(d)"),
+        majority("the published gap", 17000),
+        majority("no projection, at radius sqrt(d)", 17000),
+    ]
+    for name in BUNDLED:
+        case = f"{name}-books"
+        found += [causal(case, sites) for sites in ("attention", "all")]
+        found += [causal(case, sites, "delta_loss_optimal") for sites in ("attention", "all")]
+        found.append(causal(case, "all", variant="no_projection"))
+    return found
+
+
+def test_readme_states_what_the_tables_hold() -> None:
+    readme = (TOP / "README.md").read_text(encoding="utf-8")
+    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm [\d.e-]+\))?", readme)
+    assert len(stated) > 20
+    assert [text for text in stated if text not in figures_of_readme()] == []
+    losses = [
+        json.loads((TOP / f"ln_probe/data/checkpoints/{n}/recipe.json").read_text())["valid_loss"] for n in BUNDLED
+    ]
+    assert " | ".join(f"{loss:.3f}" for loss in losses) in readme
+    intact = [pd.read_csv(TABLES / f"{n}-books" / "causal.csv")["loss"][0] for n in BUNDLED]
+    assert " | ".join(f"{loss:.2f}" for loss in intact) in readme
+
+
+def test_contributing_states_what_became_of_the_mutants() -> None:
+    text = " ".join((TOP / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(TOP / "bench" / "mutants.csv").fillna({"why": ""})
+    matter = rows[rows["why"].isin(["", "open"])]
+    killed = int(matter["outcome"].isin(["killed", "timeout"]).sum())
+    first = (
+        f"Of all {len(rows)} the tests kill {killed}, {100 * killed / len(rows):.0f} %; of the {len(matter)} that could"
+    )
+    assert f"{first} change a result, {100 * killed / len(matter):.0f} %" in text
+    single = MEASURED["single"]()
+    assert f"reach {single['coverage']} % of lines and branches" in text
+    assert f"counted as not reached, {single['coverage_kernels']} %" in text
+    assert f"Of the first {single['mutants_first']}, met by the tests there were before, " in text
+    assert f"{single['mutants_first_killed']} % were killed" in text
