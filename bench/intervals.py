@@ -29,7 +29,7 @@ from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.edits import Positions, installed
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.variants import make_edit
+from ln_probe.hooks.variants import VariantEdit
 
 TABLE = Path(__file__).parent / "results" / "intervals.csv"
 REFITS, ROWS = 200, 8
@@ -52,7 +52,7 @@ def losses(model: Any, sites: Any, batch: Tensor, constants: Float[np.ndarray, "
     for rows in torch.arange(len(batch)).split(ROWS):
         positions = Positions()
         divisors = [_OfRows(torch.from_numpy(constants[rows.numpy(), place])) for place in range(len(sites))]
-        edits = [make_edit(s, "no_scaling", d, positions) for s, d in zip(sites, divisors, strict=True)]
+        edits = [VariantEdit(s, "no_scaling", d, positions) for s, d in zip(sites, divisors, strict=True)]
         with torch.no_grad(), installed(model, edits):
             parts.append(Objective().sums(model(batch[rows], return_type="logits"), batch[rows]))
     return torch.cat(parts).numpy()

@@ -1,19 +1,21 @@
-"""Edit norms with torch forward hooks that replace a norm's output.
+"""Edit norms: an edited norm computes in place of the module's own forward, through the module's own hook points.
 
-In-place edits of `hook_scale` and `hook_normalized` are lost on a bridge whose norms call the original module; a
-forward hook on the norm's module works in every model class. `PartEdit` replaces what one projection of attention
-(queries, keys or values) reads. `HeadEdit` changes what single heads read: attention runs once on the changed output,
-of which only these heads' outputs (z) are kept, and once on the norm's own output, where the kept z is put in.
+`EditedNorm` takes the place of a norm's forward while an edit of it lasts. It calls `hook_in`, `hook_scale`,
+`hook_normalized` and `hook_out` (where the norm has them) once each, on the edited values; what their hooks return is
+used downstream, and gradients flow through them. `PartEdit` replaces what one projection of attention (queries, keys or
+values) reads. `HeadEdit` changes what single heads read. Under both the norm's own points show the intact norm.
 `LinearEdit` holds sigma, so that the norm is linear in its input and gradients are Jᵀg = P(gain·g) / sigma.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -112,6 +114,8 @@ Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[
 PARTS = ("queries", "keys", "values")
 INPUTS = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
 _PROJECTION = {"queries": "q", "keys": "k", "values": "v"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HANDLES = ("fwd_hooks", "bwd_hooks")
 
 
 class InterventionError(ValueError):
@@ -122,8 +126,53 @@ class LostEditError(InterventionError):
     """An edit that does not reach what the model computes (names the site)."""
 
 
+@contextmanager
+def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _point, _key: False) -> Iterator[None]:
+    """No hook is called at the hook points in a module while it lasts, but those that `keep` keeps, by number.
+
+    Hooks that are added meanwhile work, and stay. Dictionaries and handles of hooks remain those that they were.
+    """
+    taken = []
+    for point in module.modules():
+        if hasattr(point, _HANDLES[0]) and any(getattr(point, store) for store in _HOOKS):
+            before = {store: list(getattr(point, store).items()) for store in _HOOKS}
+            handles = {name: list(getattr(point, name)) for name in _HANDLES}
+            taken.append((point, before, handles))
+            for store in _HOOKS:
+                kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
+                # A norm of the laboratory computes in another order where nobody listens, so that rounding differs.
+                _refill(
+                    getattr(point, store),
+                    kept if store == "_forward_hooks" else [e for e in kept if e[1] is not _nothing],
+                )
+            for name in _HANDLES:
+                setattr(point, name, [h for h in handles[name] if keep(point, h.hook.id)])
+    try:
+        yield
+    finally:
+        for point, before, handles in taken:
+            for store, hooks in before.items():
+                known = {key for key, _ in hooks}
+                _refill(
+                    getattr(point, store), hooks + [(k, h) for k, h in getattr(point, store).items() if k not in known]
+                )
+            for name, known_handles in handles.items():
+                setattr(point, name, known_handles + [h for h in getattr(point, name) if h not in known_handles])
+
+
+def _nothing(*_: object) -> None:
+    """A hook that does nothing."""
+
+
+def _refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
+    """Give a dictionary of hooks other entries; not by its own methods, which note what is added (`sealing`)."""
+    OrderedDict.clear(store)  # type: ignore[arg-type]
+    for key, hook in hooks:
+        OrderedDict.__setitem__(store, key, hook)  # type: ignore[arg-type]
+
+
 class Edit:
-    """A forward hook that changes what one norm returns.
+    """A change of what one norm computes.
 
     Attributes:
         site: the norm.
@@ -133,27 +182,167 @@ class Edit:
         positions: what `change` asks where position 0 is; None if it does not ask.
     """
 
+    # Whether everything that reads the norm sees the edit; otherwise the norm's own output stays (`keep`).
+    whole = True
+
     def __init__(self, site: Site, change: Change, label: str, positions: Positions | None = None) -> None:
         self.site, self.change, self.label, self.positions = site, change, label, positions
         self.suspended = False
         self.calls = 0
 
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        if self.suspended:
-            return None
-        self.calls += 1
-        return self.change(tensors_in(args, kwargs)[0], output)
+    def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
+        """What the edited norm divides by, for `hook_scale`; `sigma` is what the norm would divide by otherwise."""
+        return sigma
+
+    def normalized(
+        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*batch d"]:
+        """The edited norm before gain and bias, for `hook_normalized`.
+
+        `divisor` is what `hook_scale` was given, `used` what its hooks returned.
+        """
+        return self.site.project(x) / used
+
+    def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """What is still to be done to the output once gain and bias are applied."""
+        return self.change(x, y)
+
+    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
+        """Take an input of the norm, its output, and its output without hooks (edits that only some readers see)."""
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
-        """Put the hooks on; `stack` takes them off."""
-        stack.callback(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
+        """Put the edit on; `stack` takes it off."""
+        stack.callback(EditedNorm.of(self.site).add(self))
 
     def finish(self) -> None:
         """Raise LostEditError if what was computed was not read; called when the `with` block ends without an error."""
 
 
+class EditedNorm:
+    """The forward of a norm's module while edits of it last.
+
+    Attributes:
+        site: the norm.
+        edits: in the order in which they were added.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.edits = site, list[Edit]()
+        self._before = site.module.__dict__.get("forward")
+        self._warned = False
+
+    @classmethod
+    def of(cls, site: Site) -> EditedNorm:
+        """That of a norm's module; a new one if it has none yet."""
+        there = site.module.__dict__.get("forward")
+        return there if isinstance(there, cls) else cls(site)
+
+    def add(self, edit: Edit) -> Callable[[], None]:
+        """Add an edit; returns what removes it again."""
+        self.edits.append(edit)
+        self.site.module.__dict__["forward"] = self  # not by setattr, which a bridge passes to what it wraps
+
+        def remove() -> None:
+            self.edits.remove(edit)
+            if not self.edits and self.site.module.__dict__.get("forward") is self:
+                del self.site.module.__dict__["forward"]
+                if self._before is not None:
+                    self.site.module.__dict__["forward"] = self._before
+
+        return remove
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        active = [e for e in self.edits if not e.suspended]
+        if not active:
+            return self._intact(*args, **kwargs)
+        linear = next((e for e in active if isinstance(e, LinearEdit)), None)
+        edit = next((e for e in active if e.whole and e is not linear), None)
+        x, shown, unhooked = self._edited(linear, edit, args, kwargs)
+        for each in active:
+            each.calls += 1
+            each.keep(x, shown, unhooked)
+        return shown
+
+    def _intact(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.site.module
+        return type(module).forward(module, *args, **kwargs) if self._before is None else self._before(*args, **kwargs)
+
+    def _edited(
+        self, linear: LinearEdit | None, edit: Edit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm's input, its output as the model goes on with it, and its output without any hooks."""
+        points = {n: p for n, p in self.site.module.named_children() if hasattr(p, "fwd_hooks")}
+        hooked = any(getattr(p, store) for p in points.values() for store in _HOOKS)
+        if hooked and "hook_in" in points:
+            args, kwargs = _with_first(args, kwargs, points["hook_in"])
+        x = tensors_in(args, kwargs)[0]
+        if hooked:
+            with silent(self.site.module):
+                y = self._intact(*args, **kwargs)
+        else:
+            y = self._intact(*args, **kwargs)
+        out = y if linear is None else linear.change(x, y)
+        out = out if edit is None else edit.change(x, out)
+        if not hooked:
+            return x, out, out
+        shown = self._through(points, linear, edit, x, out)
+        return x, points["hook_out"](shown) if "hook_out" in points else shown, out
+
+    def _through(
+        self, points: Mapping[str, nn.Module], linear: LinearEdit | None, edit: Edit | None, x: Tensor, out: Tensor
+    ) -> Tensor:
+        """The output through `hook_scale` and `hook_normalized`; where their hooks change nothing, it is `out`."""
+        formula = edit or Edit(self.site, lambda _x, y: y, "intact")
+        wide = at_least_float32(x)
+        sigma = self.site.sigma(wide) if linear is None else linear.sigma(x).to(wide)
+        divisor = formula.divisor(wide, sigma)
+        self._warn_of_constant(points["hook_scale"], divisor)
+        used, same_scale = _passed(points["hook_scale"], divisor)
+        normalized = formula.normalized(wide, divisor, used)
+        normalized, same = _passed(points["hook_normalized"], normalized)
+        through = formula.after(x, self.site.affine(normalized).to(out.dtype))
+        if not (same and same_scale):
+            return through
+        if not through.requires_grad:
+            return out
+        # The value is that of `out`, bit for bit; the gradient goes through the hook points.
+        return (through - through.detach()) + out.detach()
+
+    def _warn_of_constant(self, point: nn.Module, divisor: Tensor) -> None:
+        if torch.is_grad_enabled() and point._backward_hooks and not divisor.requires_grad and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.site.name}.hook_scale: what this norm divides by is held, so it has no gradient and the "
+                "backward hook there is not called",
+                stacklevel=2,
+            )
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], point: nn.Module) -> tuple[Any, Any]:
+    """The arguments of a norm's call with the vectors as the hooks of a point return them."""
+    done = False
+
+    def passed(value: Any) -> Any:
+        nonlocal done
+        if done or not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        done = True
+        return point(value)
+
+    return tuple(map(passed, args)), {k: passed(v) for k, v in kwargs.items()}
+
+
+def _passed(point: nn.Module, given: Tensor) -> tuple[Tensor, bool]:
+    """What the hooks of a point make of a tensor, and whether that is what they were given."""
+    if not any(getattr(point, store) for store in _HOOKS):
+        return given, True
+    before = given.detach()
+    out = point(given.clone())  # a hook may write to what it is given
+    return out, out.shape == before.shape and bool(torch.equal(out.detach(), before))
+
+
 class PartEdit(Edit):
-    """A forward hook that keeps the changed output for one projection of attention that reads this norm.
+    """An edit that one projection of attention that reads this norm sees alone.
 
     Attributes:
         part: one of PARTS.
@@ -161,18 +350,16 @@ class PartEdit(Edit):
         reader: the attention module whose projection did; None until then.
     """
 
-    def __init__(
-        self, site: Site, change: Change, label: str, positions: Positions | None = None, *, part: str = "keys"
-    ) -> None:
-        super().__init__(site, change, label, positions)
+    whole = False
+
+    def __init__(self, edit: Edit, part: str = "keys") -> None:
+        super().__init__(edit.site, edit.change, edit.label, edit.positions)
         self.part = part
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.reader: nn.Module | None = None
 
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        if not self.suspended:
-            self.calls += 1
-            self.waiting.append((output, self.change(tensors_in(args, kwargs)[0], output)))
+    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
+        self.waiting.append((shown, self.change(x, intact)))
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
@@ -235,7 +422,31 @@ class PartEdit(Edit):
 
 def edits_on(module: nn.Module) -> list[Edit]:
     """The edits that a norm's module is under."""
-    return [hook for hook in module._forward_hooks.values() if isinstance(hook, Edit)]
+    forward = module.__dict__.get("forward")
+    return list(forward.edits) if isinstance(forward, EditedNorm) else []
+
+
+@contextmanager
+def quiet(model: HookedModel | nn.Module) -> Iterator[None]:
+    """Without the user's hooks at hook points while it lasts, so that edits are tried out on the model itself.
+
+    Permanent hooks stay, and those that TransformerLens and ln_probe put there.
+    """
+
+    def belongs(point: nn.Module, key: int) -> bool:
+        handles = [h for name in _HANDLES for h in getattr(point, name) if h.hook.id == key]
+        own: Any = (
+            handles[0].user_hook
+            if handles
+            else next((hooks[key] for hooks in (getattr(point, store) for store in _HOOKS) if key in hooks), None)
+        )
+        while isinstance(own, partial):
+            own = own.func
+        home = str(getattr(own, "__module__", ""))
+        return any(h.is_permanent for h in handles) or home.startswith(("ln_probe.", "transformer_lens."))
+
+    with silent(cast(nn.Module, model), belongs):
+        yield
 
 
 @contextmanager
@@ -298,6 +509,24 @@ def head_count(model: HookedModel, layer: int) -> int:
     return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
 
 
+def key_heads(model: HookedModel, layer: int) -> int:
+    """Heads of keys and values of a block: fewer than of queries where groups of these share them."""
+    own = getattr(model.cfg, "n_key_value_heads", None)
+    return int(own) if own else head_count(model, layer)
+
+
+def _inputs_of_heads(model: HookedModel, layer: int) -> dict[str, nn.Module]:
+    """The hook points of queries, keys and values of a block, as far as it has them."""
+    named = {letter: model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}") for letter in "qkv"}
+    return {letter: point for letter, point in named.items() if point is not None}
+
+
+def _before_z(model: HookedModel, layer: int) -> list[nn.Module]:
+    """The hook points of an attention layer at which what its heads put out may be changed."""
+    last = z_point(model, layer)
+    return [p for p in attention_of(model, layer).modules() if hasattr(p, "fwd_hooks") and p is not last]
+
+
 def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
     """What a hook_z shows with an axis for the heads: bridges show it flat."""
     return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
@@ -309,11 +538,14 @@ def z_instead(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     instead: Callable[[Tensor], Tensor | None],
-) -> Tensor | None:
+    *,
+    hooks: bool = True,
+) -> dict[str, Tensor] | None:
     """The heads' outputs (z) of a block if its attention, called with these arguments, read something else.
 
-    `instead` gives what to read for a tensor (None: itself). Hook points inside attention see this call too, before
-    the model's own. None if there is nothing to change.
+    `instead` gives what to read for a tensor (None: itself). With `hooks`, hook points inside attention see this call
+    too, before the model's own. None if there is nothing to change. Beside `z` there are `q`, `k` and `v`, where the
+    block has their hook points, all before any hooks.
 
     Raises:
         InterventionError: attention continues from keys and values in a cache.
@@ -346,13 +578,21 @@ def z_instead(
                     "(use_past_kv_cache=False)"
                 )
             named[name] = None  # what this call computes must not be kept
-    attn, point, seen = attention_of(model, layer), z_point(model, layer), list[Tensor]()
-    handle = point.register_forward_hook(lambda _m, _a, z: seen.append(z), prepend=True)  # before edits of it
-    try:
+    attn, seen = attention_of(model, layer), dict[str, Tensor]()
+    z_point(model, layer)
+    with ExitStack() as stack:
+        if not hooks:
+            stack.enter_context(silent(attn))
+        for letter in "qkvz":
+            if (point := model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}")) is not None:
+                keep = partial(_keep, seen, letter)
+                stack.callback(point.register_forward_hook(keep, prepend=True).remove)  # before edits of it
         attn.forward(*own, **named)
-    finally:
-        handle.remove()
-    return seen[0] if seen else None
+    return seen if "z" in seen else None
+
+
+def _keep(seen: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
+    seen.setdefault(name, output)
 
 
 class HeadEdit(Edit):
@@ -360,31 +600,28 @@ class HeadEdit(Edit):
 
     Attributes:
         heads: those, by block.
-        waiting: (input, output) of the norm, until attention has read it.
+        waiting: (input, output, output without hooks) of the norm, until attention has read it.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        change: Change,
-        label: str,
-        positions: Positions | None = None,
-        *,
-        heads: Mapping[int, Collection[int]],
-    ) -> None:
-        super().__init__(site, change, label, positions)
+    whole = False
+
+    def __init__(self, edit: Edit, heads: Mapping[int, Collection[int]]) -> None:
+        super().__init__(edit.site, edit.change, edit.label, edit.positions)
         self.heads = {layer: sorted(some) for layer, some in heads.items()}
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._instead: dict[int, Tensor] = {}
         self._inside = False
+        self._handles: list[Any] = []
+        self.d_head = 0
 
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        if not self.suspended and not self._inside:
-            self.calls += 1
-            self.waiting.append((tensors_in(args, kwargs)[0], output))
+    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
+        if not self._inside:
+            self.waiting.append((x, shown, intact))
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
+        stack.callback(self._release)
+        self.d_head = int(model.cfg.d_head)
         for layer in self.heads:
             attn, point = attention_of(model, layer), z_point(model, layer)
             reading, replacing = self._reading(model, layer), self._replacing(layer, head_count(model, layer))
@@ -396,31 +633,66 @@ class HeadEdit(Edit):
         def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
             if self.suspended:
                 return
+            attn, points = attention_of(model, layer), _inputs_of_heads(model, layer)
+            hooked = any(getattr(p, store) for p in _before_z(model, layer) for store in _HOOKS)
             self._inside = True
             try:
-                z = z_instead(model, layer, args, kwargs, self._read_instead())
+                split = len(points) == 3 and self._separable(model, layer)
+                seen = z_instead(model, layer, args, kwargs, self._read_instead(), hooks=hooked and not split)
             finally:
                 self._inside = False
-            if z is None:
+            if seen is None:
                 raise LostEditError(
                     f"{self.site.name}: the edit of single heads was lost, because the attention of block {layer} did "
                     "not read this norm's output as it is (split or repeated per head on the way?): switch "
                     "use_split_qkv_input and use_attn_in off, or edit the whole norm with heads=None"
                 )
-            self._instead[layer] = z
+            if hooked and split:  # what hooks see of queries, keys and values, and change, is what z is made of
+                for letter, point in points.items():
+                    combining = partial(self._combined, layer, seen[letter], head_count(model, layer))
+                    self._handles.append(point.register_forward_hook(combining, prepend=True))
+                self._handles.append(attn.register_forward_hook(self._release))
+            else:
+                self._instead[layer] = seen["z"]
             if layer == max(self.heads):
                 self.waiting.clear()
 
         return hook
 
+    def _release(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _separable(self, model: HookedModel, layer: int) -> bool:
+        """Whether every key and value belongs to edited heads alone or to others alone (grouped queries share them)."""
+        count, shared = head_count(model, layer), key_heads(model, layer)
+        group = max(1, count // max(1, shared))
+        return all(sum(head // group == number for head in self.heads[layer]) in (0, group) for number in range(shared))
+
+    def _combined(self, layer: int, instead: Tensor, count: int, _m: nn.Module, _args: Any, own: Tensor) -> Tensor:
+        """Queries, keys or values: those of edited heads from the edited norm, the others the model's own."""
+        if instead.shape != own.shape:
+            raise LostEditError(
+                f"{self.site.name}: the edit of single heads was lost, because block {layer} computes its queries, "
+                "keys and values in another shape with hooks than without: edit the whole norm with heads=None"
+            )
+        width = own.shape[-2] if own.ndim == 4 else 0
+        out = own.clone(memory_format=torch.contiguous_format)
+        mine = out if out.ndim == 4 else out.unflatten(-1, (-1, self.d_head))
+        other = instead if instead.ndim == 4 else instead.unflatten(-1, (-1, self.d_head))
+        group = count // (width or mine.shape[-2])
+        for head in sorted({head // group for head in self.heads[layer]}):
+            mine[:, :, head] = other[:, :, head]
+        return out
+
     def _read_instead(self) -> Callable[[Tensor], Tensor | None]:
         made: dict[int, Tensor] = {}  # HookedTransformer calls the norm for queries, keys and values each
 
         def instead(read: Tensor) -> Tensor | None:
-            for i, (x, y) in reversed(list(enumerate(self.waiting))):
-                if read.shape == y.shape and torch.equal(read, y):
+            for i, (x, shown, intact) in reversed(list(enumerate(self.waiting))):
+                if read.shape == shown.shape and torch.equal(read, shown):
                     if i not in made:
-                        made[i] = self.change(x, y)
+                        made[i] = self.change(x, intact)
                     return made[i]
             return None
 
@@ -472,16 +744,14 @@ def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Ten
         InterventionError: it is for another number of tokens.
     """
     wanted, laid = x.shape[:-1], given.to(x.device)
-    if laid.ndim == 1:
-        laid = laid[None]
-    if laid.ndim == len(wanted) - 1:  # an input per head: a token's sigma is the same for all
-        laid = laid[..., None]
-    if laid.ndim != len(wanted) or any(g not in (1, w) for g, w in zip(laid.shape, wanted, strict=True)):
-        raise InterventionError(
-            f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
-            "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"
-        )
-    return laid.expand(wanted)[..., None]
+    # As the norm was given its inputs (also flattened), for every prompt, or for every head of a token.
+    for fits in (laid, laid[None], laid[..., None], laid[None, ..., None]):
+        if fits.ndim == len(wanted) and all(g in (1, w) for g, w in zip(fits.shape, wanted, strict=True)):
+            return fits.expand(wanted)[..., None]
+    raise InterventionError(
+        f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
+        "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"
+    )
 
 
 def held(module: nn.Module) -> LinearEdit | None:

@@ -7,8 +7,8 @@ Every pass inside (a loss, `generate`, `run_with_cache`, `run_with_hooks`) runs 
 model is unchanged, bit for bit. Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning";
 projection and scaling as terms: Brody, Alon & Yahav 2023.
 
-Edits of a norm can be lost without a message: a bridge's norm may ignore what its hook points return, attention may
-normalize on its own (`use_split_qkv_input`), a compiled model may not call the module at all. So `prove` tests each
+Edits of a norm can be lost without a message: attention may normalize on its own (`use_split_qkv_input` on a bridge), a
+compiled model may not call the module at all. So `prove` tests each
 site first: a strong perturbation, sent through the same mechanism, must change the model's output.
 """
 
@@ -41,6 +41,7 @@ from ln_probe.hooks.edits import (
     edits_on,
     head_count,
     installed,
+    quiet,
     suspended,
 )
 from ln_probe.hooks.model import (
@@ -73,8 +74,8 @@ from ln_probe.hooks.sites import class_of, survey
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     VARIANT_WITHOUT,
+    VariantEdit,
     ignored_below,
-    make_edit,
     no_op,
     takes_projection,
     takes_scaling,
@@ -128,9 +129,10 @@ def without(
 ) -> Iterator[Intervention]:
     """The model without projection, scaling or both at some norms, while the `with` block lasts.
 
-    Contexts over different sites nest, in any order, and amount to one context over all of them. Hook points inside an
-    edited norm (`hook_scale`, `hook_normalized`, a bridge's `hook_out`) still show what the intact norm computes;
-    everything after it shows the edited model. In gradients the gains and biases of edited norms count as constants.
+    Contexts over different sites nest, in any order, and amount to one context over all of them. An edited norm
+    computes through its own hook points (a bridge's `hook_in`, `hook_scale`, `hook_normalized`, a bridge's `hook_out`):
+    hooks there see the edited values, and what they return is used. With `only` or `heads` they see and change the
+    intact norm, which the other readers use. In gradients the gains and biases of edited norms count as constants.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
@@ -151,8 +153,9 @@ def without(
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
-            left at "attention", and means the norms that these blocks' attention reads. Hook points inside that
-            attention are called twice; a key-value cache cannot be used at the same time.
+            left at "attention", and means the norms that these blocks' attention reads. `hook_q`, `hook_k`, `hook_v`
+            and `hook_z` show the combined values; where grouped queries of one key are edited in part, hook points
+            inside that attention are called twice. A key-value cache cannot be used at the same time.
 
     Yields:
         What is done, with the divisors.
@@ -179,7 +182,7 @@ def without(
         )
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
-    with exclusive(hooked), suspended(hooked):
+    with exclusive(hooked), suspended(hooked), quiet(hooked):
         facts = survey(hooked)
         norms = facts.norms()
         by_site = None if heads is None else _of_heads(hooked, norms, heads, sites, only)
@@ -187,16 +190,17 @@ def without(
         _refuse_twice(chosen)
         if only is not None:
             _refuse_other_readers(chosen, only)
-        make: Callable[..., Edit] = Edit if only is None else partial(PartEdit, part=only)
         if by_site is not None:
-            make = partial(_edit_of_heads, by_site)
+            make = lambda edit: HeadEdit(edit, by_site[edit.site.name])  # noqa: E731
+        else:
+            make = _for_all if only is None else partial(PartEdit, part=only)
         prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, chosen, variant, scale, tokens, seed)
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
     _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()
-    edits = [make_edit(s, variant, divisors.get(s.name), positions, label=label, make=make) for s in chosen]
+    edits = [make(VariantEdit(s, variant, divisors.get(s.name), positions, label=label)) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
     pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
@@ -246,14 +250,9 @@ def _of_heads(
     return by_site
 
 
-def _edit_of_heads(
-    by_site: Mapping[str, Mapping[int, Sequence[int]]],
-    site: Site,
-    change: Change,
-    label: str,
-    where: Positions | None = None,
-) -> Edit:
-    return HeadEdit(site, change, label, where, heads=by_site[site.name])
+def _for_all(edit: Edit) -> Edit:
+    """An edit that everything that reads the norm sees."""
+    return edit
 
 
 def members(found: Sequence[Site], group: str) -> list[Site]:
@@ -409,10 +408,10 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
-def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> None:
+def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all) -> None:
     """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
 
-    `make`: the kind of edit, of (site, change, label, positions).
+    `make`: what it is made for (some readers alone).
 
     Raises:
         LostEditError: it does not; names the site.
@@ -424,7 +423,7 @@ def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit
         raise LostEditError(next(iter(lost.values())) + more)
 
 
-def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[..., Edit] = Edit) -> dict[str, str]:
+def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all) -> dict[str, str]:
     """Sites at which an edit does not reach the model's output, each with the probable cause."""
     found: dict[str, str] = {}
     with evaluating(model):
@@ -473,10 +472,10 @@ def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
     return (logits - logits[0]).abs().amax(-1)
 
 
-def _try(model: HookedModel, sites: Sequence[Site], make: Callable[..., Edit]) -> dict[str, str]:
+def _try(model: HookedModel, sites: Sequence[Site], make: Callable[[Edit], Edit]) -> dict[str, str]:
     rows = len(sites) + 2
     moved: dict[str, bool] = {}
-    edits = [make(s, _perturbation(s, i, rows, moved), "sentinel") for i, s in enumerate(sites, start=1)]
+    edits = [make(Edit(s, _perturbation(s, i, rows, moved), "sentinel")) for i, s in enumerate(sites, start=1)]
     try:
         logits = _perturbed(model, edits)
     except LostEditError as error:

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, edits_on, fitted, suspended
+from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, edits_on, fitted, quiet, suspended
 from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
@@ -70,11 +70,9 @@ class _Linearized:
         sites, given = _proved(hooked, sigma)
         edits = [LinearEdit(s, None) for s in sites]
         with ExitStack() as stack:
-            with suspended(hooked):  # (other edits, not these)
+            with suspended(hooked), quiet(hooked):  # (other edits, not these)
                 for edit in edits:
-                    # First, so that other edits of the norm get its output.
-                    handle = edit.site.module.register_forward_hook(edit, with_kwargs=True, prepend=True)
-                    stack.callback(handle.remove)
+                    edit.install(hooked, stack)
                 _prove_gradients(hooked, sites)
             for edit in edits:
                 edit.given = given.get(edit.site.name)
@@ -127,7 +125,7 @@ def _sites(model: HookedModel) -> list[Site]:
 
 def _proved(model: HookedModel, sigma: Sigma) -> tuple[list[Site], dict[str, Tensor]]:
     """The norms of a model at which an edit reaches the output, and the sigmas that were given for some of them."""
-    with suspended(model):
+    with suspended(model), quiet(model):
         sites = _sites(model)
         given = _given(sites, sigma)
         prove(model, sites)

@@ -31,7 +31,7 @@ from ln_probe.hooks.model import HookedModel, OneLine, device_of, evaluating, ex
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant, Divisor
-from ln_probe.hooks.variants import make_edit, takes_scaling
+from ln_probe.hooks.variants import VariantEdit, takes_scaling
 
 # Mean losses that differ by less (nats/token) are the same optimum: descents of lm-layernorm that converged from
 # different starts end up to 4e-6 apart.
@@ -434,7 +434,7 @@ def edited_loss(
 ) -> Float64[Tensor, ""]:
     """The summed loss of some prompts under these divisors."""
     positions = Positions()
-    edits = [make_edit(s, variant, divisors.get(s.name), positions) for s in sites]
+    edits = [VariantEdit(s, variant, divisors.get(s.name), positions) for s in sites]
     with exclusive(model), evaluating(model), installed(model, edits):
         return objective.sums(model(rows, return_type="logits"), rows).sum()
 

@@ -6,7 +6,7 @@
     neither           x / c
 
 before gain and bias. Everything that measures, draws or describes variants iterates over the registry `VARIANTS`.
-`make_edit` is the hook that gives a norm one of them.
+`VariantEdit` gives a norm one of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.edits import Edit, Positions, held
+from ln_probe.hooks.edits import Edit, LostEditError, Positions, held
+from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Divisor
 
@@ -207,7 +208,7 @@ def changed_output(
     Where scaling stays, the output is the norm's own plus gain·mu/sigma: so where there is nothing to put back,
     nothing changes, rounding included.
     """
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    wide = at_least_float32(x)
     if VARIANTS[variant].transform is not None or takes_scaling(site, variant):
         return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
     if not takes_projection(site, variant):
@@ -217,33 +218,53 @@ def changed_output(
     return (y.to(back.dtype) + back).to(y.dtype)
 
 
-def make_edit(
-    site: Site,
-    variant: str,
-    divisor: Divisor | None,
-    positions: Positions | None = None,
-    *,
-    label: str = "",
-    make: Callable[..., Edit] = Edit,
-) -> Edit:
+class VariantEdit(Edit):
     """The edit that gives one norm a variant.
 
     Args:
-        divisor: what replaces sigma; needed where the variant takes this norm's scaling.
+        site, variant: the norm, and the variant's name.
+        replaced: what replaces sigma; needed where the variant takes this norm's scaling.
         positions: shared by the edits of one intervention; None: its own.
-        make: Edit, or what else is made of (site, change, label, positions), to change it for some readers alone.
+        label: for messages; empty: the variant.
     """
-    where = positions or Positions()
 
-    def change(x: Tensor, y: Tensor) -> Tensor:
-        rows = None
-        if divisor is not None and takes_scaling(site, variant):
-            wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-            rows = divisor.at(where.first(site, x), wide)
-        linear = held(site.module)
-        return changed_output(site, variant, x, y, rows, None if linear is None else linear.sigma(x))
+    def __init__(
+        self, site: Site, variant: str, replaced: Divisor | None, positions: Positions | None = None, *, label: str = ""
+    ) -> None:
+        where = positions or Positions()
+        super().__init__(site, self._change, label or variant, where)
+        self.variant, self.where = variant, where
+        self.replaced = replaced if takes_scaling(site, variant) else None
 
-    return make(site, change, label or variant, where)
+    def _rows(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"] | None:
+        if self.replaced is None:
+            return None
+        return self.replaced.at(self.where.first(self.site, x), at_least_float32(x))
+
+    def _change(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        linear = held(self.site.module)
+        sigma = None if linear is None else linear.sigma(x)
+        return changed_output(self.site, self.variant, x, y, self._rows(x), sigma)
+
+    def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
+        rows = self._rows(x)
+        return sigma if rows is None else rows.to(sigma)
+
+    def normalized(
+        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*batch d"]:
+        chosen = VARIANTS[self.variant]
+        if chosen.transform is None:
+            return self.site.normalize(x, keep_mean=chosen.takes_projection(self.site), divisor=used)
+        if self.replaced is None and used is not divisor and not torch.equal(used, divisor):
+            raise LostEditError(
+                f"{self.site.name}: a hook at hook_scale changes what this norm divides by, and {self.label} does not "
+                "divide by it: remove the hook, or put it at hook_normalized"
+            )
+        return chosen.transform(self.site, x, None if self.replaced is None else used)
+
+    def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        return y
 
 
 # Why a norm whose readers are centred loses nothing with its projection.

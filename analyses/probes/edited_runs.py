@@ -47,7 +47,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, make_edit
+from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEdit
 
 MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
@@ -288,7 +288,7 @@ class EditedRuns:
         positions = Positions()
         positions.shape = (1, length)  # of its own row of the batch
         return [
-            make_edit(s, row.variant.name, constants.get(s.name) if row.variant.takes_scaling(s) else None, positions)
+            VariantEdit(s, row.variant.name, constants.get(s.name) if row.variant.takes_scaling(s) else None, positions)
             for s in row.members
         ]
 

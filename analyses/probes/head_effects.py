@@ -45,13 +45,13 @@ from ln_probe.analyses.probes.shared_passes import passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
-from ln_probe.hooks.edits import Change, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
+from ln_probe.hooks.edits import Edit, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.variants import SCALING_FROZEN, edits_of_norms, make_edit
+from ln_probe.hooks.variants import SCALING_FROZEN, VariantEdit, edits_of_norms
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
@@ -130,8 +130,8 @@ class HeadRuns:
             for layer, site in self.sites.items():
                 by_site.setdefault(site.name, {})[layer] = self.heads[layer]
 
-            def make(site: Site, change: Change, label: str) -> HeadEdit:
-                return HeadEdit(site, change, label, heads=by_site[site.name])
+            def make(edit: Edit) -> HeadEdit:
+                return HeadEdit(edit, by_site[edit.site.name])
 
             try:
                 self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
@@ -232,7 +232,7 @@ class HeadRuns:
                     inside = False
                 if z is None:  # (what `lost_edits` has found out before)
                     raise ValueError(f"{site.name}: the attention of block {layer} does not read this norm's output")
-                found.edited[layer, variant] = by_head(z, head_count(self.model, layer))[0]
+                found.edited[layer, variant] = by_head(z["z"], head_count(self.model, layer))[0]
 
         def handed_on(layer: int, _m: nn.Module, _args: Any, z: Tensor) -> Tensor | None:
             if inside:
@@ -268,7 +268,7 @@ class HeadRuns:
         def instead(given: Tensor) -> Tensor | None:
             for x, y in reversed(read):
                 if given.shape == y.shape and torch.equal(given, y):
-                    return make_edit(site, variant, self.constants[site.name]).change(x, y)
+                    return VariantEdit(site, variant, self.constants[site.name]).change(x, y)
             return None
 
         return instead

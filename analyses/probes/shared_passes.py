@@ -233,9 +233,24 @@ class _RowEdit(Edit):
     def __init__(self, rows: int, edits: Mapping[int, Edit]) -> None:
         first = next(iter(edits.values()))
         super().__init__(first.site, self._change, first.label)
-        self.rows, self.changes = rows, {row: edit.change for row, edit in edits.items()}
+        self.rows, self.edits = rows, edits
 
     def _change(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        return self._by_row(x, y, lambda edit, mine: edit.change(x[mine], y[mine]))
+
+    def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
+        return self._by_row(x, sigma, lambda edit, mine: edit.divisor(x[mine], sigma[mine]))
+
+    def normalized(
+        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*batch d"]:
+        intact = super().normalized(x, divisor, used)
+        return self._by_row(x, intact, lambda edit, mine: edit.normalized(x[mine], divisor[mine], used[mine]))
+
+    def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        return self._by_row(x, y, lambda edit, mine: edit.after(x[mine], y[mine]))
+
+    def _by_row(self, x: Tensor, y: Tensor, of_row: Callable[[Edit, slice], Tensor]) -> Tensor:
         """Rows lead, whatever follows them: [batch pos d], [batch head pos d_head], or flattened."""
         if x.shape[0] % self.rows:
             raise LostEditError(
@@ -244,9 +259,9 @@ class _RowEdit(Edit):
             )
         size = x.shape[0] // self.rows
         out = y.clone(memory_format=torch.contiguous_format)
-        for row, change in self.changes.items():
+        for row, edit in self.edits.items():
             mine = slice(row * size, (row + 1) * size)
-            out[mine] = change(x[mine], y[mine])
+            out[mine] = of_row(edit, mine)
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import sys
@@ -46,9 +47,20 @@ def test_d8_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) ->
     assert all("<script" not in o["data"]["text/html"] for o in outputs if "text/html" in o.get("data", {}))
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "hooks").glob("*.py")), ids=lambda p: p.stem)
+def test_scripts_for_hooks_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(path.read_text().splitlines()) <= 15
+    runpy.run_path(str(path))
+    first, second = (float(n) for n in re.findall(r"\d+\.\d+", "0.0 " + capsys.readouterr().out)[-2:])
+    assert second > 0.1
+    assert first == 0.0 or abs(first - second) < 0.5  # the rest of the logit is the norm's bias and the unembedding's
+
+
 def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jupytext = pytest.importorskip("jupytext", reason="the site's notebooks are made with jupytext (extra: docs)")
-    shutil.copytree(FOLDER, tmp_path / "examples", ignore=shutil.ignore_patterns("checkpoints", "pictures", "*.png"))
+    shutil.copytree(
+        FOLDER, tmp_path / "examples", ignore=shutil.ignore_patterns("checkpoints", "hooks", "pictures", "*.png")
+    )
     (tmp_path / "docs").mkdir()
     shutil.copy(FOLDER.parent / "docs" / "conf.py", tmp_path / "docs")
     for repository, address in (("some/one", "github/some/one/blob/gh-pages/colab/{}.ipynb"), (None, "#upload=true")):

@@ -160,7 +160,7 @@ def test_a_norm_that_nobody_calls_or_heeds(make_lab: Callable[..., Any]) -> None
             self.inner = inner
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner.forward(x)  # type: ignore[no-any-return]
+            return type(self.inner).forward(self.inner, x)  # type: ignore[no-any-return]
 
     model = make_lab()
     model.blocks[0].ln1 = Bypassed(model.blocks[0].ln1)  # type: ignore[assignment]

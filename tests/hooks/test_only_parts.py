@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from ln_probe.hooks.capture import stream
 from ln_probe.hooks.edits import PARTS, LostEditError, PartEdit, installed
 from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, changed_output, make_edit
+from ln_probe.hooks.variants import VARIANT_WITHOUT, VariantEdit, changed_output
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)
@@ -75,7 +74,7 @@ def test_the_three_parts_together_are_the_whole(make_bridge: Callable[..., Any],
             with without(model, "scaling", sites="attention", scale=2.0):
                 whole = model(TOKENS)
             edits = [
-                make_edit(s, "no_scaling", Constant.of(2.0), make=partial(PartEdit, part=p))
+                PartEdit(VariantEdit(s, "no_scaling", Constant.of(2.0)), p)
                 for s in find_sites(model)
                 if s.reads == "attention"
                 for p in PARTS

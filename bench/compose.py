@@ -1,0 +1,68 @@
+"""User's hooks at a norm's hook points under every edit, of every model class and architecture: `tests/compose.py`.
+
+Prints how many cases are equal to the model edited by hand, refused, or lost; `--out FILE.csv` writes a row per model
+and edit (rows of another TransformerLens version stay). Exit status 1 if a hook is lost. About two minutes a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from compose import every_outcome, hooked, subjects
+
+ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
+COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
+# Rotary tables and norms of some bridges are in float32, whatever the model's format.
+SAME = 1e-5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architectures", nargs="*", help="of tests/architectures.py; none: ten of them")
+    parser.add_argument("--out", type=Path, help="write the table to this file")
+    asked = parser.parse_args()
+    models = [("HookedTransformer", "gpt2", m) for m in [hooked()] if m is not None and not asked.architectures]
+    for architecture in asked.architectures or ARCHITECTURES:
+        models += [("TransformerBridge", architecture, model) for _, model in subjects(architecture)]
+    rows = []
+    for model_class, architecture, model in models:
+        counts: dict[str, Counter[str]] = {}
+        which: dict[str, list[str]] = {}
+        for case, outcome in every_outcome(model, same=SAME):
+            kind = outcome.split(":")[0]
+            counts.setdefault(case[0], Counter())[kind] += 1
+            if kind != "equal":
+                which.setdefault(case[0], []).append(f"{' '.join(case[1:])}: {outcome}")
+        for edit, count in counts.items():
+            numbers = [str(count[kind]) for kind in ("equal", "refused", "lost")]
+            values = (
+                version("transformer-lens"),
+                model_class,
+                architecture,
+                edit,
+                *numbers,
+                "; ".join(which.get(edit, ())),
+            )
+            rows.append(dict(zip(COLUMNS, values, strict=True)))
+            print(", ".join(values[:7]), *which.get(edit, ()), sep="\n    ", flush=True)
+    if asked.out:
+        kept = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
+        kept = [r for r in kept if r["transformer_lens"] != version("transformer-lens")]
+        with asked.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows([*kept, *rows])
+    return int(any(int(row["lost"]) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A user's hook at a norm's hook points is never lost inside `without` and `linearized` (`tests/compose.py`)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import compose
+import pytest
+import torch
+
+from ln_probe.hooks import find_sites, linearized, without
+
+# Beyond these, rotary tables and sums in float32 bound how well two computations agree.
+EXACT = ("hooked", "gpt2", "opt", "neo", "bloom", "bert")
+FAST = {"hooked": ("scaling", "linearized"), "neox": ("projection in linearized",)}
+ALL = ("hooked", "gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
+
+
+def model_of(name: str) -> Any:
+    model = compose.hooked() if name == "hooked" else dict(compose.subjects(name))["bridge"]
+    if model is None:
+        pytest.skip("this TransformerLens has no HookedTransformer")
+    return model
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*FAST, *ALL[3:])]
+)
+def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
+    model = model_of(name)
+    every = find_sites(model)
+    site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
+    same = compose.SAME if name in EXACT else 1e-5
+    for number, case in enumerate(compose.cases(site)):
+        left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
+        if not left_out:
+            assert compose.outcome(model, site, every, *case, same) == "equal", case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_every_case(name: str) -> None:
+    same = compose.SAME if name in EXACT else 1e-5
+    assert {c: o for c, o in compose.every_outcome(model_of(name), same=same) if o != "equal"} == {}
+
+
+def test_a_backward_hook_on_a_constant_divisor_warns_once() -> None:
+    model = model_of("gpt2")
+    place = "blocks.1.ln1.hook_scale"
+    hooks = model.hooks(fwd_hooks=[], bwd_hooks=[(place, lambda g, hook: None)])
+    with hooks, without(model, "scaling", sites=["blocks.1.ln1"], scale=2.0):
+        with pytest.warns(UserWarning, match=r"blocks\.1\.ln1\.hook_scale: what this norm divides by is held"):
+            model(compose.TOKENS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(compose.TOKENS)
+
+
+@pytest.mark.parametrize("readers", [{"only": "keys"}, {"heads": [(1, 2), (1, 0)]}])
+def test_with_some_readers_the_norm_shows_the_intact_norm_and_q_k_v_z_what_is_combined(readers: Any) -> None:
+    model = model_of("gpt2")
+    shown = [f"blocks.1.ln1.{p}" for p in ("hook_scale", "hook_normalized", "hook_out")]
+    combined = [f"blocks.1.attn.hook_{letter}" for letter in "qkvz"]
+    sites = {} if "heads" in readers else {"sites": ["blocks.1.ln1"]}
+    calls: list[str] = []
+
+    def count(value: Any, hook: Any) -> None:
+        calls.append(hook.name)
+
+    with torch.no_grad():
+        _, intact = model.run_with_cache(compose.TOKENS)
+        with (
+            without(model, "scaling", scale=2.0, **sites)
+            if sites
+            else without(model, "scaling", sites=["blocks.1.ln1"], scale=2.0)
+        ):
+            _, whole = model.run_with_cache(compose.TOKENS)
+        with without(model, "scaling", scale=2.0, **sites, **readers):
+            plain = model(compose.TOKENS)
+            _, some = model.run_with_cache(compose.TOKENS)
+            seen = model.run_with_hooks(compose.TOKENS, fwd_hooks=[(p, count) for p in (*shown, *combined)])
+            for point in combined[:3]:  # an edit there reaches the output
+                moved = model.run_with_hooks(compose.TOKENS, fwd_hooks=[(point, lambda v, hook: 2 * v + 1)])
+                assert float((moved - plain).abs().max()) > 1e-6, point
+    assert sorted(calls) == sorted({*calls})
+    assert float((seen - plain).abs().max()) <= 1e-12 * float(plain.abs().max())
+    for point in shown:
+        torch.testing.assert_close(some[point], intact[point], rtol=1e-10, atol=1e-10)
+    for point in combined[:3]:
+        own, new, all_new = (c[point].reshape(2, 7, 4, 8) for c in (intact, some, whole))
+        heads = [h for _, h in readers.get("heads", ())] if "heads" in readers else range(4 * point.endswith("k"))
+        for head in range(4):
+            expected = all_new if head in heads else own
+            torch.testing.assert_close(new[:, :, head], expected[:, :, head], rtol=1e-10, atol=1e-10)
+
+
+def test_sigmas_that_were_recorded_can_be_held_where_queries_and_keys_are_normalized() -> None:
+    model = model_of("qwen3")
+    with torch.no_grad():
+        intact = model(compose.TOKENS)
+        with linearized(model, sigma=linearized.sigmas(model, compose.TOKENS)):
+            assert compose.distance(model(compose.TOKENS), intact) < 1e-6
