@@ -5,5 +5,5 @@ import sys
 from ln_probe import exhibits
 from ln_probe.hooks.deprecation import deprecated
 
-deprecated("ln_probe.exhibits", "ln_probe.exhibits", "0.3", "0.5")
-sys.modules["ln_probe.exhibits"] = exhibits
+deprecated("ln_probe.reporting.token_places", "ln_probe.exhibits", "0.3", "0.5")
+token_places = sys.modules["ln_probe.reporting.token_places"] = exhibits

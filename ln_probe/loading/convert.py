@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ln_probe.analyses.files import temporary_folder
 from ln_probe.hooks.model import context_of_config
-from ln_probe.loading.hub import known_hub_names
 from ln_probe.loading.pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -99,14 +98,7 @@ def hooked_obstacle(pretrained: Pretrained) -> str | None:
     return None
 
 
-def to_hooked(
-    pretrained: Pretrained,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    hub_name: str | None,
-    revision: str | None,
-) -> nn.Module:
+def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
     """Convert to HookedTransformer, weights unprocessed.
 
     Args:
@@ -114,37 +106,18 @@ def to_hooked(
         dtype: format of the weights.
         device: where the model goes.
         hub_name: the repository's name if the model came from the hub, else None.
-        revision: the hub's revision; for the config only, the weights are those of `pretrained`.
     """
     from transformer_lens import HookedTransformer
-
-    config = pretrained.config
-    # It takes only names on its own list, and looks for a tokenizer on the hub if it is given none.
-    official = None if hub_name is None else known_hub_names().get(hub_name.lower())
-    if official is not None and pretrained.tokenizer is not None:
-        options: dict[str, Any] = {} if revision is None else {"revision": revision}
-        # It reads fields that newer versions of transformers no longer write (n_ctx); below they are added.
-        with suppress(AttributeError):
-            model: nn.Module = HookedTransformer.from_pretrained_no_processing(
-                official,
-                hf_model=pretrained.model,
-                tokenizer=pretrained.tokenizer,
-                dtype=dtype,
-                device=str(device),
-                **options,
-            )
-            _set_context(model, config)
-            return model.eval()
-
     from transformer_lens import loading_from_pretrained as loading
 
+    config = pretrained.config
     with _neutral_folder() as folder:
         written = config.to_dict() | {"architectures": [pretrained.architecture]}
         written.setdefault("n_ctx", getattr(config, "n_positions", None))  # read for GPT-2, no longer written
         (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
         cfg = loading.get_pretrained_model_config(str(folder), dtype=dtype, device=str(device))
         cfg.tokenizer_name = None  # else it looks for a tokenizer in the folder that is about to vanish
-        cfg.model_name = "local"
+        cfg.model_name = "local" if hub_name is None else hub_name.rpartition("/")[2]
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
         if theta is not None and pretrained.architecture == "GPTNeoXForCausalLM":
             cfg.rotary_base = theta  # the conversion leaves it at 10000
@@ -179,26 +152,18 @@ def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
         device: where the model is.
         hub_name: the repository's name if the model came from the hub, else None.
     """
-    from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    bridge: nn.Module
     with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
-        if hub_name is not None and tokenizer is not None:
-            bridge = TransformerBridge.boot_transformers(
-                hub_name, hf_model=pretrained.model, tokenizer=tokenizer, dtype=dtype, device=str(device)
-            )
-        else:
-            # boot_transformers would install an empty tokenizer, or raise, where there is none.
-            bridge = build_bridge_from_module(
-                pretrained.model,
-                pretrained.architecture,
-                hf_config=pretrained.config,
-                tokenizer=tokenizer,
-                dtype=dtype,
-                device=device,
-                model_name=hub_name or "local",
-            )
+        bridge: nn.Module = build_bridge_from_module(
+            pretrained.model,
+            pretrained.architecture,
+            hf_config=pretrained.config,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            model_name=hub_name or "local",
+        )
     return bridge.eval()
 
 

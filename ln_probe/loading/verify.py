@@ -78,7 +78,7 @@ def into_world(
     for chosen in candidates:
         try:
             if chosen == "hooked":
-                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name, revision=source.revision)
+                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             else:
                 model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
             difference, rounding_notes = _difference(model, source.dtype, weights, tokens, reference)

@@ -57,6 +57,24 @@ def test_a_changed_signature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("prompting.prompts", "prompts"),
+        ("reporting.token_places", "exhibits"),
+        *((f"render.{name}", "page.figures") for name in ("drawing", "effects", "figures", "norm_geometry")),
+        ("render.heads", "page.heads"),
+    ],
+)
+def test_the_old_home_of_a_public_module_works_and_warns(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = f"ln_probe.{old.partition('.')[0]}"
+    for name in [name for name in sys.modules if name == parent or name.startswith(f"{parent}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(DeprecationWarning, match="since ln_probe 0.3 and will be gone in 0.5: use ln_probe"):
+        module = import_module(f"ln_probe.{old}")
+    assert module is import_module(f"ln_probe.{new}")
+
+
 def test_a_deprecated_argument_warns_at_the_line_that_uses_it() -> None:
     # As users have it: here the checks of types stand between a function and its caller.
     deprecated = runpy.run_path(str(Path(hooks.__file__).with_name("deprecation.py")))["deprecated"]
