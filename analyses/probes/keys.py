@@ -118,9 +118,18 @@ class Collected:
             if same not in known:
                 known[same] = measure(same)
             count = next((a.shape[1] for a in known[same].values()), 0)
-            numbers = [np.array([n], np.int64) for n in (prompt, attended.length, count)]
             place = (attended.layer, about.space, variant)
-            rows = KeyRows(*place, tuple(about.heads), about.dim, about.theorem(variant), no_op, *numbers, known[same])
+            numbers = zip(_PER_PROMPT, (prompt, attended.length, count), strict=True)
+            per_prompt: dict[str, Any] = {name: np.array([n], np.int64) for name, n in numbers}
+            rows = KeyRows(
+                *place,
+                tuple(about.heads),
+                about.dim,
+                about.theorem(variant),
+                no_op,
+                **per_prompt,
+                measures=known[same],
+            )
             self._rows.setdefault(place, []).append(rows)
 
     def piece(self) -> Piece:
@@ -158,24 +167,19 @@ def blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
 
 def _read(row: Mapping[str, Any], piece: Piece) -> KeyRows:
     place = f"{row['space']}/{row['layer']}/{row['variant']}"
-    return KeyRows(
-        **{name: row[name] for name in _ABOUT},
-        heads=tuple(row["heads"]),
-        **{name: piece.arrays[f"{place}/{name}"] for name in _PER_PROMPT},
-        measures={m: piece.arrays[f"{place}/{m}"] for m in row["measures"]},
-    )
+    fields: dict[str, Any] = {name: row[name] for name in _ABOUT}
+    fields |= {name: piece.arrays[f"{place}/{name}"] for name in _PER_PROMPT}
+    measures = {m: piece.arrays[f"{place}/{m}"] for m in row["measures"]}
+    return KeyRows(**fields, heads=tuple(row["heads"]), measures=measures)
 
 
 def join(parts: Sequence[KeyRows]) -> KeyRows:
     """One after another: the same (layer, space, variant) measured on several pieces of the prompts."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
-    return replace(
-        first,
-        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in _PER_PROMPT},
-        measures={m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in first.measures},
-    )
+    per_prompt: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in parts]) for n in _PER_PROMPT}
+    measures = {m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in parts[0].measures}
+    return replace(parts[0], **per_prompt, measures=measures)
 
 
 def order(layer: int, space: str) -> tuple[bool, int]:
