@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "analyses"))
 
-from geometry_families import FAMILIES, Case
+from geometry_families import FAMILIES, Case, aligned
 
 import ln_probe
 from ln_probe.analyses.geometry.checker import CertificateError
@@ -121,10 +121,7 @@ class Judge:
             span = np.eye(case.keys.shape[1])[:, :-1]
             beyond = np.append(np.zeros(span.shape[1]), case.query_set[0][-1])
         self.exact = ExactSet(case.keys, case.bias, axes=span, center=beyond)
-        rows = [self.exact.measured(j) for j in range(self.number)]
-        lows = self.exact.lows
-        self.z = np.array([[v << (low - min(lows)) for v, low in zip(z, lows, strict=True)] for z, _ in rows], object)
-        self.h = np.array([lift for _, lift in rows], object)
+        self.z, self.h, *_ = aligned(self.exact)
         self.z2, self.h2 = spread(self.z), spread(self.h[:, None])
         self.apart = self.distances()
 

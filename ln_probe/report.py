@@ -67,7 +67,7 @@ _AT_THE_LAST_POSITION = (
     "reach them, is not known"
 )
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
-_OPTIONAL = ("numba", "circuitsvis", "gguf", "gmpy2", "python-flint", "ray")
+_OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 

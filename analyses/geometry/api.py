@@ -42,7 +42,7 @@ from jaxtyping import Bool, Float, Float64, Int8, Int64, Shaped
 
 from ln_probe.analyses.geometry.checker import SLACK, Checker
 from ln_probe.analyses.geometry.compiled import in_threads
-from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates, first_within
+from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.inputs import Array, QuerySet, key_sets, query_sets
@@ -482,8 +482,7 @@ def set_geometry(
             first, open_positions = decide_positions_strictly(given, proved, first, STRICT_SECONDS)
         elif open_positions:
             first, open_positions = close_positions(checker, sets, proved.verdicts, first, budget)
-    representative = first_within(sets)
-    return SetGeometry(given, sets, proved, bracket, first, open_positions, reach, representative, reachable)
+    return SetGeometry(given, sets, proved, bracket, first, open_positions, reach, sets.first, reachable)
 
 
 def attainable_attention(

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.compiled import compiled, room
 
-# From so many multiply-adds on a matrix product is faster than a loop over queries (its overhead is that of some 1e5),
-# at least so many queries at a time, and more while a block of scores stays below 16 MB.
-_PRODUCT, _QUERIES, _BLOCK = 1_000_000, 64, 2_000_000
+# Queries in a block of scores: at least so many, and more while the block stays below 16 MB.
+_QUERIES, _BLOCK = 64, 2_000_000
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -79,12 +78,6 @@ def score_gaps(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> 
         queries: a query per target, "target dim".
         group: representative of every key, " key".
     """
-    if len(targets) * columns.size > _PRODUCT:
-        return _gaps_by_product(columns, targets, queries, group)
-    return _score_gaps(columns, targets, queries, group)
-
-
-def _gaps_by_product(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> tuple[Floats, Ints]:
     members = np.bincount(group, minlength=len(group))
     gaps, rivals = np.empty(len(targets)), np.empty(len(targets), np.int64)
     step = max(_QUERIES, _BLOCK // len(group))
@@ -100,24 +93,6 @@ def _gaps_by_product(columns: Floats, targets: Ints, queries: Floats, group: Int
         rivals[block] = scores.argmax(axis=1)
         gaps[block] = own - scores[here, rivals[block]]
     rivals[~np.isfinite(gaps)] = -1  # nothing to compete with
-    return gaps, rivals
-
-
-@compiled
-def _score_gaps(columns: Floats, targets: Ints, queries: Floats, group: Ints) -> tuple[Floats, Ints]:
-    number, total = targets.shape[0], columns.shape[1]
-    gaps = room(number)
-    rivals = np.empty(number, np.int64)
-    scores = room(total)
-    for k in range(number):
-        i = targets[k]
-        scores_of(columns, queries[k], total, scores)
-        own = scores[i]
-        largest, rival = -np.inf, -1
-        for j in range(total):
-            if scores[j] > largest and group[j] != group[i]:
-                largest, rival = scores[j], j
-        gaps[k], rivals[k] = own - largest, rival
     return gaps, rivals
 
 
@@ -173,64 +148,38 @@ _AFFINE_BIAS = 1e-12
 class KeyCoordinates:
     """One set of keys, ready to be judged.
 
-    Three coordinate systems, each a linear map from the one before:
+    Two coordinate systems, each a linear map from the one before:
 
     * *normalized*: centred, divided by the RMS norm of the centred keys (a bias: centred, divided by its own
       RMS, and appended as a last coordinate). TAU is a length here.
-    * *flat*: an orthonormal basis of the span of the representatives; distances are unchanged.
-    * *white*: every direction divided by the keys' RMS along it (`stretch`); of a bias only what is not an
-      affine function of the key (`slope`) is left.
+    * *white*: an orthonormal basis of the span of the representatives, every direction divided by the keys' RMS along
+      it (`stretch`); of a bias only what is not an affine function of the key (`slope`) is left.
     """
 
     normalized: Float64[np.ndarray, "key dim"]
     representative: Int64[np.ndarray, " key"]  # the first key of those equal to it within TAU
+    first: Int64[np.ndarray, " key"]  # the first key within TAU of it, itself if there is none before
     leaders: Int64[np.ndarray, " group"]  # the representatives, in order
     white: Float64[np.ndarray, "group rank"]
-    basis: Float64[np.ndarray, "d flat"]  # columns: the directions of flat and white, without the bias
-    stretch: Float64[np.ndarray, " flat"]
+    basis: Float64[np.ndarray, "d plain"]  # columns: the directions of white, without the bias
+    stretch: Float64[np.ndarray, " plain"]
     slope: Float64[np.ndarray, " _"]  # of the bias on the white keys; last: the RMS of the residual
-    lifted: bool  # whether flat and white have a last coordinate for the bias
+    lifted: bool  # whether white has a last coordinate for the bias
     biased: bool  # whether normalized has one
     scale: float  # the RMS norm of the centred keys: normalized = (key - mean) / scale
     bias_scale: float
 
-    @property
-    def flat(self) -> Float64[np.ndarray, "group rank"]:
-        """The representatives in flat coordinates, computed when asked for: few sets need them."""
-        rank = len(self.stretch)
-        plain = self.white[:, :rank] * self.stretch
-        return np.concatenate([plain, self.white @ self.slope[:, None]], axis=1) if self.lifted else plain
-
     def query(self, white: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
         """Queries over white keys as unit queries over normalized keys (zero stays zero)."""
-        return self._normalized(white, self.stretch, self.slope)
-
-    def flat_query(self, flat: Float64[np.ndarray, "query rank"]) -> Float64[np.ndarray, "query dim"]:
-        """Queries over flat keys as unit queries over normalized keys."""
-        return self._normalized(flat, *self.unstretched)
-
-    @property
-    def unstretched(self) -> tuple[Float64[np.ndarray, " flat"], Float64[np.ndarray, " _"]]:
-        """What `stretch` and `slope` would be if flat coordinates were white."""
-        slope = np.zeros_like(self.slope)
-        slope[-1] = 1.0
-        return np.ones_like(self.stretch), slope
-
-    def _normalized(
-        self,
-        query: Float64[np.ndarray, "query rank"],
-        stretch: Float64[np.ndarray, " flat"],
-        slope: Float64[np.ndarray, " _"],
-    ) -> Float64[np.ndarray, "query dim"]:
-        d, rank = len(self.basis), len(stretch)
-        found = np.zeros((len(query), self.normalized.shape[1]))
-        plain = query[:, :rank]
+        d, rank = len(self.basis), len(self.stretch)
+        normalized = np.zeros((len(white), self.normalized.shape[1]))
+        plain = white[:, :rank]
         if self.lifted:
-            lift = np.maximum(query[:, rank:], 0.0) / slope[rank]
-            plain = plain - lift * slope[:rank]
-            found[:, d:] = lift
-        found[:, :d] = (plain / stretch) @ self.basis.T
-        return unit_rows(found)
+            lift = np.maximum(white[:, rank:], 0.0) / self.slope[rank]
+            plain = plain - lift * self.slope[:rank]
+            normalized[:, d:] = lift
+        normalized[:, :d] = (plain / self.stretch) @ self.basis.T
+        return unit_rows(normalized)
 
 
 def unit_rows(rows: Float64[np.ndarray, "row dim"]) -> Float64[np.ndarray, "row dim"]:
@@ -284,75 +233,41 @@ def normalize(
 
 
 @compiled
-def _leaders(
+def _neighbours(
     rows: Float64[np.ndarray, "key dim"],
     order: Int64[np.ndarray, " key"],
     place: Float64[np.ndarray, " key"],
     tau: float,
-) -> Int64[np.ndarray, " key"]:
-    """For every key the first key that leads a group and lies within `tau` of it.
+) -> tuple[Int64[np.ndarray, " key"], Int64[np.ndarray, " key"]]:
+    """For every key the first key that leads a group and lies within `tau` of it, and the first of all that do.
 
     `order` sorts the keys by `place`.
     """
     number, dim = rows.shape
-    leader = np.full(number, -1)
+    leader, first = np.full(number, -1), np.arange(number)
     rank = np.empty(number, np.int64)
     for k in range(number):
         rank[order[k]] = k
     for i in range(number):
-        if leader[i] >= 0:
-            continue
-        leader[i] = i
+        leads = leader[i] < 0
+        if leads:
+            leader[i] = i
         for side in (-1, 1):
             k = rank[i] + side
             while 0 <= k < number and abs(place[order[k]] - place[i]) <= tau:
                 j = order[k]
                 k += side
-                if leader[j] >= 0:
-                    continue
-                square = 0.0
-                for t in range(dim):
-                    square += (rows[i, t] - rows[j, t]) ** 2
-                    if square > tau * tau:
-                        break
-                if square <= tau * tau:
-                    leader[j] = i
-    return leader
-
-
-def first_within(sets: KeyCoordinates) -> Int64[np.ndarray, " key"]:
-    """For every key the first that lies within TAU of it, itself if there is none before."""
-    if len(sets.leaders) == len(sets.normalized):
-        return sets.representative
-    place = sets.normalized @ _generic(sets.normalized.shape[1])
-    return _first_within(sets.normalized, np.argsort(place, kind="stable"), place, TAU)
-
-
-@compiled
-def _first_within(
-    rows: Float64[np.ndarray, "key dim"],
-    order: Int64[np.ndarray, " key"],
-    place: Float64[np.ndarray, " key"],
-    tau: float,
-) -> Int64[np.ndarray, " key"]:
-    number, dim = rows.shape
-    found = np.arange(number)
-    for k in range(number):
-        i = order[k]
-        for side in (-1, 1):
-            other = k + side
-            while 0 <= other < number and abs(place[order[other]] - place[i]) <= tau:
-                j = order[other]
-                other += side
-                if j < found[i]:
+                if j < first[i] or (leads and leader[j] < 0):
                     square = 0.0
                     for t in range(dim):
                         square += (rows[i, t] - rows[j, t]) ** 2
                         if square > tau * tau:
                             break
                     if square <= tau * tau:
-                        found[i] = j
-    return found
+                        first[i] = min(first[i], j)
+                        if leads and leader[j] < 0:
+                            leader[j] = i
+    return leader, first
 
 
 def _generic(dim: int) -> Float64[np.ndarray, " dim"]:
@@ -362,15 +277,17 @@ def _generic(dim: int) -> Float64[np.ndarray, " dim"]:
     return np.asarray(direction / float(np.linalg.norm(direction)))
 
 
-def merge(rows: Float64[np.ndarray, "key dim"], tau: float = TAU) -> Int64[np.ndarray, " key"]:
-    """Index of a representative of every key, to be solved for in its place.
+def merge(
+    rows: Float64[np.ndarray, "key dim"], tau: float = TAU
+) -> tuple[Int64[np.ndarray, " key"], Int64[np.ndarray, " key"]]:
+    """Index of a representative of every key, to be solved for in its place, and of the first key that equals it.
 
     A group is what lies within `tau` of its first key and belongs to no earlier group, so chains of near-equal keys do
     not run together. Which keys lead depends on their order; what is found for a group counts for a key only if the
     checker proves it of that key.
     """
     place = rows @ _generic(rows.shape[1])
-    return _leaders(rows, np.argsort(place, kind="stable"), place, tau)
+    return _neighbours(rows, np.argsort(place, kind="stable"), place, tau)
 
 
 def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:
@@ -394,7 +311,7 @@ def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " 
     """Merge equal keys and find the coordinates in which the rest are judged."""
     normalized, scale, bias_scale = normalize(keys, bias)
     biased = bias is not None
-    representative = merge(normalized)
+    representative, first = merge(normalized)
     leaders = np.flatnonzero(representative == np.arange(len(keys)))
     rows = normalized[leaders]
     plain = rows[:, : keys.shape[1]]
@@ -419,6 +336,7 @@ def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " 
     return KeyCoordinates(
         normalized=normalized,
         representative=representative,
+        first=first,
         leaders=leaders,
         white=white,
         basis=basis,

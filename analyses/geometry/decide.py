@@ -2,9 +2,10 @@
 
 1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap is a
    witness.
-2. *Nearest point* of the hull of the others, by an active-set method, first in white coordinates (few steps), then, if
-   rounding or the tolerance stood in the way, in flat ones (exact distances).
-3. *Linear program* (HiGHS), which gives a query and convex weights at once.
+2. *Nearest point* of the hull of the others, by an active-set method in white coordinates (few steps).
+3. *Alone*: where rounding or the tolerance stood in the way, each key against every key that differs from it in
+   normalized coordinates (exact distances), carefully, then by a linear program (HiGHS), which gives a query and convex
+   weights at once.
 
 Keys that no stage decides are `undecided`. All certificates are computed again in normalized coordinates before they
 count, and are proved once more, key by key, before they are given out (`prove`).
@@ -22,7 +23,7 @@ finite collection of points", EJOR 92 (1996) 352-367):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ from jaxtyping import Float64, Int8, Int64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
 from ln_probe.analyses.geometry.active_set import Search, active_set
-from ln_probe.analyses.geometry.checker import Rows
+from ln_probe.analyses.geometry.checker import SLACK, Rows
 from ln_probe.analyses.geometry.compiled import compiled, in_threads, room, table
 from ln_probe.analyses.geometry.coordinates import (
     TAU,
@@ -381,7 +382,7 @@ WHITE = 1e10
 THIN = 1e5
 
 # Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
-# because one key decides what white is (norms × lognormal(4)) and flat coordinates are better.
+# because one key decides what white is (norms × lognormal(4)) and normalized coordinates are better.
 _STEPS = 6
 UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
 
@@ -439,10 +440,8 @@ def decide(
         work.allowed = np.isin(sets.leaders, sets.representative[only])
         work.white_queries()
         work.starts[:] = -1
-    for careful in (False, True):
-        work.nearest_points(careful)
-    if len(sets.leaders) <= LARGE:  # a program over a whole pool would take minutes
-        work.programs()
+    work.nearest_points()
+    work.alone()
     return work.verdicts()
 
 
@@ -495,26 +494,23 @@ class _Deciding:
         todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
         self._try_queries(todo, self.sets.query(pool.query[todo]))
 
-    def nearest_points(self, careful: bool) -> None:
-        """The active-set method, in white coordinates or carefully in flat ones."""
-        sets, todo = self.sets, self.left()
-        if len(todo) == 0:
-            return
-        size, dim = sets.white.shape
-        budget = self.budget if careful else min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim)))
-        found, queries = nearest_leaders(sets, todo, careful, starts=self.starts[todo], budget=budget)
-        self._try_weights(todo, found.weights)
-        self._try_queries(todo, queries)
+    def nearest_points(self) -> None:
+        """The active-set method in white coordinates."""
+        todo, (size, dim) = self.left(), self.sets.white.shape
+        if len(todo):
+            budget = min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim)))
+            nearest, queries = nearest_leaders(self.sets, todo, starts=self.starts[todo], budget=budget)
+            self._try_weights(todo, nearest.weights)
+            self._try_queries(todo, queries)
 
-    def programs(self) -> None:
-        """A linear program for each key."""
-        sets = self.sets
+    def alone(self) -> None:
+        """What rounding or the tolerance left open, a key at a time (see `alone`)."""
         for k in self.left():
-            others = np.delete(np.arange(len(sets.leaders)), k)
-            found, dual = separate(sets.white[others], sets.white[k], sets.lifted, self.budget)
-            used = np.flatnonzero(dual)
-            self._try_weights(np.array([k]), Rows(np.array([0, len(used)]), others[used], dual[used]))
-            self._try_queries(np.array([k]), sets.query(found[None]))
+            for query, index, value in alone(self.sets, int(self.sets.leaders[k]), self.budget):
+                self._try_weights(np.array([k]), Rows(np.array([0, len(index)]), index, value), leaders=False)
+                self._try_queries(np.array([k]), query[None])
+                if self.code[self.sets.leaders[k]] != UNDECIDED:
+                    break
 
     def _try_queries(self, todo: Ints, found: Floats) -> None:
         sets = self.sets
@@ -538,9 +534,10 @@ class _Deciding:
         self.query[targets[good]] = found[good]
         self.starts[todo] = np.where(rivals >= 0, self.place[rivals], -1)
 
-    def _try_weights(self, todo: Ints, weights: Rows) -> None:
+    def _try_weights(self, todo: Ints, weights: Rows, leaders: bool = True) -> None:
+        """Weights (over the leaders, or over all keys) that reproduce keys within TAU decide them."""
         keys, sizes = self.sets.leaders[todo], np.diff(weights.start)
-        index, value = self.sets.leaders[weights.index], weights.value
+        index, value = self.sets.leaders[weights.index] if leaders else weights.index, weights.value
         rest = residuals(self.sets.normalized, keys, sizes, value, index, self.sets.biased)
         good = (rest <= TAU) & (self.code[keys] == UNDECIDED) & (sizes > 0)
         entries = np.repeat(good, sizes)
@@ -551,28 +548,53 @@ class _Deciding:
 def nearest_leaders(
     sets: KeyCoordinates,
     targets: Ints,
-    careful: bool,
     counts: Ints | None = None,
     starts: Ints | None = None,
     budget: float = BUDGET,
 ) -> tuple[Nearest, Floats]:
-    """The nearest points of the hull of the other leaders, in white coordinates or carefully in flat ones.
+    """The nearest points of the hull of the other leaders in white coordinates, and their queries over normalized keys.
 
-    Returns:
-        what `nearest_points` found, and its queries over normalized keys.
+    Arguments as for `nearest_points`.
     """
-    rows, to_query = (sets.flat, sets.flat_query) if careful else (sets.white, sets.query)
-    stretch, slope = sets.unstretched if careful else (sets.stretch, sets.slope)
-    found = nearest_points(
-        rows,
+    nearest = nearest_points(
+        sets.white,
         targets,
         tau=TAU,
         counts=counts,
         starts=starts,
         ray=sets.lifted,
-        stretch=stretch,
-        slope=slope,
-        careful=careful,
+        stretch=sets.stretch,
+        slope=sets.slope,
         budget=budget,
     )
-    return found, to_query(found.query)
+    return nearest, sets.query(nearest.query)
+
+
+def alone(
+    sets: KeyCoordinates, i: int, budget: float, until: int | None = None
+) -> Iterator[tuple[Floats, Ints, Floats]]:
+    """A query and weights for key i against every key (up to position `until`) that differs from it, from two
+    solvers."""
+    seen = sets.normalized if until is None else sets.normalized[: until + 1]
+    apart = np.linalg.norm(seen - sets.normalized[i], axis=1)
+    others = np.flatnonzero(apart > TAU * (1 + SLACK))
+    if len(others) == 0:
+        yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
+        return
+    # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
+    points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
+    many = np.array([len(others)])
+    nearest = nearest_points(points, many, tau=TAU, counts=many, ray=sets.biased, careful=True, budget=budget)
+    yield _counting(sets, i, others, unit_rows(nearest.query)), others[nearest.weights.index], nearest.weights.value
+    if len(others) <= LARGE:  # a program over a whole pool would take minutes
+        query, dual = separate(points[:-1], points[-1], sets.biased, budget)
+        used = np.flatnonzero(dual)
+        yield _counting(sets, i, others, unit_rows(query[None])), others[used], dual[used]
+
+
+def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Floats:
+    """The query, with a positive weight for the bias if there is one."""
+    if sets.biased and queries[0, -1] <= 0.0:
+        scores = sets.normalized @ queries[0]
+        queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
+    return np.asarray(queries[0])

@@ -30,10 +30,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ln_probe.analyses.geometry.active_set import INSIDE, SEPARATED
+from ln_probe.analyses.geometry.active_set import INSIDE
 from ln_probe.analyses.geometry.checker import Rows
-from ln_probe.analyses.geometry.compiled import room
-from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, scores_of
+from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, count_bias
 from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts, nearest_leaders
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.newton import STEPS, WEIGHT_GAP, into_ball, largest_weights
@@ -58,76 +57,51 @@ def first_unselectable(sets: KeyCoordinates, verdicts: Verdicts) -> FirstUnselec
     todo = np.flatnonzero(verdicts.code[leaders] == UNSELECTABLE)
     rows = {int(leaders[k]): verdicts.row(int(leaders[k])) for k in todo}
     query = np.full(sets.normalized.shape, np.nan)
-    ordered = np.ascontiguousarray(sets.normalized[leaders].T)
+    ordered = sets.normalized[leaders]
     # With the first `enough` representatives visible a key is inside, with the first `few` it is not.
     enough = np.array([_seen(leaders, int(k), rows[int(leaders[k])][0]) for k in todo], np.int64)
     few = np.maximum(todo, 1)
-    proved = few.copy()
-    scores = room(len(leaders))
-    while True:
-        open_ = np.flatnonzero(enough - few > 1)
-        if len(open_) == 0:
-            break
-        targets = todo[open_]
+    while len(open_ := np.flatnonzero(enough - few > 1)):
         counts = (enough[open_] + few[open_]) // 2
-        ended, units, used = _probe(sets, targets, counts)
+        nearest, units = nearest_leaders(sets, todo[open_], counts)
         for a, k in enumerate(open_):
-            key = int(leaders[todo[k]])
-            if ended[a] == INSIDE:
-                rows[key] = leaders[used[a][0]], used[a][1]
-                enough[k] = _seen(leaders, int(todo[k]), rows[key][0])
+            place, key = int(todo[k]), int(leaders[todo[k]])
+            if nearest.ended[a] == INSIDE:
+                index, value = nearest.weights.row(a)
+                rows[key] = leaders[index], value
+                enough[k] = _seen(leaders, place, rows[key][0])
                 continue
             few[k] = counts[a]
             unit = units[a]
-            scores_of(ordered, unit, len(leaders), scores)
-            if sets.biased and unit[-1] <= 0.0:  # give up a little of the gap to count the bias, see `count_bias`
-                rest = np.delete(scores[: counts[a]], todo[k]) if todo[k] < counts[a] else scores[: counts[a]]
-                unit[-1] = max(scores[todo[k]] - rest.max(), TAU) / (1e4 * max(float(np.ptp(ordered[-1])), 1.0))
-                unit /= np.linalg.norm(unit)
-                scores_of(ordered, unit, len(leaders), scores)
-            gaps = scores[todo[k]] - scores
-            gaps[todo[k]] = np.inf
+            gaps = _leads(ordered, unit, place)
+            if sets.biased and unit[-1] <= 0.0:
+                unit = count_bias(unit[None], gaps[: counts[a]].min(keepdims=True), ordered[:, -1])[0]
+                gaps = _leads(ordered, unit, place)
             beaten = np.flatnonzero(gaps <= TAU)
             reach = int(beaten[0]) if len(beaten) else len(leaders)
             if reach >= counts[a]:  # this query selects the key until key `reach` appears
                 few[k] = min(reach, int(enough[k]) - 1)
-                proved[k] = few[k]
                 query[key] = unit
-    query[leaders[todo[proved < few]]] = np.nan
     at = np.full(number, -1)
     at[leaders[todo]] = leaders[enough - 1]
     for key, (index, _) in rows.items():  # weights may be on a copy that comes after its representative
         at[key] = max(int(at[key]), int(index.max()))
-        if np.isfinite(query[key]).all():
-            scores = sets.normalized[: at[key]] @ query[key]
-            rivals = sets.representative[: at[key]] != key
-            own = float(sets.normalized[key] @ query[key])
-            if (own - scores[rivals] <= TAU).any():
-                query[key] = np.nan
     at = at[sets.representative]
     at = np.where(at >= 0, np.maximum(at, np.arange(number)), -1)
     return FirstUnselectable(at, query[sets.representative], Rows.of(rows, number), sets.representative)
 
 
+def _leads(rows: Floats, query: Floats, own: int) -> Floats:
+    """By how much each key scores below one of them; infinite for itself."""
+    scores = rows @ query
+    gaps = scores[own] - scores
+    gaps[own] = np.inf
+    return np.asarray(gaps)
+
+
 def _seen(leaders: Ints, own: int, used: Ints) -> int:
     """How many representatives are visible when a key and all those with weights are."""
     return max(own + 1, int(np.searchsorted(leaders, used.max(), side="right")))
-
-
-def _probe(sets: KeyCoordinates, targets: Ints, counts: Ints) -> tuple[Ints, Floats, list[tuple[Ints, Floats]]]:
-    """Is each target inside the hull of the first `counts` representatives? First in white coordinates."""
-    ended = np.zeros(len(targets), np.int64)
-    units = np.zeros((len(targets), sets.normalized.shape[1]))
-    used: list[tuple[Ints, Floats]] = [(np.empty(0, np.int64), np.empty(0))] * len(targets)
-    for careful in (False, True):
-        todo = np.flatnonzero((ended != INSIDE) & (ended != SEPARATED))
-        if len(todo) == 0:
-            break
-        found, units[todo] = nearest_leaders(sets, targets[todo], careful, counts[todo])
-        ended[todo] = found.ended
-        for a, k in enumerate(todo):
-            used[k] = found.weights.row(a)
-    return ended, units, used
 
 
 # Centers "set d" and axes "set d r" of the queries at some positions.

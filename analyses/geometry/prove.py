@@ -11,14 +11,14 @@ solver has a try.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.checker import SLACK, Checker, Rows
-from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, count_bias, unit_rows
+from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates
 from ln_probe.analyses.geometry.decide import (
     DUPLICATE,
     LARGE,
@@ -26,14 +26,14 @@ from ln_probe.analyses.geometry.decide import (
     UNDECIDED,
     UNSELECTABLE,
     Verdicts,
-    separate,
+    alone,
 )
 from ln_probe.analyses.geometry.exact import ExactVerdict
 from ln_probe.analyses.geometry.inputs import ScoreSpace, outwards
-from ln_probe.analyses.geometry.margins import Measured, again, measured, propose, too_wide
+from ln_probe.analyses.geometry.margins import again, measured, propose, too_wide
 from ln_probe.analyses.geometry.newton import Attainable
 from ln_probe.analyses.geometry.positions import FirstUnselectable
-from ln_probe.analyses.geometry.wolfe import BUDGET, nearest_points
+from ln_probe.analyses.geometry.wolfe import BUDGET
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _repair(
             )
             continue
         code[i], clear[i] = UNDECIDED, np.nan
-        for found, index, value in _proposals(sets, i, budget):
+        for found, index, value in alone(sets, i, budget):
             one = np.array([i])
             gap, near = checker.selects(one, found[None])
             if gap.lower[0] > TAU * (1 - SLACK):
@@ -138,43 +138,6 @@ def _repair(
         repaired[i] = code[i] != UNDECIDED
     weights = Rows.of(rows, number)
     return Proved(Verdicts(code, query, weights, source, verdicts.gap), clear, repaired)
-
-
-def _proposals(
-    sets: KeyCoordinates, i: int, budget: float, until: int | None = None
-) -> Iterator[tuple[Floats, Ints, Floats]]:
-    """A query and weights for key i against every key (up to position `until`) that differs from it, from two
-    solvers."""
-    seen = sets.normalized if until is None else sets.normalized[: until + 1]
-    apart = np.linalg.norm(seen - sets.normalized[i], axis=1)
-    others = np.flatnonzero(apart > TAU * (1 + SLACK))
-    if len(others) == 0:
-        yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
-        return
-    # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
-    points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
-    found = nearest_points(
-        points,
-        np.array([len(others)]),
-        tau=TAU,
-        counts=np.array([len(others)]),
-        ray=sets.biased,
-        careful=True,
-        budget=budget,
-    )
-    yield _counting(sets, i, others, unit_rows(found.query)), others[found.weights.index], found.weights.value
-    if len(others) <= LARGE:
-        query, dual = separate(points[:-1], points[-1], sets.biased, budget)
-        used = np.flatnonzero(dual)
-        yield _counting(sets, i, others, unit_rows(query[None])), others[used], dual[used]
-
-
-def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Floats:
-    """The query, with a positive weight for the bias if there is one."""
-    if sets.biased and queries[0, -1] <= 0.0:
-        scores = sets.normalized @ queries[0]
-        queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
-    return np.asarray(queries[0])
 
 
 def prove_margins(
@@ -206,51 +169,25 @@ def prove_margins(
     repaired = np.zeros(len(asked), bool)
     inside = verdicts.code[asked] == UNSELECTABLE
     wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, inside))
-    if len(wide):
-        point, rows, dim = point.copy(), dict[int, tuple[Ints, Floats]](), space.rows.shape[1]
-        for k in map(int, wide):
-            for u, index, value in _other_proposals(
-                space, verdicts, through_queries, int(asked[k]), gap, lower, upper, point, k, budget
-            ):
-                one = asked[k : k + 1]
-                better = checker.gap_at_least(one, np.append(u, np.zeros(point.shape[1] - dim))[None]).lower[0]
-                if better > lower[k]:
-                    lower[k], point[k, :dim], repaired[k] = better, u, True
-                if len(index):
-                    tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
-                    if tighter < upper[k]:
-                        upper[k], repaired[k] = tighter, True
-                        rows[int(k)] = index, value
-                if not too_wide(lower[k : k + 1], upper[k : k + 1], gap, space.size, inside[k : k + 1])[0]:
-                    break
-        if rows:
-            kept = np.setdiff1d(np.arange(len(asked)), list(rows))
-            size = np.diff(weights.start)
-            entries = np.repeat(np.isin(np.arange(len(asked)), kept), size)
-            pieces = [(kept, size[kept], weights.index[entries], weights.value[entries])]
-            pieces += [(np.array([k]), np.array([len(index)]), index, value) for k, (index, value) in rows.items()]
-            weights = Rows.gathered(len(asked), pieces)
+    point, dim, rows = point.copy(), space.rows.shape[1], dict[int, tuple[Ints, Floats]]()
+    for k in map(int, wide):  # what proved the verdict, then another solver
+        one, i = asked[k : k + 1], int(asked[k])
+        for solve in (False, True) if inside[k] else (True,):
+            if solve:
+                u, index, value = again(space, i, gap, float(lower[k]), float(upper[k]), point[k, :dim], budget)
+            else:
+                u, (index, value) = np.zeros(dim) if space.level is None else space.level, verdicts.row(i)
+            better = checker.gap_at_least(one, np.append(u, np.zeros(point.shape[1] - dim))[None]).lower[0]
+            if better > lower[k]:
+                lower[k], point[k, :dim], repaired[k] = better, u, True
+            tighter = checker.gap_at_most(one, Rows(np.array([0, len(index)]), index, value)).upper[0]
+            if tighter < upper[k]:
+                upper[k], rows[k], repaired[k] = tighter, (index, value), True
+            if not too_wide(lower[k : k + 1], upper[k : k + 1], gap, space.size, inside[k : k + 1])[0]:
+                break
+    if rows:
+        weights = Rows.of({k: weights.row(k) for k in range(len(asked))} | rows, len(asked))
     return Margins(lower, upper, point, weights, repaired)
-
-
-def _other_proposals(
-    space: Measured,
-    verdicts: Verdicts,
-    through_queries: bool,
-    i: int,
-    gap: float,
-    lower: Floats,
-    upper: Floats,
-    point: Float64[np.ndarray, "some r"],
-    k: int,
-    budget: float,
-) -> Iterator[tuple[Floats, Ints, Floats]]:
-    """Another query and other weights for one margin: what proved the verdict, then another solver."""
-    if verdicts.code[i] == UNSELECTABLE:
-        yield (np.zeros(space.rows.shape[1]) if space.level is None else space.level), *verdicts.row(i)
-    elif verdicts.code[i] == SELECTABLE and not through_queries:  # (else its query is in other coordinates)
-        yield verdicts.query[i, : space.rows.shape[1]], np.empty(0, np.int64), np.empty(0)
-    yield again(space, i, gap, float(lower[k]), float(upper[k]), point[k, : space.rows.shape[1]], budget)
 
 
 def reached(checker: Checker, margin_lower: Float64[np.ndarray, " some"]) -> Bool[np.ndarray, " some"]:
@@ -339,7 +276,7 @@ def _position(
     """A query that selects key i among keys 0..until, or weights of these that reproduce it; None if neither is
     proved."""
     one, last = np.array([i]), np.array([until])
-    for query, index, value in _proposals(sets, i, budget, until):
+    for query, index, value in alone(sets, i, budget, until):
         gap, _ = checker.selects(one, query[None], until=last)
         if gap.lower[0] > TAU * (1 - SLACK):
             return query

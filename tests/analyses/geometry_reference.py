@@ -9,7 +9,7 @@ from typing import Any
 
 import clarabel
 import numpy as np
-from geometry_families import Case
+from geometry_families import Case, aligned
 from scipy import sparse
 
 from ln_probe.analyses.geometry.exact import ExactSet
@@ -70,7 +70,7 @@ class Truth:
         center, axes = case.query_set or (None, None)
         self.case = case
         self.exact = ExactSet(case.keys, case.bias, axes=axes, center=center)
-        self.z, self.h, self.scale, self.h_scale = self._whole(self.exact)
+        self.z, self.h, self.scale, self.h_scale = aligned(self.exact)
         # Verdicts are about the keys. Axes of full rank change none. Where some lack directions, verdicts are known for
         # axes along coordinates: the keys are judged without the others, in which the center gives a bias per key.
         self.kept, bias, self.knows_verdicts = np.ones(case.keys.shape[1], bool), case.bias, True
@@ -78,18 +78,10 @@ class Truth:
             self.kept, self.knows_verdicts = axes.any(axis=1), bool((np.count_nonzero(axes, axis=0) == 1).all())
             bias = case.keys[:, ~self.kept] @ center[~self.kept] + (0.0 if bias is None else bias)
         self.verdicts = ExactSet(case.keys[:, self.kept], bias)
-        self.points, self.b, self.point_scale, self.b_scale = self._whole(self.verdicts)
+        self.points, self.b, self.point_scale, self.b_scale = aligned(self.verdicts)
         self.z2 = self._square(self.z)  # R², in units of scale²
         self.p2 = self._square(self.points)
         self.b2 = self._square(self.b[:, None])
-
-    def _whole(self, exact: ExactSet) -> tuple[np.ndarray, np.ndarray, Fraction, Fraction]:
-        """Keys as an exact set measures them, and what is added to their scores, with the units of both."""
-        rows = [exact.measured(j) for j in range(len(self.case.keys))]
-        least = min(exact.lows, default=0)
-        shifts = [low - least for low in exact.lows]
-        z = np.array([[v << s for v, s in zip(z, shifts, strict=True)] for z, _ in rows], object)
-        return z, np.array([h for _, h in rows], object), Fraction(2) ** least, Fraction(2) ** exact.bias_low
 
     @staticmethod
     def _square(rows: np.ndarray) -> Fraction:

@@ -300,18 +300,18 @@ def test_lengths_are_lengths(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_queries_over_white_and_flat_keys_give_the_same_order(biased: bool, rng: np.random.Generator) -> None:
+def test_queries_over_white_keys_give_the_same_order(biased: bool, rng: np.random.Generator) -> None:
     keys = rng.standard_normal((30, DIM)) * [1.0, 5.0, 0.2]
     sets = coordinates(keys, rng.standard_normal(30) if biased else None)
     assert sets.lifted == biased
     query = rng.standard_normal((4, DIM + biased))
     query[:, -1] = np.abs(query[:, -1])
-    for table, found in ((sets.white, sets.query(query)), (sets.flat, sets.flat_query(query))):
-        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0)
-        ours, theirs = query @ table.T, found @ sets.normalized.T
-        ratio = np.ptp(theirs, axis=1) / np.ptp(ours, axis=1)
-        ours, theirs = (part - part.mean(axis=1, keepdims=True) for part in (ours, theirs))
-        np.testing.assert_allclose(theirs, ours * ratio[:, None], atol=1e-12)
+    over = sets.query(query)
+    np.testing.assert_allclose(np.linalg.norm(over, axis=1), 1.0)
+    ours, theirs = query @ sets.white.T, over @ sets.normalized.T
+    ratio = np.ptp(theirs, axis=1) / np.ptp(ours, axis=1)
+    ours, theirs = (part - part.mean(axis=1, keepdims=True) for part in (ours, theirs))
+    np.testing.assert_allclose(theirs, ours * ratio[:, None], atol=1e-12)
     np.testing.assert_allclose((sets.white**2).mean(axis=0), 1.0)
     product = sets.white.T @ sets.white / 30
     np.testing.assert_allclose(product, np.eye(len(product)), atol=1e-12)
@@ -359,14 +359,11 @@ def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:
         coordinates_module.scores_of(columns, query[0], 7, out)
         np.testing.assert_allclose(out, rows @ query[0])
         group, targets = np.array([0, 1, 0, 3, 4, 5, 6]), np.array([0, 3, 6])
-        for gaps, rivals in (
-            coordinates_module.score_gaps(columns, targets, query, group),
-            coordinates_module._gaps_by_product(columns, targets, query, group),
-        ):
-            for k, i in enumerate(targets):
-                there = np.where(group == group[i], -np.inf, rows @ query[k])
-                assert rivals[k] == there.argmax()
-                assert gaps[k] == pytest.approx(rows[i] @ query[k] - there.max())
+        gaps, rivals = coordinates_module.score_gaps(columns, targets, query, group)
+        for k, i in enumerate(targets):
+            there = np.where(group == group[i], -np.inf, rows @ query[k])
+            assert rivals[k] == there.argmax()
+            assert gaps[k] == pytest.approx(rows[i] @ query[k] - there.max())
         sizes, weights, indices = np.array([2, 1]), np.array([0.25, 0.75, 1.0]), np.array([1, 2, 5])
         for biased in (False, True):
             found = coordinates_module.residuals(rows, np.array([0, 4]), sizes, weights, indices, biased)
@@ -378,10 +375,9 @@ def test_scores_gaps_and_residuals_by_loops(rng: np.random.Generator) -> None:
 
 def test_one_group_competes_with_nothing() -> None:
     columns, group = np.ones((2, 3)), np.zeros(3, np.int64)
-    for function in (coordinates_module._score_gaps, coordinates_module._gaps_by_product):
-        gaps, rivals = function(columns, np.array([1]), np.ones((1, 2)), group)
-        assert rivals.tolist() == [-1]
-        assert gaps.tolist() == [np.inf]
+    gaps, rivals = coordinates_module.score_gaps(columns, np.array([1]), np.ones((1, 2)), group)
+    assert rivals.tolist() == [-1]
+    assert gaps.tolist() == [np.inf]
 
 
 # What is said of a set

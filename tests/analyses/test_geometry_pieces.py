@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import ln_probe.analyses.geometry
-from ln_probe.analyses.geometry import exact, inputs, large, margins, newton, prove
+from ln_probe.analyses.geometry import inputs, large, margins, newton, prove
 from ln_probe.analyses.geometry.checker import Between, Checker, Rows
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates, merge
-from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, decide, separate
-from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, WholeSet, mantissa, power_of_two, proves
+from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, alone, decide, separate
+from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, proves
 from ln_probe.analyses.geometry.inputs import (
     LEFT_OUT,
     QuerySet,
@@ -36,82 +36,6 @@ def rng() -> np.random.Generator:
 
 
 # Whole numbers
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("seen", [False, True])
-def test_whole_numbers_are_the_keys(biased: bool, seen: bool, rng: np.random.Generator) -> None:
-    points = rng.standard_normal((5, 3)) * [1.0, 1e-3, 1e4]
-    points[0, 0], points[2] = 0.0, [3.0, 0.5, -2.0]
-    bias = rng.standard_normal(5) * 10 if biased else None
-    axes, center = (rng.standard_normal((3, 2)), rng.standard_normal(3)) if seen else (None, None)
-    whole = WholeSet(points, bias, axes=axes, center=center)
-    fractions = [[Fraction(float(v)) for v in row] for row in points]
-    for j in range(5):
-        plain, lift = whole.measured(j)
-        expected = fractions[j]
-        if axes is not None:
-            expected = [sum(Fraction(float(a)) * k for a, k in zip(c, expected, strict=True)) for c in axes.T]
-        assert [n * power_of_two(low) for n, low in zip(plain, whole.lows, strict=True)] == expected
-        up = Fraction(0) if bias is None else Fraction(float(bias[j]))
-        if center is not None:
-            up += sum(Fraction(float(c)) * k for c, k in zip(center, fractions[j], strict=True))
-        assert lift * power_of_two(whole.bias_low) == up
-    steps, lifts = whole.steps(1)
-    assert not steps[1].any()
-    row = [int(v) for v in rng.integers(-1000, 1000, len(whole.lows) + biased + seen * (not biased))] + [7]
-    last = rng.random(5)
-    value, error = whole.products(steps, lifts, row, last, 3)
-    ratios = []
-    for j in range(5):
-        plain, lift = whole.measured(j)
-        own, own_lift = whole.measured(1)
-        exact = sum(r * (a - b) for r, a, b in zip(row, plain, own, strict=False))
-        exact += row[-2] * (lift - own_lift) * (biased or seen) + Fraction(float(last[j])) * 8 * 7
-        if exact:
-            ratios.append(float(Fraction(float(value[j])) / exact))
-    assert len(ratios) == 5
-    np.testing.assert_allclose(ratios, ratios[0], rtol=1e-9)
-    assert ratios[0] > 0
-    assert (error > 0).all()
-    assert (error < 1e-10 * np.abs(value).max()).all()
-    rows, up, powers = whole.steps_as_measured(steps, lifts)
-    for j in (0, 2):
-        plain, lift = whole.measured(j)
-        table = [*rows[j], up[j]] if whole.biased else [*rows[j]]
-        exact = [a - b for a, b in zip([*plain, lift], [*whole.measured(1)[0], whole.measured(1)[1]], strict=True)]
-        for found, power, number in zip(table, powers, exact, strict=False):
-            assert float(Fraction(float(found)) * power_of_two(int(power))) == pytest.approx(float(number), rel=1e-9)
-    assert whole.may_be_equal(steps).tolist() == [False, True, False, False, False]
-
-
-def test_numbers_of_any_size_have_a_mantissa() -> None:
-    for value in (0, 1, -1, 3, -(2**70) - 1, 12345 * 2**400, -(7**300)):
-        fraction, exponent = mantissa(value)
-        assert abs(fraction) <= 1.0
-        assert abs(Fraction(fraction) * power_of_two(exponent) - value) <= abs(value) * Fraction(1, 2**53)
-    assert power_of_two(-3) == Fraction(1, 8)
-    assert power_of_two(0) == 1
-
-
-def test_equations_are_solved_without_a_library(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    for library in (True, False):
-        if not library:
-            monkeypatch.setattr(exact, "flint", None)
-            monkeypatch.setattr(exact, "gmpy2", None)
-        for size in (1, 2, 5, 6, 9):
-            rows = [[int(v) for v in row] for row in rng.integers(-9, 10, (size, size))]
-            rows[0][0] = 0 if size > 2 else rows[0][0] or 1
-            right = [int(v) for v in rng.integers(-9, 10, size)]
-            found, below = exact.solve(rows, right)
-            assert below > 0
-            assert [sum(a * x for a, x in zip(row, found, strict=True)) for row in rows] == [below * v for v in right]
-        with pytest.raises(ZeroDivisionError):
-            exact.solve([[1, 2], [2, 4]], [1, 1])
-    assert exact.solve([], []) == ([], 1)
-    kept = exact.independent([[0, 0, 0], [1, 2, 0], [2, 4, 0], [0, 1, 0], [1, 1, 0], [0, 0, 5]])
-    assert kept == [1, 3, 5]
-    assert exact.independent([]) == []
 
 
 def test_a_proof_is_of_other_keys_and_sums_to_one() -> None:
@@ -328,14 +252,14 @@ def test_both_proposals_for_one_key_prove_its_verdict(biased: bool, rng: np.rand
     sets, checker = coordinates(keys, bias), Checker(keys, bias, None, TAU)
     code = decide(sets).code
     for i in range(25):
-        for query, index, value in list(prove._proposals(sets, i, 1e9)):
+        for query, index, value in list(alone(sets, i, 1e9)):
             one = np.array([i])
             if code[i] == UNSELECTABLE:
                 miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value))
                 assert miss.upper[0] <= TAU
             else:
                 assert checker.selects(one, query[None])[0].lower[0] > TAU
-    assert len(list(prove._proposals(sets, 0, 1e9))) == 2
+    assert len(list(alone(sets, 0, 1e9))) == 2
     assert {SELECTABLE, UNSELECTABLE} <= set(code.tolist())
 
 
@@ -364,7 +288,10 @@ def test_groups_lie_within_the_tolerance_of_their_first_key(rng: np.random.Gener
                 if expected[j] == j and np.linalg.norm(rows[i] - rows[j]) <= 1e-3:
                     expected[i] = j
                     break
-        np.testing.assert_array_equal(merge(rows, 1e-3), expected)
+        leaders, first = merge(rows, 1e-3)
+        np.testing.assert_array_equal(leaders, expected)
+        apart = np.linalg.norm(rows[:, None] - rows[None], axis=2)
+        np.testing.assert_array_equal(first, (apart <= 1e-3).argmax(axis=1))
         assert len(set(expected.tolist())) < 40
 
 
@@ -450,13 +377,6 @@ def test_one_bias_may_serve_all_sets_of_a_batch(rng: np.random.Generator) -> Non
     for wrong in (bias[:4], np.zeros(4), np.zeros((5, 4))):
         with pytest.raises(ValueError, match="bias must have the shape"):
             key_sets(keys, wrong)
-
-
-def test_rounding_of_a_large_bias_is_allowed_for(rng: np.random.Generator) -> None:
-    whole = WholeSet(rng.standard_normal((6, 3)), 1e9 * rng.standard_normal(6))
-    steps, lifts = whole.steps(0)
-    value, error = whole.products(steps, lifts, [1, 1, 1, 10**30, 0], np.zeros(6), 0)
-    assert (error >= 8 * 2.0**-53 * np.abs(value)).all()
 
 
 def test_only_queries_of_the_measured_space_are_kept(rng: np.random.Generator) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ln_probe
-from ln_probe.analyses.geometry import decide, prove
+from ln_probe.analyses.geometry import decide
 from ln_probe.analyses.geometry.active_set import BRACKETED, STALLED
 from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.decide import separate
@@ -53,9 +53,8 @@ def test_the_program_alone_gives_the_same_verdicts(biased, monkeypatch):
 def test_what_nothing_decides_is_undecided(monkeypatch):
     keys = np.concatenate([SQUARE, [[0.1, 0.2]]])
 
-    for module in (decide, prove):
-        monkeypatch.setattr(module, "nearest_points", stalled)
-        monkeypatch.setattr(module, "separate", lambda others, key, *rest: (0 * key, 0 * others[:, 0]))
+    monkeypatch.setattr(decide, "nearest_points", stalled)
+    monkeypatch.setattr(decide, "separate", lambda others, key, *rest: (0 * key, 0 * others[:, 0]))
     geometry = ln_probe.key_geometry(keys, margins=False, causal=True)
     assert geometry.verdict.tolist() == ["selectable"] * 4 + ["undecided"]
     assert geometry.undecided == 1
