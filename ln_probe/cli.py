@@ -496,8 +496,8 @@ def lab_compile(
     from ln_probe.batch.options import LARGEST
 
     try:
-        from ln_probe.analyses.lab.compiler.crasp_compiler import compile_program, save_compiled
-        from ln_probe.analyses.lab.depth.crasp import parse
+        from ln_probe.analyses.lab.crasp.crasp import parse
+        from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program, save_compiled
     except ImportError as error:
         raise exits.refuse(str(error)) from error
 

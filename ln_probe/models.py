@@ -317,8 +317,7 @@ def _load_lab(
             f"{', '.join(processing.names())}."
         )
     step = None if revision is None else lab_step(revision)
-    from ln_probe.analyses.lab.arithmetic import arithmetic_of
-    from ln_probe.analyses.lab.training import load_run
+    from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run
     from ln_probe.loading.provenance import combined, files_of_lab_run, sha256_of_state, unchanged
 
     with unchanged(files_of_lab_run(folder, step)) as read:

@@ -186,7 +186,7 @@ def mgm() -> Path:
 def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
     from ln_probe.analyses.lab.text_task import TextTask
-    from ln_probe.analyses.lab.training import TrainConfig, train
+    from ln_probe.analyses.lab.train import TrainConfig, train
     from ln_probe.analyses.lab.transformer import LabConfig
 
     home = tmp_path_factory.mktemp("lab runs ü")

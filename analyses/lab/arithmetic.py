@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,9 +25,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
-
-from ln_probe.analyses.files import read_json
-from ln_probe.analyses.lab.run_folder import LAB_FILE
 
 INSIDE_ATTENTION = ("hook_attn_scores", "hook_pattern")
 OF_NORMS = ("hook_scale", "hook_normalized")
@@ -135,9 +131,6 @@ def fixed_precision(model: HookedRootModule, precision: Precision, rounding: Rou
         yield
 
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
 @dataclass(frozen=True)
 class Arithmetic:
     """The numbers of a lab model.
@@ -171,27 +164,3 @@ class Arithmetic:
         model.to(self.dtype)
         if self.precision is not None:
             install(model, self.precision)
-
-
-def arithmetic_of(folder: Path) -> Arithmetic:
-    """What the lab.json of a folder says.
-
-    Raises:
-        ValueError: it is damaged, or of a program that an earlier version compiled and saved in float32.
-    """
-    path = folder / LAB_FILE
-    held = read_json(path)
-    if not isinstance(held, dict):
-        raise ValueError(f"{path} does not describe a lab model (it holds no object)")
-    if "dtype" not in held:
-        if held.get("task") == "compiled":
-            raise ValueError(
-                f"{path} is of a program compiled by an earlier version of ln_probe, which saved it in float32: there "
-                "it does not do what the program does. Compile it again"
-            )
-        return Arithmetic()
-    try:
-        dtype, grid = _DTYPES[held["dtype"]], held["precision"]
-        return Arithmetic(dtype, True, None if grid is None else Precision(**grid))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not say in which numbers its model computes ({error!r})") from error

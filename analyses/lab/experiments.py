@@ -107,7 +107,7 @@ EXPERIMENTS = {
         needs_text=True,
     ),
     "encoder": Experiment(
-        "ln_probe.analyses.lab.encoder.encoder",
+        "ln_probe.analyses.lab.language_model.encoder",
         "encoders of BERT's shape on masked text, without scaling and without projection: loss and unselectable keys",
         "Brody, Alon & Yahav 2023, section 4.2, with encoders",
         seeds=3,
@@ -117,7 +117,7 @@ EXPERIMENTS = {
         needs_text=True,
     ),
     "encoder_passages": Experiment(
-        "ln_probe.analyses.lab.encoder.encoder_passages",
+        "ln_probe.analyses.lab.language_model.encoder_passages",
         "these encoders fine-tuned to tell which of the texts a passage is from: what leaving out a term costs",
         "Brody, Alon & Yahav 2023, in place of SST-2",
         seeds=3,
@@ -148,7 +148,7 @@ EXPERIMENTS = {
         needs_text=True,
     ),
     "depth": Experiment(
-        "ln_probe.analyses.lab.depth.depth",
+        "ln_probe.analyses.lab.crasp.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         seeds=3,
@@ -157,7 +157,7 @@ EXPERIMENTS = {
         quick_duration="2 minutes",
     ),
     "depth_deep": Experiment(
-        "ln_probe.analyses.lab.depth.depth_deep",
+        "ln_probe.analyses.lab.crasp.depth_deep",
         "depths 4 to 6 on L6 to L8, without positions and with rotary and ALiBi",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         seeds=3,
@@ -214,7 +214,7 @@ EXPERIMENTS = {
         quick_duration="1 minute",
     ),
     "compiler": Experiment(
-        "ln_probe.analyses.lab.compiler.compiler",
+        "ln_probe.analyses.lab.crasp.compiler",
         "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
         seeds=1,
@@ -241,7 +241,7 @@ EXPERIMENTS = {
         quick_duration="1 minute",
     ),
     "remove_norm": Experiment(
-        "ln_probe.analyses.lab.removal.remove_norm",
+        "ln_probe.analyses.lab.language_model.remove_norm",
         "the bundled lm-layernorm fine-tuned while its norms become constants, beside the same with its norms kept",
         "Heimersheim 2024; Baroni et al. 2025",
         seeds=3,

@@ -60,9 +60,9 @@ _LANGUAGE_MODEL = Kept(
 
 KEPT = {
     "depth": Kept(
-        "depth.depth", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="kept_findings"
+        "crasp.depth", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="kept_findings"
     ),
-    "depth_deep": Kept("depth.depth_deep", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
+    "depth_deep": Kept("crasp.depth_deep", ("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     "longer_inputs": Kept("approximation.longer_inputs", ("errors", "solved")),
     "adaptive_memory": Kept("approximation.adaptive_memory", ("errors",), ("heads", "width", "dot_product")),
     "dot_product_text": Kept(
@@ -78,7 +78,7 @@ KEPT = {
         ("task", "model", "norm", "norm_site"),
         function="kept_findings",
     ),
-    "compiler": Kept("compiler.compiler", ("agreement", "operations", "lengths")),
+    "compiler": Kept("crasp.compiler", ("agreement", "operations", "lengths")),
     "approximation": Kept(
         "approximation.approximation",
         ("errors",),
@@ -88,13 +88,13 @@ KEPT = {
     "majority_in_space": Kept(
         "majority.majority_in_space", ("coordinates", "scores"), ("norm", "radius"), with_settings=True
     ),
-    "encoder": Kept("encoder.encoder", ("seeds", "curves"), ("shape", "norm"), with_settings=True),
-    "encoder_passages": Kept("encoder.encoder_passages", ("values",), ("shape", "norm"), with_settings=True),
+    "encoder": Kept("language_model.encoder", ("seeds", "curves"), ("shape", "norm"), with_settings=True),
+    "encoder_passages": Kept("language_model.encoder_passages", ("values",), ("shape", "norm"), with_settings=True),
     "language_model": _LANGUAGE_MODEL,
     "language_model_full": _LANGUAGE_MODEL,
     "language_model_bundled": Kept("language_model.bundled_seeds", ("seeds",), ("norm",)),
     "random_keys": Kept("majority.random_keys", ("maps",)),
-    "remove_norm": Kept("removal.remove_norm", ("seeds", "curves"), ("model",), True, "results_of"),
+    "remove_norm": Kept("language_model.remove_norm", ("seeds", "curves"), ("model",), True, "results_of"),
 }
 
 

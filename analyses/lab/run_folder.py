@@ -23,9 +23,11 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from ln_probe.analyses.files import PARTIAL, FileError, parse_json, read_json, write_atomically
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import step_named
 
 _KEY = "ln_probe"
@@ -91,6 +93,7 @@ STATE_FILE = "state.safetensors"
 DIVERGED_FILE = "diverged.json"
 LOCK_FILE = ".lock"
 TOKENIZER_FILE = "tokenizer.json"
+TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 _CHECK = "check"
 
 
@@ -240,3 +243,123 @@ def weights_of(run: Path, step: int | None = None) -> Path:
         what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{run} holds {what}; steps it has: {steps}")
     return weights
+
+
+def save_model(
+    model: nn.Module, path: Path, dtype: torch.dtype = torch.float32, *, about: Mapping[str, Any] | None = None
+) -> None:
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    save_tensors(tensors, path, about)
+
+
+def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
+    """The model of a lab run's folder: the final one, or the one kept at `step`.
+
+    Weights are float32 in memory, whatever they are on disk, unless the folder says that the model computes otherwise
+    (`arithmetic`: compiled programs). The tokenizer is attached where the folder has one.
+
+    Raises:
+        FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
+        ValueError: a file is truncated or does not fit the configuration beside it.
+    """
+    path = Path(path)
+    if not (path / LAB_FILE).is_file():
+        raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
+    weights = weights_of(path, step)
+    tensors, about = _read_weights(weights)
+    for name, digest in about.get("beside", {}).items():
+        if hashes_beside(path).get(name) != digest:
+            raise ValueError(f"{path / name} is not what it was when {weights} was written: restore it")
+    config = _config(path / LAB_FILE, len(tensors))
+    with torch.device("meta"):  # before memory is spent on it
+        _check_fit(LabTransformer(config), tensors, weights)
+    arithmetic = arithmetic_of(path)
+    model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
+    model.load_state_dict(tensors)
+    arithmetic.give(model)
+    return model.eval()
+
+
+def _config(path: Path, tensors: int) -> LabConfig:
+    """What a run's file says of its model, which has at most as many layers as there are tensors."""
+    try:
+        config = LabConfig(**read_json(path)["model"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not describe a lab model ({error!r})") from error
+    if config.n_layers > tensors:
+        raise ValueError(f"{path} says {config.n_layers} layers, and the weights are {tensors} tensors")
+    return config
+
+
+def load_weights(model: nn.Module, weights: Path) -> dict[str, Any]:
+    """Put a saved model's weights into a module of the same shape, as float32; what else the file says.
+
+    Raises:
+        ValueError: the file is damaged, of another shape, or holds NaN or infinite numbers.
+    """
+    tensors, about = _read_weights(weights)
+    _check_fit(model, tensors, weights)
+    model.load_state_dict(tensors)
+    return about
+
+
+def _read_weights(weights: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, about = load_tensors(weights)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise ValueError(
+                f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
+                "training diverged; nothing can be measured on it"
+            )
+    return tensors, about
+
+
+def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in tensors.items()}
+    wrong = next((k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong} is of shape {found.get(wrong)} in the file, "
+            f"{wanted.get(wrong)} in the model"
+        )
+
+
+def _tokenizer(path: Path) -> Any:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
+
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def arithmetic_of(folder: Path) -> Arithmetic:
+    """What the lab.json of a folder says.
+
+    Raises:
+        ValueError: it is damaged, or of a program that an earlier version compiled and saved in float32.
+    """
+    path = folder / LAB_FILE
+    held = read_json(path)
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} does not describe a lab model (it holds no object)")
+    if "dtype" not in held:
+        if held.get("task") == "compiled":
+            raise ValueError(
+                f"{path} is of a program compiled by an earlier version of ln_probe, which saved it in float32: there "
+                "it does not do what the program does. Compile it again"
+            )
+        return Arithmetic()
+    try:
+        dtype, grid = _DTYPES[held["dtype"]], held["precision"]
+        return Arithmetic(dtype, True, None if grid is None else Precision(**grid))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not say in which numbers its model computes ({error!r})") from error

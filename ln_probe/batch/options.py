@@ -382,7 +382,7 @@ def check_targets(options: ReportOptions, settings: Settings, targets: Sequence[
 
 
 def _check_format(dtype: str, target: Target) -> None:
-    from ln_probe.analyses.lab.arithmetic import arithmetic_of
+    from ln_probe.analyses.lab.run_folder import arithmetic_of
     from ln_probe.models import dtype_named, kind_of, other_function
 
     path = Path(target.name).expanduser()

@@ -12,13 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import ln_probe
-from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, arithmetic_of
-from ln_probe.analyses.lab.compiler import compiler
-from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, compile_program, save_compiled
-from ln_probe.analyses.lab.depth import depth_task
-from ln_probe.analyses.lab.depth.crasp import Program, parse
-from ln_probe.analyses.lab.run_folder import load_tensors, save_tensors
-from ln_probe.analyses.lab.training import load_run, step_generator
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision
+from ln_probe.analyses.lab.crasp import compiler, depth_task
+from ln_probe.analyses.lab.crasp.crasp import Program, parse
+from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, compile_program, save_compiled
+from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run, load_tensors, save_tensors
+from ln_probe.analyses.lab.train import step_generator
 from ln_probe.cli import app
 from ln_probe.hooks import find_sites
 

@@ -13,9 +13,9 @@ from crasp_reference import ALPHABET, BOOLEANS, COUNTS, by_definition, multiplie
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.depth import depth_task
-from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
-from ln_probe.analyses.lab.depth.depth_task import answers, compare_table, gate_program, gate_transformer
+from ln_probe.analyses.lab.crasp import depth_task
+from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
+from ln_probe.analyses.lab.crasp.depth_task import answers, compare_table, gate_program, gate_transformer
 
 
 @settings(max_examples=80, deadline=None)

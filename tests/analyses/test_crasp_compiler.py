@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
-from ln_probe.analyses.lab.compiler import compiler
-from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
-from ln_probe.analyses.lab.compiler.lowering import FALSE, TRUE, Decisions
-from ln_probe.analyses.lab.depth import depth_task
-from ln_probe.analyses.lab.depth.crasp import CRaspError, parse
-from ln_probe.analyses.lab.depth.depth_task import answers, gate_program, gate_transformer
+from ln_probe.analyses.lab.crasp import compiler, depth_task
+from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
+from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
+from ln_probe.analyses.lab.crasp.depth_task import answers, gate_program, gate_transformer
+from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Decisions
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import folder
-from ln_probe.analyses.lab.training import load_run
+from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.cli import app
 from ln_probe.hooks import find_sites

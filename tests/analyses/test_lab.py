@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.language_model.bundled_seeds import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
-from ln_probe.analyses.lab.run_folder import checkpoint_steps
+from ln_probe.analyses.lab.run_folder import checkpoint_steps, load_run
 from ln_probe.analyses.lab.text_task import TextTask, train_tokenizer
-from ln_probe.analyses.lab.training import DivergedError, TrainConfig, load_run, train
+from ln_probe.analyses.lab.train import DivergedError, TrainConfig, train
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CONFIG = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=300, n_ctx=16)

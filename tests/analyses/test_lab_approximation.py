@@ -14,28 +14,25 @@ from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.approximation import approximation
 from ln_probe.analyses.lab.approximation.approximation_targets import (
+    KERNELS,
     LENGTH,
+    NORM_ORDERS,
     SLOPE_RANGE,
+    RelativeConfig,
+    RelativeTransformer,
     design,
     evaluate,
     extended_error,
     fit,
+    lag_features,
     lag_weights,
     linear_optimum,
     table_optimum,
     variance,
 )
-from ln_probe.analyses.lab.approximation.relative_transformer import (
-    KERNELS,
-    NORM_ORDERS,
-    RelativeConfig,
-    RelativeTransformer,
-    lag_features,
-)
 from ln_probe.analyses.lab.experiments import Request, claim, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.runs import train_all
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig, train_all
 
 
 def random_inputs(size: int, length: int = LENGTH, seed: int = 0) -> torch.Tensor:

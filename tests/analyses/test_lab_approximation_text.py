@@ -11,7 +11,7 @@ import torch
 from ln_probe.analyses.lab.approximation import approximation_text
 from ln_probe.analyses.lab.approximation.approximation_text import RelativeTextConfig
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig
 
 
 @pytest.fixture

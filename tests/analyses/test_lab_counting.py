@@ -29,7 +29,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig, pooled, step_by_step
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig
 
 
 def belongs(language: str, word: str) -> bool:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ln_probe.analyses.lab.depth import depth
-from ln_probe.analyses.lab.depth.crasp import parse
-from ln_probe.analyses.lab.depth.depth import (
+from ln_probe.analyses.lab.crasp import depth
+from ln_probe.analyses.lab.crasp.crasp import parse
+from ln_probe.analyses.lab.crasp.depth import (
     findings,
     fresh_terms,
     hit_rates,
@@ -25,7 +25,7 @@ from ln_probe.analyses.lab.depth.depth import (
     sweep,
     term_effects,
 )
-from ln_probe.analyses.lab.depth.depth_task import (
+from ln_probe.analyses.lab.crasp.depth_task import (
     BOS,
     IGNORED,
     block_symbol,
@@ -37,7 +37,7 @@ from ln_probe.analyses.lab.depth.depth_task import (
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import holm, interval
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig
 
 
 @settings(max_examples=30, deadline=None)

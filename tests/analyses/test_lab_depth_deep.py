@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.lab.depth import depth_deep
-from ln_probe.analyses.lab.depth.depth_deep import findings, grid, published_table, reach_contrasts
-from ln_probe.analyses.lab.depth.depth_task import BINS, IGNORED, BlockTask, Cell, measure, predicted_depth
+from ln_probe.analyses.lab.crasp import depth_deep
+from ln_probe.analyses.lab.crasp.depth_deep import findings, grid, published_table, reach_contrasts
+from ln_probe.analyses.lab.crasp.depth_task import BINS, IGNORED, BlockTask, Cell, measure, predicted_depth
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig
 
 
 def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from ln_probe.analyses.lab.encoder import encoder, encoder_passages
-from ln_probe.analyses.lab.encoder.encoder import (
+from ln_probe.analyses.lab.experiments import Request, find
+from ln_probe.analyses.lab.language_model import encoder, encoder_passages
+from ln_probe.analyses.lab.language_model.encoder import (
     LOSS,
     Encoder,
     EncoderConfig,
@@ -22,13 +23,18 @@ from ln_probe.analyses.lab.encoder.encoder import (
     read_places,
     unselectable_read,
 )
-from ln_probe.analyses.lab.encoder.encoder_passages import ClassifierSpec, PassagesTask, Tuning, costs, plain_words
-from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask, masked
-from ln_probe.analyses.lab.experiments import Request, find
+from ln_probe.analyses.lab.language_model.encoder_passages import (
+    ClassifierSpec,
+    PassagesTask,
+    Tuning,
+    costs,
+    plain_words,
+)
 from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, FRACTION, HEAD, NORMALIZED
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, save_model, train
+from ln_probe.analyses.lab.run_folder import save_model
+from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask, masked
+from ln_probe.analyses.lab.train import TrainConfig, train
 
 SIZE = Size(d_vocab=280, n_ctx=20, batch=2, steps=4, valid_windows=4, contexts=2)
 TUNING = Tuning(length=8, batch=4, steps=2, held_out=6)

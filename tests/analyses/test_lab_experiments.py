@@ -15,8 +15,7 @@ from ln_probe.analyses.lab.majority import random_keys
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask
 from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
 from ln_probe.analyses.lab.results import Results, effects, summarize, write_results
-from ln_probe.analyses.lab.runs import Run, planned
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 
 # ------------------------------------------------------------------------------------------------------------ tables

@@ -29,9 +29,8 @@ from ln_probe.analyses.lab.majority.majority_task import (
     sequences,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.runs import Run, curves, diverged, train_all
-from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.run_folder import load_run, read_metrics
+from ln_probe.analyses.lab.train import Run, TrainConfig, curves, diverged, train, train_all
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 SMALL = MajoritySize(classes=6, length=12, margin=2, examples=400)

@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.approximation import longer_inputs
-from ln_probe.analyses.lab.approximation.approximation import EXACT, ApproximationTask
+from ln_probe.analyses.lab.approximation.approximation import EXACT, ApproximationTask, optimum_table
 from ln_probe.analyses.lab.approximation.approximation_targets import (
     LENGTH,
+    T5_LARGEST,
+    RelativeConfig,
     affine,
     error,
+    lag_features,
     lag_weights,
     linear_optimum,
     sampling_error,
     variance,
 )
 from ln_probe.analyses.lab.approximation.longer_inputs import Cell, solved_errors
-from ln_probe.analyses.lab.approximation.optima import optimum_table
 from ln_probe.analyses.lab.approximation.rates import (
     APART,
     FOLLOWS,
@@ -36,11 +38,10 @@ from ln_probe.analyses.lab.approximation.rates import (
     sentences,
     trained_exponents,
 )
-from ln_probe.analyses.lab.approximation.relative_transformer import T5_LARGEST, RelativeConfig, lag_features
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.results import folder
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig
 
 PLAIN = {"target": "4a", "kernel": "linear", "width": 0, "lr": 0.01, "norm": "none", "norm_order": "pre"}
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.removal.remove_norm import (
+from ln_probe.analyses.lab.language_model.remove_norm import (
     AT_ONCE,
     BEFORE,
     KEPT,
@@ -32,9 +31,10 @@ from ln_probe.analyses.lab.removal.remove_norm import (
     replaceable_norms,
     run_from,
 )
-from ln_probe.analyses.lab.runs import train_all
+from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.train import TrainConfig, train, train_all
 from ln_probe.analyses.lab.transformer import LabConfig
 
 SIZE = Size(steps=14, batch=2, schedule=Schedule(2, 1, 1), valid_windows=2, contexts=2)  # 5 norms: over at step 12

@@ -13,14 +13,13 @@ import pandas as pd
 import pytest
 from torch import nn
 
-from ln_probe.analyses.lab.compiler.compiler import FEW_WORDS, PROGRAMS, agreement
 from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
+from ln_probe.analyses.lab.crasp.compiler import FEW_WORDS, PROGRAMS, agreement
 from ln_probe.analyses.lab.keeping import check_added, rebuilt, table_at
 from ln_probe.analyses.lab.language_model import bundled_seeds
 from ln_probe.analyses.lab.results import folder
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
-from ln_probe.analyses.lab.runs import Run
-from ln_probe.analyses.lab.training import DivergedError, train
+from ln_probe.analyses.lab.train import DivergedError, Run, train
 
 
 @pytest.mark.parametrize(("experiment", "change", "said"), [
@@ -135,7 +134,7 @@ def test_a_last_update_that_breaks_the_weights_is_a_divergence(
 @pytest.fixture
 def a_run() -> Callable[[Path], Run]:
     from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask, majority_model
-    from ln_probe.analyses.lab.training import TrainConfig
+    from ln_probe.analyses.lab.train import TrainConfig
 
     def make(at: Path) -> Run:
         size = MajoritySize(classes=6, length=12, margin=2, examples=400)

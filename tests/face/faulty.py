@@ -37,8 +37,7 @@ def write_prompts(path: Path, rows: list[list[int]] = ROWS) -> Path:
 
 def lab_model(folder: Path, seed: int = 0) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import hashes_beside
-    from ln_probe.analyses.lab.training import save_model
+    from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)

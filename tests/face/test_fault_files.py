@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ln_probe
-from ln_probe.analyses.lab.depth.crasp import DEEPEST, CRaspError, parse
-from ln_probe.analyses.lab.run_folder import metric_rows
-from ln_probe.analyses.lab.training import TrainConfig, load_run, train
+from ln_probe.analyses.lab.crasp.crasp import DEEPEST, CRaspError, parse
+from ln_probe.analyses.lab.run_folder import load_run, metric_rows
+from ln_probe.analyses.lab.train import TrainConfig, train
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.loading.folder import check_header
 from ln_probe.prompt_sources import entries

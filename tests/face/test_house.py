@@ -77,7 +77,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def test_every_room_is_seen(arrows: dict[str, set[str]]) -> None:
-    assert {"ln_probe", "ln_probe.cli", "ln_probe.hooks.sites", "ln_probe.analyses.lab.runs"} <= set(arrows)
+    assert {"ln_probe", "ln_probe.cli", "ln_probe.hooks.sites", "ln_probe.analyses.lab.train"} <= set(arrows)
     assert "ln_probe.hooks.norm" in arrows["ln_probe.hooks.sites"]
     assert len(arrows) > 120
 

@@ -154,9 +154,9 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         asked.append((path, step))
         return torch.nn.Linear(2, 2)
 
-    stand_in = types.ModuleType("ln_probe.analyses.lab.training")
+    stand_in = types.ModuleType("ln_probe.analyses.lab.run_folder")
     stand_in.load_run = load_run
-    monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.training", stand_in)
+    monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.run_folder", stand_in)
     steps = [f"checkpoints/step-{step:07d}.safetensors" for step in (7, 40)]
     for name in ("lab.json", "model.safetensors", *steps):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -40,14 +40,19 @@ from ln_probe.analyses.lab.approximation.approximation import (
     ApproximationTask,
 )
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, SPARSE, SPARSE_ONE
+from ln_probe.analyses.lab.approximation.approximation_targets import (
+    D_HEAD,
+    LENGTH,
+    SPARSE,
+    SPARSE_ONE,
+    RelativeConfig,
+    RelativeTransformer,
+)
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
-from ln_probe.analyses.lab.approximation.relative_transformer import D_HEAD, RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, doubt, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
-from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig, step_generator
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, step_generator
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:

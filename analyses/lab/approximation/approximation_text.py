@@ -27,9 +27,8 @@ from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, doubt, summarize
-from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
 

@@ -25,17 +25,17 @@ from ln_probe.analyses.lab.approximation.approximation import training as approx
 from ln_probe.analyses.lab.approximation.approximation_targets import (
     AFFINE_TARGETS,
     LENGTH,
+    RelativeConfig,
+    RelativeTransformer,
     affine,
     design,
     error,
     linear_optimum,
 )
-from ln_probe.analyses.lab.approximation.relative_transformer import RelativeConfig, RelativeTransformer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
-from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:

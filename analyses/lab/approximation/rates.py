@@ -30,8 +30,7 @@ import pandas as pd
 from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, lag_weights, variance
-from ln_probe.analyses.lab.approximation.relative_transformer import T5_LARGEST
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, lag_weights, variance
 from ln_probe.analyses.lab.results import LEVEL, SIGNIFICANT, contrasted, doubt
 from ln_probe.analyses.probes.text import counted
 

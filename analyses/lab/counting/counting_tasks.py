@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.train import step_generator
 
 PrefixLanguage = Literal["L5", "anbnS", "anbnaS"]
 PREFIX_LANGUAGES: tuple[str, ...] = get_args(PrefixLanguage)

@@ -40,9 +40,8 @@ from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, EOS, MAX_TES
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, read_metrics, weights_of
-from ln_probe.analyses.lab.runs import Run, carry_out, diverged
-from ln_probe.analyses.lab.training import load_weights
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights, read_metrics, weights_of
+from ln_probe.analyses.lab.train import Run, carry_out, diverged
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
 # what bends by several letters, and is asked for beside READABLE, not in its place.

@@ -26,8 +26,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,1 +1,1 @@
-"""Language models on text: the ones that ship with ln_probe, and the published experiment."""
+"""Language models and encoders on text: those that ship with ln_probe, the published experiments, norms removed."""

@@ -32,10 +32,9 @@ from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside
-from ln_probe.analyses.lab.runs import Run, carry_out, diverged, planned
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, save_model
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_run, save_model, train
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.interventions import NoOpWarning, without

@@ -23,10 +23,9 @@ from jaxtyping import Float
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, read_metrics, weights_of
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, load_run, read_metrics, weights_of
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_run
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 if TYPE_CHECKING:

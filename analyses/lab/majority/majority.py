@@ -32,8 +32,7 @@ from ln_probe.analyses.lab.majority.majority_task import (
 )
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, holm, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned, train_all
-from ln_probe.analyses.lab.training import ModelSpec, TrainConfig
+from ln_probe.analyses.lab.train import ModelSpec, Run, TrainConfig, carry_out, curves, diverged, planned, train_all
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:

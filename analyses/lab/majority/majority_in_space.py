@@ -20,9 +20,8 @@ from jaxtyping import Float
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, checkpoint_steps, weights_of
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig, load_weights
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, checkpoint_steps, load_weights, weights_of
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 if TYPE_CHECKING:

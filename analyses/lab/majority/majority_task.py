@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.majority.bags import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.train import step_generator
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 PER_PARTITION = 10  # published

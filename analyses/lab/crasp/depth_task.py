@@ -40,9 +40,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.depth.crasp import parse
+from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.train import step_generator
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 MAJORITY = "majority := #[Q_a] > #[Q_b]"

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program
 
 FALSE, TRUE = 0, 1  # the two constant functions
 # A diagram of so many nodes is far beyond what fits into one layer; without a limit a program of a few lines could fill

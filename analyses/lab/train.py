@@ -11,6 +11,8 @@ them). A run is a folder:
     model.safetensors       the final model
     diverged.json           instead of it, if the loss stopped being a number
     tokenizer.json          where the task has text
+
+Several runs of one experiment: trained side by side, a run that diverges named and the others kept.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import multiprocessing
+import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import pandas as pd
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ln_probe.analyses.files import read_json, write_atomically
-from ln_probe.analyses.lab.arithmetic import arithmetic_of
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
     DIVERGED_FILE,
@@ -47,17 +52,22 @@ from ln_probe.analyses.lab.run_folder import (
     claim,
     hashes_beside,
     load_tensors,
+    load_weights,
     metric_line,
     metric_rows,
+    read_metrics,
+    save_model,
     save_tensors,
-    weights_of,
     why_diverged,
 )
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.processes import follow_parent, starting_workers
 from ln_probe.analyses.progress import tell
 
+if TYPE_CHECKING:
+    from ln_probe.analyses.lab.experiments import Request
+
+
 FORMAT = 1
-TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 
 _CHOICES = {"optimizer": ("adamw", "adam"), "schedule": ("cosine", "linear", "constant")}
 
@@ -200,13 +210,6 @@ def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str
     return {k: float(v) for k, v in parts["counter"].items()}
 
 
-def save_model(
-    model: nn.Module, path: Path, dtype: torch.dtype = torch.float32, *, about: Mapping[str, Any] | None = None
-) -> None:
-    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
-    save_tensors(tensors, path, about)
-
-
 def train(
     task: Task,
     spec: ModelSpec,
@@ -344,87 +347,150 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
     return kind([group for group in groups if group["params"]], betas=training.betas)
 
 
-def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
-    """The model of a lab run's folder: the final one, or the one kept at `step`.
+@dataclass(frozen=True)
+class Run:
+    """One model to train.
 
-    Weights are float32 in memory, whatever they are on disk, unless the folder says that the model computes otherwise
-    (`arithmetic`: compiled programs). The tokenizer is attached where the folder has one.
+    Attributes:
+        keys: what sets it apart from the others but for the seed, column by column ("norm": "layernorm", …).
+        task, spec, training: what is trained (the seed is `training.seed`).
+        folder: where.
+    """
+
+    keys: Mapping[str, str | int | float]
+    task: Task
+    spec: ModelSpec
+    training: TrainConfig
+    folder: Path
+
+    @property
+    def seed(self) -> int:
+        return self.training.seed
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
+
+
+Cell = TypeVar("Cell")
+
+
+def planned(
+    cells: Iterable[Cell],
+    request: Request,
+    *,
+    keys: Callable[[Cell], Mapping[str, str | int | float]],
+    name: Callable[[Cell], str],
+    task: Callable[[Cell, int], Task],
+    spec: Callable[[Cell], ModelSpec],
+    training: Callable[[Cell, int], TrainConfig],
+) -> list[Run]:
+    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result.
+
+    Args:
+        cells: what is compared, one model to train each.
+        request: whose seeds and folder.
+        keys: a cell's columns in the tables.
+        name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
+        task, spec, training: of a cell (and a seed).
 
     Raises:
-        FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
-        ValueError: a file is truncated or does not fit the configuration beside it.
+        ValueError: two cells have the same name, so that their runs would share a folder.
     """
-    path = Path(path)
-    if not (path / LAB_FILE).is_file():
-        raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
-    weights = weights_of(path, step)
-    tensors, about = _read_weights(weights)
-    for name, digest in about.get("beside", {}).items():
-        if hashes_beside(path).get(name) != digest:
-            raise ValueError(f"{path / name} is not what it was when {weights} was written: restore it")
-    config = _config(path / LAB_FILE, len(tensors))
-    with torch.device("meta"):  # before memory is spent on it
-        _check_fit(LabTransformer(config), tensors, weights)
-    arithmetic = arithmetic_of(path)
-    model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
-    model.load_state_dict(tensors)
-    arithmetic.give(model)
-    return model.eval()
-
-
-def _config(path: Path, tensors: int) -> LabConfig:
-    """What a run's file says of its model, which has at most as many layers as there are tensors."""
-    try:
-        config = LabConfig(**read_json(path)["model"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not describe a lab model ({error!r})") from error
-    if config.n_layers > tensors:
-        raise ValueError(f"{path} says {config.n_layers} layers, and the weights are {tensors} tensors")
-    return config
-
-
-def load_weights(model: nn.Module, weights: Path) -> dict[str, Any]:
-    """Put a saved model's weights into a module of the same shape, as float32; what else the file says.
-
-    Raises:
-        ValueError: the file is damaged, of another shape, or holds NaN or infinite numbers.
-    """
-    tensors, about = _read_weights(weights)
-    _check_fit(model, tensors, weights)
-    model.load_state_dict(tensors)
-    return about
-
-
-def _read_weights(weights: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, about = load_tensors(weights)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
-            raise ValueError(
-                f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
-                "training diverged; nothing can be measured on it"
-            )
-    return tensors, about
-
-
-def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:
-    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    found = {k: tuple(v.shape) for k, v in tensors.items()}
-    wrong = next((k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong} is of shape {found.get(wrong)} in the file, "
-            f"{wanted.get(wrong)} in the model"
+    cells = list(cells)
+    names = [name(cell) for cell in cells]
+    if twice := [n for n in dict.fromkeys(names) if names.count(n) > 1]:
+        raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
+    return [
+        Run(
+            keys(cell),
+            task(cell, seed),
+            spec(cell),
+            training(cell, seed),
+            request.out / "runs" / f"{name(cell)}-seed{seed}",
         )
+        for seed in request.seeds
+        for cell in cells
+    ]
 
 
-def _tokenizer(path: Path) -> Any:
-    file = path / "tokenizer.json"
-    if not file.exists():
-        return None
-    from transformers import PreTrainedTokenizerFast
+def carry_out(runs: Sequence[Run], request: Request) -> None:
+    """Train what is not finished yet, or (`request.collect`) only make sure that what there is belongs to these runs.
 
+    Raises:
+        FileExistsError: a run's folder holds another run.
+        ValueError: as `train_all`; or there is nothing to collect.
+    """
+    if request.collect:
+        if runs and not any(run.folder.exists() for run in runs):
+            raise ValueError(f"{request.out} holds none of these {len(runs)} runs: leave out --collect to train them")
+        for run in runs:
+            check_run(run.task, run.spec, run.training, run.folder)
+    else:
+        train_all(runs, jobs=request.jobs, progress=request.progress)
+
+
+def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True) -> None:
+    """Train what is not finished yet, `jobs` at a time in processes of their own; runs that diverge are left as such.
+
+    With `until`, every run stops after that step, ready to go on. Ctrl-C, or a run that cannot go on, stops all: what
+    they have saved stays.
+
+    Raises:
+        ValueError: jobs below 1.
+        FileExistsError, ValueError: of the first run that `train` refuses.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    if jobs == 1:
+        for i, run in enumerate(runs):
+            if progress:
+                tqdm.write(f"[{i + 1}/{len(runs)}] {run.name}")
+            _one(run, until, progress)
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
+        with starting_workers():
+            waiting = [pool.submit(_one, run, until, False) for run in runs]
+        tell("training", 0, len(runs), "runs")
+        for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
+            done.result()
+            tell("training", count, len(runs), "runs")
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.terminate()
+        raise
+    pool.shutdown()
+
+
+def _begin(threads: int) -> None:
+    follow_parent()
+    torch.set_num_threads(threads)
+
+
+def _one(run: Run, until: int | None, progress: bool) -> None:
+    with suppress(DivergedError):  # which has left its mark
+        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress)
+
+
+def diverged(runs: Sequence[Run]) -> dict[str, str]:
+    """What is known of the runs whose loss stopped being a number, by the run's name."""
+    marked = [run for run in runs if (run.folder / DIVERGED_FILE).exists()]
+    return {run.name: f"{run.name}: {why_diverged(run.folder)}" for run in marked}
+
+
+def curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """Metrics of all runs so far in long form: a row per (keys, seed, step, measure) with its `value`."""
+    frames = []
+    for run in runs:
+        wide = read_metrics(run.folder)
+        if wide.empty:
+            continue
+        long = wide.melt(id_vars="step", var_name="measure", value_name="value")
+        frames.append(long.assign(**dict(run.keys), seed=run.seed))
+    columns = [*runs[0].keys, "seed", "step", "measure", "value"]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Float
 
 from ln_probe.analyses.lab.arithmetic import Precision
-from ln_probe.analyses.lab.compiler.lowering import FALSE, TRUE, Construction, Lowered, Step, Sum
-from ln_probe.analyses.lab.depth.crasp import CRaspError
+from ln_probe.analyses.lab.crasp.crasp import CRaspError
+from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step, Sum
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 
 Vector = Float[np.ndarray, " d_model"]

@@ -38,10 +38,17 @@ from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, holm, summarize
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, weights_of
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.run_folder import (
+    LAB_FILE,
+    MODEL_FILE,
+    kept_beside,
+    load_run,
+    load_weights,
+    save_model,
+    weights_of,
+)
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_run, load_weights, save_model
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.depth.depth import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
-from ln_probe.analyses.lab.depth.depth import training as schedule
-from ln_probe.analyses.lab.depth.depth_task import (
+from ln_probe.analyses.lab.crasp.depth import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
+from ln_probe.analyses.lab.crasp.depth import training as schedule
+from ln_probe.analyses.lab.crasp.depth_task import (
     BINS,
     EVALUATION_WORDS,
     KEYS,
@@ -27,8 +27,7 @@ from ln_probe.analyses.lab.depth.depth_task import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:

@@ -32,12 +32,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, Rounding, fixed_precision
-from ln_probe.analyses.lab.compiler.crasp_blocks import BlockWeights, BlockWriter, stream_for
-from ln_probe.analyses.lab.compiler.lowering import Construction, Lowered, Place, Step, lower, plan
-from ln_probe.analyses.lab.depth.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, stream_for
+from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Place, Step, lower, plan
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside
-from ln_probe.analyses.lab.training import save_model
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 CONSTRUCTIONS: tuple[Construction, ...] = get_args(Construction)

@@ -29,15 +29,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.encoder import encoder
-from ln_probe.analyses.lab.encoder.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size, finished
-from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask
+from ln_probe.analyses.lab.language_model import encoder
+from ln_probe.analyses.lab.language_model.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size, finished
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged
-from ln_probe.analyses.lab.text_task import VALID_SHARE, TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_weights, step_generator
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights
+from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TextTask
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, step_generator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,14 +21,14 @@ import torch
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.arithmetic import Rounding
-from ln_probe.analyses.lab.compiler.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
-from ln_probe.analyses.lab.compiler.lowering import Construction
-from ln_probe.analyses.lab.depth import depth_task
-from ln_probe.analyses.lab.depth.crasp import Program, parse
-from ln_probe.analyses.lab.depth.depth_task import gate_program
+from ln_probe.analyses.lab.crasp import depth_task
+from ln_probe.analyses.lab.crasp.crasp import Program, parse
+from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledProgram, compile_program
+from ln_probe.analyses.lab.crasp.depth_task import gate_program
+from ln_probe.analyses.lab.crasp.lowering import Construction
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.training import step_generator
+from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

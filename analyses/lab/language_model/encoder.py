@@ -30,7 +30,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from ln_probe.analyses.lab.encoder.masked_text import MaskedTextTask
 from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
     FRACTION,
@@ -40,10 +39,16 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, checkpoint_steps, kept_beside, weights_of
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
-from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.training import TrainConfig, load_weights
+from ln_probe.analyses.lab.run_folder import (
+    LAB_FILE,
+    MODEL_FILE,
+    checkpoint_steps,
+    kept_beside,
+    load_weights,
+    weights_of,
+)
+from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 if TYPE_CHECKING:

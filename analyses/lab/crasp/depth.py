@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.depth.depth_task import (
+from ln_probe.analyses.lab.crasp.depth_task import (
     BINS,
     EVALUATION_WORDS,
     KEYS,
@@ -47,8 +47,7 @@ from ln_probe.analyses.lab.results import (
     paired_p,
     summarize,
 )
-from ln_probe.analyses.lab.runs import Run, carry_out, curves, diverged, planned
-from ln_probe.analyses.lab.training import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,1 +1,0 @@
-"""C-RASP programs as transformer weights."""

@@ -1,1 +1,0 @@
-"""Encoders of BERT's shape, trained on masked text with and without each LayerNorm term, and fine-tuned to classify."""
