@@ -31,6 +31,10 @@ class Experiment:
         seeds, quick_seeds: how many by default.
         duration, quick_duration: with the default seeds, in words; on one core unless they say otherwise.
         needs_text: whether the user has to give text files.
+        tables: kept tables with the values of every seed, from which all results are regenerated; the first lists
+            the runs. Empty: nothing is kept.
+        keys: columns that, with `seed`, identify the run of a row; empty: no runs can be added.
+        kept: the module's function that takes these tables, and the kept settings if `with_settings`.
     """
 
     module: str
@@ -42,6 +46,10 @@ class Experiment:
     quick_duration: str
     needs_text: bool = False
     function: str = "run"
+    tables: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    with_settings: bool = False
+    kept: str = "findings"
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,9 @@ EXPERIMENTS = {
         quick_seeds=2,
         duration="3 hours",
         quick_duration="1 minute",
+        tables=("curves",),
+        keys=("norm", "radius"),
+        kept="kept_findings",
     ),
     "majority_in_space": Experiment(
         "ln_probe.analyses.lab.majority.majority_in_space",
@@ -86,6 +97,9 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="15 minutes",
         quick_duration="1 minute",
+        tables=("coordinates", "scores"),
+        keys=("norm", "radius"),
+        with_settings=True,
     ),
     "random_keys": Experiment(
         "ln_probe.analyses.lab.majority.random_keys",
@@ -95,6 +109,7 @@ EXPERIMENTS = {
         quick_seeds=2,
         duration="5 minutes",
         quick_duration="1 minute",
+        tables=("maps",),
     ),
     "language_model": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -105,6 +120,9 @@ EXPERIMENTS = {
         duration="20 minutes",
         quick_duration="2 minutes",
         needs_text=True,
+        tables=("seeds", "curves"),
+        keys=("norm", "divisor"),
+        with_settings=True,
     ),
     "encoder": Experiment(
         "ln_probe.analyses.lab.language_model.encoder",
@@ -115,6 +133,9 @@ EXPERIMENTS = {
         duration="about 25 minutes (24 runs of 1 minute)",
         quick_duration="2 minutes",
         needs_text=True,
+        tables=("seeds", "curves"),
+        keys=("shape", "norm"),
+        with_settings=True,
     ),
     "encoder_passages": Experiment(
         "ln_probe.analyses.lab.language_model.encoder_passages",
@@ -125,6 +146,9 @@ EXPERIMENTS = {
         duration="about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)",
         quick_duration="2 minutes",
         needs_text=True,
+        tables=("values",),
+        keys=("shape", "norm"),
+        with_settings=True,
     ),
     "language_model_full": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -136,6 +160,9 @@ EXPERIMENTS = {
         quick_duration="3 minutes",
         needs_text=True,
         function="run_full",
+        tables=("seeds", "curves"),
+        keys=("norm", "divisor"),
+        with_settings=True,
     ),
     "language_model_bundled": Experiment(
         "ln_probe.analyses.lab.language_model.bundled_seeds",
@@ -146,6 +173,8 @@ EXPERIMENTS = {
         duration="about 4 hours (8 runs of half an hour)",
         quick_duration="2 minutes",
         needs_text=True,
+        tables=("seeds",),
+        keys=("norm",),
     ),
     "depth": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
@@ -155,6 +184,9 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about 2 hours with --jobs 2 (156 runs of 30-100 seconds)",
         quick_duration="2 minutes",
+        tables=("exact_match",),
+        keys=("depth", "k", "norm", "norm_order", "positions"),
+        kept="kept_findings",
     ),
     "depth_deep": Experiment(
         "ln_probe.analyses.lab.crasp.depth_deep",
@@ -164,6 +196,8 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about an hour (21 runs of 2-3 minutes)",
         quick_duration="2 minutes",
+        tables=("exact_match",),
+        keys=("depth", "k", "norm", "norm_order", "positions"),
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",
@@ -173,6 +207,8 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about 50 minutes with --jobs 2 (402 runs of 15 seconds)",
         quick_duration="2 minutes",
+        tables=("errors",),
+        keys=("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),
     ),
     "approximation_text": Experiment(
         "ln_probe.analyses.lab.approximation.approximation_text",
@@ -194,6 +230,9 @@ EXPERIMENTS = {
         quick_duration="1 minute",
         needs_text=True,
         function="run_small",
+        tables=("losses",),
+        keys=("layers", "heads", "dot_product", "norm"),
+        with_settings=True,
     ),
     "longer_inputs": Experiment(
         "ln_probe.analyses.lab.approximation.longer_inputs",
@@ -203,6 +242,7 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="2 minutes (36 runs of 3 seconds)",
         quick_duration="20 seconds",
+        tables=("errors", "solved"),
     ),
     "adaptive_memory": Experiment(
         "ln_probe.analyses.lab.approximation.adaptive_memory",
@@ -212,6 +252,8 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="10 minutes (36 runs of 15 seconds)",
         quick_duration="1 minute",
+        tables=("errors",),
+        keys=("heads", "width", "dot_product"),
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.crasp.compiler",
@@ -221,6 +263,7 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="20 minutes",
         quick_duration="2 minutes",
+        tables=("agreement", "operations", "lengths"),
     ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
@@ -230,6 +273,8 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
+        tables=("values",),
+        keys=("task", "model", "norm", "norm_site"),
     ),
     "counting_traces": Experiment(
         "ln_probe.analyses.lab.counting.counting_traces",
@@ -239,6 +284,9 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about 90 minutes (45 runs of 1-5 minutes)",
         quick_duration="1 minute",
+        tables=("networks", "dimensions", "traces", "readings", "moves"),
+        keys=("task", "model", "norm", "norm_site"),
+        kept="kept_findings",
     ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",
@@ -249,6 +297,10 @@ EXPERIMENTS = {
         duration="about 30 minutes (6 runs of 5 minutes)",
         quick_duration="1 minute",
         needs_text=True,
+        tables=("seeds", "curves"),
+        keys=("model",),
+        with_settings=True,
+        kept="results_of",
     ),
     "saturated_states": Experiment(
         "ln_probe.analyses.lab.counting.saturated_states",
@@ -258,6 +310,7 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="10 minutes",
         quick_duration="10 seconds",
+        tables=("values", "growth"),
     ),
     "rational_recurrence": Experiment(
         "ln_probe.analyses.lab.counting.rational_recurrence",
@@ -267,6 +320,7 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="3 minutes",
         quick_duration="15 seconds",
+        tables=("values", "errors"),
     ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
@@ -276,6 +330,8 @@ EXPERIMENTS = {
         quick_seeds=1,
         duration="about 90 minutes (24 runs of 4 minutes)",
         quick_duration="1 minute",
+        tables=("values",),
+        keys=("task", "model", "lr"),
     ),
 }
 

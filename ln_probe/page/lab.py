@@ -13,9 +13,8 @@ from jaxtyping import Float32
 from markupsafe import Markup
 
 from ln_probe.analyses.files import write_text
-from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, D
-from ln_probe.analyses.lab.results import folder
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.schema import Table
 from ln_probe.page import own_script, packed, policy, render
 from ln_probe.page.tables import table

@@ -22,9 +22,8 @@ from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledPr
 from ln_probe.analyses.lab.crasp.depth_task import answers, gate_program, gate_transformer
 from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Decisions
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import folder
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.cli import app

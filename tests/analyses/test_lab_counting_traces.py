@@ -28,9 +28,8 @@ from ln_probe.analyses.lab.counting.counting_traces import (
 )
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import folder
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.train import Run, TrainConfig
 
 SURE = 50.0  # of a gate: 1 - sigmoid(50) is 2e-22

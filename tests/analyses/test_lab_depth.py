@@ -36,8 +36,9 @@ from ln_probe.analyses.lab.crasp.depth_task import (
 )
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import holm, interval
+from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.train import TrainConfig
+from ln_probe.analyses.probes.statistics import holm
 
 
 @settings(max_examples=30, deadline=None)

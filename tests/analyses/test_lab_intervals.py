@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ln_probe.analyses.lab.results import binomial_interval, holm, interval, paired_p, share_interval
+from ln_probe.analyses.lab.results import binomial_interval, interval, paired_p, share_interval
+from ln_probe.analyses.probes.statistics import holm
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 

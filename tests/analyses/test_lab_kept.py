@@ -14,10 +14,21 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from ln_probe.analyses.lab.keeping import KEPT, joined, rebuilt, table_at, with_seeds
-from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, folder, interval, png
+from ln_probe.analyses.lab.results import (
+    SIGNIFICANT,
+    SUMMARY_FILE,
+    Results,
+    folder,
+    interval,
+    joined,
+    kept,
+    png,
+    rebuilt,
+    table_at,
+    with_seeds,
+)
 
-THERE = [name for name in KEPT if (Path(folder("depth")).parent / name / "results.json").exists()]
+THERE = kept()
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
 QUOTED = 111  # conclusions that the page repeats word by word
 
@@ -130,7 +141,7 @@ def test_new_runs_join_the_kept_ones() -> None:
         joined(kept, added.drop(columns="value"), ["norm"])
     with pytest.raises(FileNotFoundError, match="holds no table 'nothing'"):
         table_at(folder("depth"), "nothing")
-    with pytest.raises(KeyError, match="nothing is kept of 'weather': known are depth"):
+    with pytest.raises(KeyError, match="nothing is kept of 'weather': known are majority, "):
         rebuilt("weather")
     with pytest.raises(FileNotFoundError, match="no kept results of 'weather': there are"):
         folder("weather")

@@ -39,8 +39,7 @@ from ln_probe.analyses.lab.approximation.rates import (
     trained_exponents,
 )
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.keeping import table_at
-from ln_probe.analyses.lab.results import folder
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.train import TrainConfig
 
 PLAIN = {"target": "4a", "kernel": "linear", "width": 0, "lr": 0.01, "norm": "none", "norm_order": "pre"}

@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.lab.keeping import table_at
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, angle_to_ones
-from ln_probe.analyses.lab.results import Results, folder, summarize, write_results
+from ln_probe.analyses.lab.results import Results, folder, summarize, table_at, write_results
 from ln_probe.page.lab import TABLE, space_data, space_page, write_lab_page
 
 SITE = Path(__file__).parents[2] / "docs" / "_static" / "majority_in_space.html"

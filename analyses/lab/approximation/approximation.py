@@ -57,8 +57,9 @@ from ln_probe.analyses.lab.approximation.rates import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, doubt, effects, folder, holm, summarize
+from ln_probe.analyses.lab.results import Results, doubt, effects, folder, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned, step_generator
+from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)

@@ -48,9 +48,10 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, holm, summarize
+from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, summarize
 from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.analyses.probes.statistics import holm
 
 GATE_LENGTHS = (5, 15, 51, 151, 501, 1501, 5001)  # odd, so that one a more than b's is possible
 

@@ -18,7 +18,7 @@ by themselves is tested apart (`fresh_terms`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -42,12 +42,12 @@ from ln_probe.analyses.lab.results import (
     Results,
     binomial_interval,
     effects,
-    holm,
     interval,
     paired_p,
     summarize,
 )
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.probes.statistics import holm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,8 +96,7 @@ def findings(
     values = table.drop(columns="step", errors="ignore")
     hits, swept, hand_built = hit_rates(table, failed), sweep(table), compare_table()
     terms, fresh = term_effects(values), fresh_terms(values)
-    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
-    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    summary = summarized(values, published_table())
     return Results(
         summary,
         tables={
@@ -129,6 +128,13 @@ def findings(
         },
         diverged=lost,
     )
+
+
+def summarized(values: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """Shares over seeds for every cell and bin, with the depth that the theory predicts."""
+    summary = summarize(values, [*KEYS, "measure"], published, kind="share")
+    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    return summary
 
 
 def published_table() -> pd.DataFrame:
@@ -166,6 +172,25 @@ def _runs_right(table: pd.DataFrame, failed: pd.DataFrame | None) -> pd.Series:
     if failed is not None and len(failed):
         told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
     return told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
+
+
+def sides(runs: pd.DataFrame) -> list[str]:
+    """How many runs are right on either side of the boundary, as text.
+
+    Args:
+        runs: `within`, `right`, `seed`; with `value`, the least and the largest value are added.
+    """
+    counts = []
+    for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
+        side = runs[runs["within"] == within]
+        if len(side):
+            low, high = share_over_seeds(side["right"], side["seed"])
+            spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
+            ends = (
+                f", their worst bins {side['value'].min():.0%} to {side['value'].max():.0%}" if "value" in side else ""
+            )
+            counts.append(f"{int(side['right'].sum())} of {len(side)} runs with {words}{spread}{ends}")
+    return counts
 
 
 def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
@@ -267,13 +292,7 @@ def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[s
     runs = _runs_right(table, failed).reset_index()
     runs["within"] = _side(runs) == WITHIN
     for (order, positions, norm), part in runs.groupby(["norm_order", "positions", "norm"], sort=False):
-        counts = []
-        for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
-            side = part[part["within"] == within]
-            if len(side):
-                low, high = share_over_seeds(side["hit"], side["seed"])
-                spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
-                counts.append(f"{int(side['hit'].sum())} of {len(side)} runs with {words}{spread}")
+        counts = sides(part.assign(right=part["hit"]))
         where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
         yield (
             f"{where}: at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters in "
@@ -331,8 +350,9 @@ def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
 def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
     """The boundary as a map; curves over length of the post-norm runs, where there are any."""
     found = {} if summary[summary["positions"] == "none"].empty else {"boundary": _heat_maps(summary)}
-    if ((summary["norm_order"] == "post") & (summary["positions"] == "none")).any():
-        found["lengths"] = _length_curves(summary)
+    post = summary[(summary["norm_order"] == "post") & (summary["positions"] == "none")]
+    if len(post):
+        found["lengths"] = length_curves(post, "norm", 2)
     return found
 
 
@@ -372,32 +392,29 @@ def _heat_maps(summary: pd.DataFrame) -> Figure:
     return figure
 
 
-def _length_curves(summary: pd.DataFrame) -> Figure:
-    """Exact match over length, a panel per (depth, k), a line per norm (post-norm, no positions)."""
+def length_curves(part: pd.DataFrame, by: str, columns: int, *, height: float = 2.6) -> Figure:
+    """Exact match over length: a panel per (depth, k), a line per value of the column `by`; stars are published."""
     from matplotlib.figure import Figure
 
-    part = summary[(summary["norm_order"] == "post") & (summary["positions"] == "none")]
     squares = list(dict.fromkeys(zip(part["depth"], part["k"], strict=True)))
-    columns = min(2, len(squares))
+    columns = min(columns, len(squares))
     rows = -(-len(squares) // columns)
-    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
-    lengths = [sum(b) / 2 for b in BINS]
+    figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    lengths, order = [sum(b) / 2 for b in BINS], _in_order(part[by])
     for (depth, k), ax in zip(squares, axes, strict=False):
         cell = part[(part["depth"] == depth) & (part["k"] == k)]
-        for norm in _in_order(cell["norm"]):
-            line = cell[cell["norm"] == norm].set_index("measure").reindex([measure(b) for b in BINS])
-            ax.plot(lengths, line["mean"], marker="o", markersize=3, label=norm)
-            ax.fill_between(lengths, line["ci_low"].clip(0), line["ci_high"].clip(upper=1), alpha=0.15)
-        said = "within" if predicted_depth(int(k)) <= depth else "beyond"
-        ax.set(
-            title=f"depth {depth}, L{k}: {said} the theory's reach",
-            xlabel="letters",
-            ylabel="exact match",
-            ylim=(0, 1.05),
-        )
-    figure.axes[0].legend(fontsize=7)
-    for unused in figure.axes[len(squares) :]:
+        for name in _in_order(cell[by]):
+            line = cell[cell[by] == name].set_index("measure").reindex([measure(b) for b in BINS])
+            color = f"C{order.index(name)}"
+            ax.plot(lengths, line["mean"], color=color, marker="o", markersize=3, label=name)
+            ax.fill_between(lengths, line["ci_low"], line["ci_high"], color=color, alpha=0.15)
+            ax.plot(lengths, line["published"], "r*")
+        side = "within" if predicted_depth(int(k)) <= depth else "beyond"
+        ax.set(title=f"depth {depth}, L{k}: {side} the theory's reach", xlabel="letters", ylim=(0, 1.05))
+    axes[0].set_ylabel("exact match")
+    axes[0].legend(fontsize=7)
+    for unused in axes[len(squares) :]:
         unused.set_axis_off()
     return figure
 
@@ -441,26 +458,37 @@ def training(quick: bool, seed: int) -> TrainConfig:
 def make_runs(request: Request) -> list[Run]:
     """Every run."""
     words = 200 if request.quick else EVALUATION_WORDS
+    return runs_of(grid(request.quick), request, training, words, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}")
+
+
+def runs_of(
+    cells: Iterable[Cell], request: Request, schedule: Callable[[bool, int], TrainConfig], words: int, name: str
+) -> list[Run]:
+    """A run per seed and cell; `name` is a format string over KEYS."""
     return planned(
-        grid(request.quick),
+        cells,
         request,
-        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
-        name=lambda cell: f"{cell.norm_order}-{cell.positions}-L{cell.k}-depth{cell.depth}-{cell.norm}",
+        keys=vars,
+        name=lambda cell: name.format(**vars(cell)),
         task=lambda cell, _: BlockTask(cell.k, words),
         spec=Cell.spec,
-        training=lambda _, seed: training(request.quick, seed),
+        training=lambda _, seed: schedule(request.quick, seed),
     )
 
 
+def exact_matches(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
+    """Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages."""
+    table, lost = curves(runs), diverged(runs)
+    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
+    return table[table["measure"].isin([measure(b) for b in BINS])], failed, tuple(lost.values())
+
+
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and say where the boundary lies under each norm."""
+    """Train the missing runs of the grid and report where the boundary lies under each norm."""
     runs = make_runs(request)
     carry_out(runs, request)
-    table = curves(runs)
-    table = table[table["measure"].isin([measure(b) for b in BINS])]
-    lost = diverged(runs)
-    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return findings(table, failed, training=vars(training(request.quick, 0)), lost=tuple(lost.values()))
+    table, failed, lost = exact_matches(runs)
+    return findings(table, failed, training=vars(training(request.quick, 0)), lost=lost)
 
 
 def kept_findings(exact_match: pd.DataFrame) -> Results:

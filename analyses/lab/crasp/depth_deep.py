@@ -9,29 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.lab.crasp.depth import HIT, PUBLISHED, REACH, hit_rates, share_over_seeds
+from ln_probe.analyses.lab.crasp.depth import (
+    HIT,
+    PUBLISHED,
+    REACH,
+    exact_matches,
+    hit_rates,
+    length_curves,
+    runs_of,
+    sides,
+    summarized,
+)
 from ln_probe.analyses.lab.crasp.depth import training as schedule
 from ln_probe.analyses.lab.crasp.depth_task import (
     BINS,
     EVALUATION_WORDS,
-    KEYS,
-    BlockTask,
     Cell,
     measure,
     predicted_depth,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.results import Results, contrasted, doubt
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out
 from ln_probe.analyses.probes.text import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUICK_STEPS, QUICK_WORDS = 60, 100
 POSITIONS = ("none", "rotary", "alibi")
@@ -63,26 +68,15 @@ def training(quick: bool, seed: int) -> TrainConfig:
 def make_runs(request: Request) -> list[Run]:
     """Every run."""
     words = QUICK_WORDS if request.quick else EVALUATION_WORDS
-    return planned(
-        grid(request.quick),
-        request,
-        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
-        name=lambda cell: f"{cell.positions}-L{cell.k}-depth{cell.depth}",
-        task=lambda cell, _: BlockTask(cell.k, words),
-        spec=Cell.spec,
-        training=lambda _, seed: training(request.quick, seed),
-    )
+    return runs_of(grid(request.quick), request, training, words, "{positions}-L{k}-depth{depth}")
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and say on which side of the boundary words are labelled right."""
+    """Train the missing runs of the grid and report on which side of the boundary words are labelled correctly."""
     runs = make_runs(request)
     carry_out(runs, request)
-    table = curves(runs)
-    table = table[table["measure"].isin([measure(b) for b in BINS])]
-    lost = diverged(runs)
-    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return findings(table, request.quick, tuple(lost.values()), failed)
+    table, failed, lost = exact_matches(runs)
+    return findings(table, request.quick, lost, failed)
 
 
 def findings(
@@ -98,12 +92,11 @@ def findings(
     """
     values = table.drop(columns="step", errors="ignore")
     hits, contrasts = hit_rates(table, failed), reach_contrasts(values)
-    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
-    summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
+    summary = summarized(values, published_table())
     return Results(
         summary,
         tables={"exact_match": table, "hits": hits, "contrasts": contrasts},
-        figures={} if table.empty else {"deep": _length_curves(summary)},
+        figures={} if table.empty else {"deep": length_curves(summary, "positions", len(DEPTHS) + 2)},
         conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
         settings={
             "bins": BINS,
@@ -167,15 +160,7 @@ def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]
         worst = pd.concat([worst, failed[by].assign(value=0.0)], ignore_index=True)
     worst["within"] = worst["k"].map(predicted_depth) <= worst["depth"]
     for positions, part in worst.groupby("positions", sort=False):
-        counts = []
-        for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
-            side = part[part["within"] == within]
-            if len(side):
-                right = side["value"] >= HIT
-                low, high = share_over_seeds(right, side["seed"])
-                spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
-                ends = f"{side['value'].min():.0%} to {side['value'].max():.0%}"
-                counts.append(f"{right.sum()} of {len(side)} runs with {words}{spread}, their worst bins {ends}")
+        counts = sides(part.assign(right=part["value"] >= HIT))
         where = "without positions" if positions == "none" else f"{positions} positions"
         depths = sorted(set(part["depth"]))
         depth = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
@@ -191,25 +176,3 @@ def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
             f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} "
             f"({counted(row['seeds'], 'seed')}; {told})."
         )
-
-
-def _length_curves(summary: pd.DataFrame) -> Figure:
-    """Exact match over length, a panel per (depth, k), a line per kind of positions."""
-    from matplotlib.figure import Figure
-
-    squares = list(dict.fromkeys(zip(summary["depth"], summary["k"], strict=True)))
-    figure = Figure(figsize=(2.6 * len(squares), 2.6), layout="constrained")
-    lengths = [sum(b) / 2 for b in BINS]
-    for (depth, k), ax in zip(squares, figure.subplots(1, len(squares), squeeze=False, sharey=True).flat, strict=True):
-        cell = summary[(summary["depth"] == depth) & (summary["k"] == k)]
-        for number, positions in enumerate(POSITIONS):
-            line = cell[cell["positions"] == positions].set_index("measure").reindex([measure(b) for b in BINS])
-            if line["mean"].notna().any():
-                ax.plot(lengths, line["mean"], f"C{number}o-", markersize=3, label=positions)
-                ax.fill_between(lengths, line["ci_low"], line["ci_high"], color=f"C{number}", alpha=0.15)
-            ax.plot(lengths, line["published"], "r*")
-        side = "within" if predicted_depth(int(k)) <= depth else "beyond"
-        ax.set(title=f"depth {depth}, L{k}: {side}", xlabel="letters", ylim=(0, 1.05))
-    figure.axes[0].set_ylabel("exact match")
-    figure.axes[0].legend(fontsize=7)
-    return figure

@@ -37,7 +37,7 @@ from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, holm, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
 from ln_probe.analyses.lab.run_folder import (
     LAB_FILE,
     MODEL_FILE,
@@ -50,6 +50,7 @@ from ln_probe.analyses.lab.run_folder import (
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 

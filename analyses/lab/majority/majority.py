@@ -31,8 +31,9 @@ from ln_probe.analyses.lab.majority.majority_task import (
     query_angles,
 )
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, holm, summarize
+from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, summarize
 from ln_probe.analyses.lab.train import ModelSpec, Run, TrainConfig, carry_out, curves, diverged, planned, train_all
+from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
