@@ -29,7 +29,7 @@ class Experiment:
         summary: a line for `lab list`.
         source: the publication it repeats.
         seeds, quick_seeds: how many by default.
-        duration, quick_duration: with the default seeds, in words; on one core unless they say otherwise.
+        duration, quick_duration: with the default seeds, as text; on one core unless they say otherwise.
         needs_text: whether the user has to give text files.
         tables: kept tables with the values of every seed, from which all results are regenerated; the first lists
             the runs. Empty: nothing is kept.

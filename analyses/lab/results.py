@@ -1,4 +1,4 @@
-"""What an experiment found: tidy tables, means and 95 % intervals over seeds, the published figure beside them.
+"""What an experiment found: tidy tables, means and 95 % intervals over seeds, with the published figures.
 
 summary.csv       a row per (what was varied, measure): center, interval, number of seeds, published figure
 <table>.csv       the values behind it, a row per seed; .parquet if it is long
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 LEVEL = 0.95
-SIGNIFICANT = 0.05  # of Holm's p over all contrasts that an experiment's sentences speak of: below it they do
+SIGNIFICANT = 0.05  # of Holm's p over all contrasts that an experiment's sentences report: significant below it
 AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a million words; 0.1 three times is 1e-17
 # Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
 _NO_HITS = 0.004
@@ -58,7 +58,7 @@ Kind = Literal["mean", "share", "log"]
 
 
 def doubt(p_holm: float, seeds: int) -> str:
-    """What a sentence about a difference ends with: nothing where Holm's p lets it be told."""
+    """What a sentence about a difference ends with: nothing if it is significant."""
     if p_holm < SIGNIFICANT:
         return ""
     return ": no difference that these seeds can tell" if seeds > 1 else ": one seed, which tells nothing by itself"

@@ -62,7 +62,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        content = path.read_bytes()  # not mapped into memory: whoever writes over the file does not change the tensors
+        content = (
+            path.read_bytes()
+        )  # not mapped into memory: a process that overwrites the file does not change the tensors
         tensors = load(content)
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__")
         if not metadata or set(metadata) == {"format"}:  # what safetensors' own writers leave
@@ -110,7 +112,7 @@ def claim(out: Path, identity: dict[str, Any]) -> None:
 
 
 def check(out: Path, identity: dict[str, Any]) -> None:
-    """Raise FileExistsError if `out` holds another run, ValueError if it cannot be told."""
+    """Raise FileExistsError if `out` holds another run, ValueError if its file is damaged."""
     path = out / LAB_FILE
     try:
         held = read_json(path)
@@ -167,7 +169,7 @@ def _holds_a_row(line: str) -> bool:
 
 
 def check_evaluations(metrics: Path, found: int, expected: float | None) -> None:
-    """Raise ValueError if a metrics file has not as many lines as there were when the weights beside it were saved."""
+    """Raise ValueError if a metrics file has not as many lines as when the weights in its folder were saved."""
     if expected is not None and found != int(expected):
         raise ValueError(
             f"{metrics} holds {found} of {int(expected)} evaluations: delete {metrics.parent} to train the run again"
@@ -255,12 +257,12 @@ def save_model(
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     """The model of a lab run's folder: the final one, or the one kept at `step`.
 
-    Weights are float32 in memory, whatever they are on disk, unless the folder says that the model computes otherwise
+    Weights are float32 in memory, in any format on disk, unless the folder says that the model computes otherwise
     (`arithmetic`: compiled programs). The tokenizer is attached where the folder has one.
 
     Raises:
         FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
-        ValueError: a file is truncated or does not fit the configuration beside it.
+        ValueError: a file is truncated or does not fit the configuration in its folder.
     """
     path = Path(path)
     if not (path / LAB_FILE).is_file():

@@ -144,7 +144,7 @@ class ModelSpec(Protocol):
 class Task(Protocol):
     """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
 
-    `batch` is whatever `loss` takes, and depends on its arguments alone. `evaluate` runs without gradients.
+    `batch` is the input of `loss`, and depends on its arguments alone. `evaluate` runs without gradients.
     """
 
     name: str
@@ -162,7 +162,7 @@ class DivergedError(RuntimeError):
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:
-    """The random stream of one step: the same whatever came before it."""
+    """The random stream of one step: independent of earlier steps."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -183,7 +183,7 @@ def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, 
 
 
 def check_run(task: Task, spec: ModelSpec, training: TrainConfig, out: Path) -> None:
-    """Raise FileExistsError if `out` holds a run that is not this one (ValueError: nobody can say); none is fine."""
+    """Raise FileExistsError if `out` holds another run (ValueError: its file is damaged); none is fine."""
     if (out / LAB_FILE).exists():
         check(out, _identity(task, spec, training))
 
@@ -219,7 +219,7 @@ def train(
     until: int | None = None,
     progress: bool = True,
 ) -> nn.Module:
-    """Train one model into the folder `out`, going on where an earlier call stopped.
+    """Train one model into the folder `out`, resuming where an earlier call stopped.
 
     Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
     after that step, ready to go on.
@@ -309,7 +309,7 @@ def _train(
 
 
 def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) -> dict[str, float]:
-    """Where an interrupted run stopped, put back into model and optimizer; zeros if there is nothing to go on from."""
+    """Where an interrupted run stopped, put back into model and optimizer; zeros if there is no saved state."""
     if not state.exists():
         return {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
     try:
@@ -415,7 +415,7 @@ def planned(
 
 
 def carry_out(runs: Sequence[Run], request: Request) -> None:
-    """Train what is not finished yet, or (`request.collect`) only make sure that what there is belongs to these runs.
+    """Train the unfinished runs, or (`request.collect`) only check that the folders belong to these runs.
 
     Raises:
         FileExistsError: a run's folder holds another run.
@@ -431,7 +431,7 @@ def carry_out(runs: Sequence[Run], request: Request) -> None:
 
 
 def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True) -> None:
-    """Train what is not finished yet, `jobs` at a time in processes of their own; runs that diverge are left as such.
+    """Train what is not finished yet, `jobs` at a time in separate processes; runs that diverge are left as such.
 
     With `until`, every run stops after that step, ready to go on. Ctrl-C, or a run that cannot go on, stops all: what
     they have saved stays.
@@ -478,7 +478,7 @@ def _one(run: Run, until: int | None, progress: bool) -> None:
 
 
 def diverged(runs: Sequence[Run]) -> dict[str, str]:
-    """What is known of the runs whose loss stopped being a number, by the run's name."""
+    """Messages of the runs whose loss became NaN or infinite, by the run's name."""
     marked = [run for run in runs if (run.folder / DIVERGED_FILE).exists()]
     return {run.name: f"{run.name}: {why_diverged(run.folder)}" for run in marked}
 

@@ -1,4 +1,4 @@
-"""Intervals over seeds: by hand, by another formula, and their coverage; Holm's adjustment."""
+"""Intervals over seeds: by hand, by another formula, and their coverage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ln_probe.analyses.lab.results import binomial_interval, interval, paired_p, share_interval
-from ln_probe.analyses.probes.statistics import holm
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
@@ -65,14 +64,6 @@ def test_paired_tests_of_what_does_not_vary() -> None:
     assert np.isnan(paired_p(np.ones(1)))
     x = np.array([0.1, 0.5, -0.2, 0.9])
     assert paired_p(x) == pytest.approx(stats.ttest_rel(x, np.zeros(4)).pvalue)
-
-
-def test_holm_by_hand() -> None:
-    # 0.01 · 3; then 0.02 · 2 = 0.04; then 0.03, raised to 0.04; NaN is no test
-    assert holm([0.02, 0.01, np.nan, 0.03])[[0, 1, 3]] == pytest.approx([0.04, 0.03, 0.04])
-    assert np.isnan(holm([0.02, 0.01, np.nan, 0.03])[2])
-    assert holm([0.6, 0.7]).tolist() == [1.0, 1.0]
-    assert holm([]).tolist() == []
 
 
 @pytest.mark.parametrize(("call", "said"), [

@@ -154,4 +154,6 @@ def test_signs_and_holm() -> None:
     assert holm([0.01, math.nan, 0.03, math.nan], looked_at).tolist() == pytest.approx(
         [0.03, math.nan, 0.06, math.nan], nan_ok=True
     )
+    assert holm([]).tolist() == []
+    assert holm([0.6, 0.7]).tolist() == [1.0, 1.0]
     assert holm([0.01, math.nan, 0.04, 0.02]).tolist() == pytest.approx([0.03, math.nan, 0.04, 0.04], nan_ok=True)

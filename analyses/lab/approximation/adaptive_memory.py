@@ -186,7 +186,7 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and put every error beside the least possible one."""
+    """Train the missing runs of the grid and put every error beside the least possible one."""
     runs = make_runs(request)
     carry_out(runs, request)
     return findings(measured(runs), request.quick, tuple(diverged(runs).values()))

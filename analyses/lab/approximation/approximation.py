@@ -219,7 +219,7 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and put every error beside its optimum."""
+    """Train the missing runs of the grid and put every error beside its optimum."""
     runs = make_runs(request)
     carry_out(runs, request)
     table = with_inputs(curves(runs))

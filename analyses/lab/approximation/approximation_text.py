@@ -148,7 +148,7 @@ def training(quick: bool, seed: int, steps: int = STEPS) -> TrainConfig:
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and compare held-out losses."""
+    """Train the missing runs of the grid and compare held-out losses."""
     return _run(request, grid(request.quick), {})
 
 

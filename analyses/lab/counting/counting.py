@@ -256,7 +256,7 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it), show the gate, and say what each norm term does to counting."""
+    """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
     runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)

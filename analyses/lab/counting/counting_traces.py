@@ -381,7 +381,7 @@ def grid(quick: bool) -> tuple[counting.Cell, ...]:
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and follow every cell."""
+    """Train the missing runs of the grid and follow every cell."""
     runs = counting.make_runs(request, grid(request.quick))
     carry_out(runs, request)
     found = [followed(r) for r in runs if (r.folder / MODEL_FILE).exists()]

@@ -90,7 +90,7 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train the grid (or what is left of it) and read the accuracy beyond where the published one is reached."""
+    """Train the missing runs of the grid and read the accuracy beyond where the published one is reached."""
     runs = make_runs(request)
     carry_out(runs, request)
     table = curves(runs)
@@ -99,7 +99,7 @@ def run(request: Request) -> Results:
 
 
 def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
-    """Runs that have not come to the end: nothing is said of them."""
+    """Runs that have not come to the end: they are left out."""
     reached = values.groupby([*KEYS, "seed"], sort=False)["step"].max()
     for key, step in reached[reached < training(quick, 0, RATES[0]).steps].items():
         run = ", ".join(f"{k} {v}" for k, v in zip((*KEYS, "seed"), cast("tuple[Any, ...]", key), strict=True))

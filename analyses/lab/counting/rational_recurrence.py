@@ -1,7 +1,7 @@
 """Which recurrent cells are weighted finite automata? What of that can be stated exactly.
 
 Merrill et al. (2020) call a cell rationally recurrent if each of its units computes what a weighted finite automaton
-computes, and prove that a QRNN is and an LSTM is not. A theorem is not measured; two things beside it are:
+computes, and prove that a QRNN is and an LSTM is not. A theorem is not measured; two related things are:
 
     automaton   a QRNN layer with f-, fo- or ifo-pooling and weights as the laboratory starts them is written down as an
                 automaton of 14 states a unit (two letters): its weights of random words against the layer's states
@@ -14,7 +14,7 @@ Weighted finite automata: the one that a quasi-recurrent unit is, and how many s
 
 An automaton gives a word the weight `start · A_1 · … · A_n · final`, a matrix for each letter. What some automaton
 gives is a rational series; a cell whose units are such series is rationally recurrent (Merrill et al. 2020). A unit
-with pooling c_t = keep_t c_(t-1) + added_t whose gates see the last two letters alone is one, whatever its weights:
+with pooling c_t = keep_t c_(t-1) + added_t whose gates see the last two letters alone is one for all weights:
 `of_pooling` writes its automaton down. The smallest automaton of a series has as many states as the rank of its Hankel
 matrix, H[u, v] = series(u v) (Carlyle & Paz 1971, "Realizations by stochastic finite automata"; Fliess 1974, "Matrices
 de Hankel"), so the rank of any block of it is a lower bound of the number of states.
@@ -244,7 +244,7 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
 class PooledLayer(nn.Module):
     """The embedding and first layer of the laboratory's QRNN in float64, with one of three poolings.
 
-    With fo it is that layer itself; f leaves its output gate out, ifo has an input gate of its own in place of 1 - f.
+    With fo it is that layer itself; f leaves its output gate out, ifo has a separate input gate in place of 1 - f.
 
     Raises:
         ValueError: an unknown pooling.

@@ -486,7 +486,7 @@ class NormedLayer(nn.Module):
     Torch runs the LSTM without a norm, compiled loops all else on the CPU: 16 words of 64 letters
     there and back take an LSTM 0.6 ms in torch's kernel and 0.9 in the loops, a GRU 4.9 and 1.5, with a norm 1.5 to 2.4
     where step by step takes 7 to 8 (`bench/recurrence.py`). Step by step (`unfused`) runs what is on another device, or
-    whose norm somebody hooks.
+    whose norm is hooked.
     """
 
     def __init__(self, cfg: RecurrentConfig, width: int, window: int) -> None:
@@ -542,7 +542,7 @@ class NormedLayer(nn.Module):
         return self._state(torch.tanh(i + r) if self.cfg.cell == "rnn_tanh" else torch.relu(i + r)), c
 
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
-        """What the inputs give to the gates: W_ih x, normed if the norm stands there, and b_ih."""
+        """What the inputs give to the gates: W_ih x, normed if that is the norm's site, and b_ih."""
         w_ih, _, b_ih, _ = self._tensors()
         inputs = F.linear(x, w_ih)
         if self.norm_input is not None:

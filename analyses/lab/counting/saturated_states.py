@@ -23,7 +23,7 @@ tanh -1, 0 or 1:
     qrnn f      c = f c + (1 - f) z, out = c          gates of the last two inputs (Bradbury et al. 2017)
     qrnn fo     the same, out = o c                   the laboratory's
     qrnn ifo    c = f c + i z, out = o c
-    qrnn+       qrnn fo under a layer of sigmoids, 0 or 1, which has no state of its own
+    qrnn+       qrnn fo under a layer of sigmoids, 0 or 1, which has no state
     rnn_relu    h = max(0, W x + U h + b)
 
 ReLU has no such limit: with weights λ times as large an output is λ times as large, not saturated. A ReLU-RNN is taken

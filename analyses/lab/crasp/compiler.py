@@ -2,8 +2,8 @@
 
 After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"), who prove that C-RASP and transformers of fixed precision
 (outside attention) do the same at every depth, and Yang & Chiang (2024, "Counting Like Transformers"), whose
-construction needs LayerNorm. Nothing is trained: programs are compiled in three ways and run beside the interpreter on
-all short words and on random long ones, under every norm.
+construction needs LayerNorm. Nothing is trained: programs are compiled in three ways and compared with the
+interpreter on all short words and on random long ones, under every norm.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Operation:
 
     Attributes:
         program: what it is tried on. An output that is a count has no place in fixed precision.
-        in_principle: what is enough, whatever this compiler does (`docs/compiler.md` says why); not measured.
+        in_principle: what is enough, regardless of this compiler (`docs/compiler.md` says why); not measured.
     """
 
     program: str
@@ -131,7 +131,7 @@ class Means:
 
     @property
     def built(self) -> str:
-        """What a program is built with, in words."""
+        """What a program is built with, as text."""
         norm = "a constant in the norm's place" if self.norm == "none" else self.norm
         length = f"{self.clip_to} positions" if self.clip_to else "all positions"
         said = f"construction {self.construction}, {norm}"
@@ -165,7 +165,7 @@ def suffices(construction: str, norm: str) -> bool:
 def random_words(
     alphabet: Sequence[str], letters: int, count: int, generator: torch.Generator
 ) -> list[tuple[str, ...]]:
-    """Words of three kinds in turn: letters drawn evenly; runs, of a mean length of their own; sorted letters.
+    """Words of three kinds in turn: letters drawn evenly; runs, each of its own mean length; sorted letters.
 
     Even letters alone would never be in a language such as a^n b^n or L_k.
     """
@@ -197,7 +197,7 @@ def compiled_with(means: Means, program: Program, alphabet: Sequence[str], lette
 
 
 def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict[str, Any]]:
-    """A program in every construction under every norm beside the interpreter: a row per measure."""
+    """A program in every construction under every norm, compared with the interpreter: a row per measure."""
     source, alphabet = PROGRAMS[name]
     program = parse(source)
     short = list(itertools.product(alphabet, repeat=every_word_to))
@@ -294,7 +294,7 @@ def _kept(path: Path, of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def run(request: Request) -> Results:
-    """Compile and compare every program (or what is left of them), and say what each operation needs."""
+    """Compile and compare every missing program, and report what each operation needs."""
     words = QUICK_WORDS if request.quick else WORDS
     names = [n for n in PROGRAMS if not request.quick or n not in {f"last block of L{k}" for k in (6, 7, 8)}]
     rows: list[dict[str, Any]] = []

@@ -85,7 +85,7 @@ TIMES: "*"
 %ignore /[ \t\r\n\f]+/
 %ignore /\/\/[^\n]*/
 """
-# What the parser may expect, in words; the terminals that begin an expression are said as one.
+# What the parser may expect, as text; the terminals that begin an expression are reported as one.
 _BEGINS_EXPRESSION = {"COUNT", "EXTREME", "CONSTANT", "SYMBOL", "INT", "LPAR"}
 _IN_WORDS = {
     "NAME": "a name",
@@ -122,7 +122,7 @@ SHOWN = 200  # characters of a line in an error
 
 
 class CRaspError(ValueError):
-    """A program that is not C-RASP; `line` and `column` (from 1) say where, `expected` what could stand there."""
+    """A program that is not C-RASP; `line` and `column` (from 1) say where, `expected` what is allowed there."""
 
     def __init__(self, source: str, line: int, column: int, problem: str, expected: str) -> None:
         self.line, self.column, self.expected = line, column, expected
@@ -166,7 +166,7 @@ class Definition:
 
 
 class _Word:
-    """A word under evaluation; what a name stands for is computed once."""
+    """A word under evaluation; the value of a name is computed once."""
 
     def __init__(self, symbols: Sequence[str]) -> None:
         self.symbols = np.asarray(list(symbols), dtype=object)
@@ -384,7 +384,7 @@ class _Builder(Transformer[Token, Any]):
         return replace(
             _at(token, inner.kind, inner.depth, lambda w: w.value(definition), "name", str(token), inner),
             growth=inner.growth,
-        )  # as deep and as large as what it stands for
+        )  # as deep and as large as its definition
 
     def symbol(self, parts: list[Token]) -> Expression:
         (token,) = parts

@@ -6,7 +6,7 @@ constructions make a truth value of it that can be counted again:
 
     scaling    the MLP clips it to ±1/(t + 1), as long as everything else; the norm then makes all of it 1 (Yang &
                Chiang 2024, "Counting Like Transformers"). For any length, in real arithmetic, with a norm that scales
-               and no eps to speak of.
+               and a negligible eps.
     clip       two ReLUs as steep as the longest word is long: exact up to that length, with any norm or none.
     rounding   the mean is rounded down, which keeps its sign, to a whole step of a fixed-precision grid: at most one
                layer per level of counting, for any length, with any norm or none (Yang, Cadilhac & Chiang 2025).

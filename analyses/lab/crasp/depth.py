@@ -65,7 +65,7 @@ TERMS = {
     "projection": (("layernorm", "scaling_only"), ("projection_only", "none")),
 }
 
-# Exact match in per cent at lengths 351-400 after training on 201-250 (1.6 times the longest training word), by depth
+# Exact match in % at lengths 351-400 after training on 201-250 (1.6 times the longest training word), by depth
 # 1, 2, 3, …: the published table of this bin. One seed, the best of four configurations, blocks with a third norm.
 PUBLISHED = {
     3: (100, 100, 100, 100, 100, 100),
@@ -238,7 +238,7 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only REACH over all depths is tested, which sentences speak of: `p` is of the
+    (NaN with fewer than two such seeds). Only REACH over all depths is tested, which sentences report: `p` is of the
     same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
 
     Returns:
@@ -302,7 +302,7 @@ def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[s
 
 
 def _separations(swept: pd.DataFrame) -> Iterator[str]:
-    """Between which thresholds the two sides are told apart."""
+    """Which thresholds separate the two sides."""
     ends = swept.drop_duplicates(["norm", "norm_order", "positions", "side"])
     for (order, positions), part in ends.groupby(["norm_order", "positions"], sort=False):
         within, beyond = part[part["side"] == WITHIN], part[part["side"] == BEYOND]

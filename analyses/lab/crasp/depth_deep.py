@@ -113,7 +113,7 @@ def findings(
 
 
 def published_table() -> pd.DataFrame:
-    """The published exact match (0-1), beside the bin at the same ratio to the training lengths."""
+    """The published exact match (0-1), next to the bin at the same ratio to the training lengths."""
     rows = [
         (depth, k, "none", measure(BINS[2]), percent / 100)
         for k, percents in PUBLISHED.items()
@@ -129,7 +129,7 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
         values: KEYS, `seed`, `measure`, `value`.
 
     Returns:
-        `contrast` (in words), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
+        `contrast` (as text), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
         a depth on its longest language within reach minus one block more; a language with one layer more minus without
         it; rotary and ALiBi positions minus none.
     """

@@ -270,7 +270,7 @@ def _check_depth(depth: int) -> None:
 
 
 def compare_table(depths: Sequence[int] = (1, 2, 3), words: int = 200, letters: int = 300) -> pd.DataFrame:
-    """The hand-built transformers on random words beside the interpreter, under every norm.
+    """The hand-built transformers on random words, compared with the interpreter, under every norm.
 
     Columns: `depth, norm, eps, accuracy` (of answers), `words_right` (share of words with every answer right),
     `smallest_gap` (least difference of logits at the last letter).

@@ -132,7 +132,7 @@ class Decisions:
                     yield {first: value} | way
 
 
-MOST_CASES = 256  # sums that one count may stand for; a comparison of two such counts asks 65536 questions
+MOST_CASES = 256  # sums that one count may be; a comparison of two such counts asks 65536 questions
 
 Place = tuple[int, int]  # line and column, from 1
 
@@ -176,7 +176,7 @@ class Lowered:
     """A program's questions.
 
     Attributes:
-        decisions: the store of its functions; `variables[n]` is what its variable n stands for.
+        decisions: the store of its functions; `variables[n]` is the meaning of its variable n.
         levels, places: of each variable: how deep its counts are nested, and where in the program it was asked.
         output: the output's function, or the cases of a count.
     """

@@ -4,7 +4,7 @@ Seed 0 is the checkpoint that ships (`main` trained it); the others are trained 
 held-out loss; what it rises by without the scaling, or the projection, of every norm (on every other held-out window,
 with constants from those between); and, on the keys of held-out windows, the share that no query of a head can select:
 as the model is, and with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at
-position 0, which keep a constant of their own).
+position 0, which keep a separate constant).
 
 Language models that differ in the norm before attention, on text the user gives.
 
@@ -172,7 +172,7 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train what is left, and measure what is finished."""
+    """Train the missing runs, and measure the finished ones."""
     runs = make_runs(request)
     carry_out(runs, request)
     return findings(
@@ -181,7 +181,7 @@ def run(request: Request) -> Results:
 
 
 def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
-    """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept beside it)."""
+    """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept in its folder)."""
     task = text(request)
     yield pd.DataFrame(columns=[*KEYS, "seed", "value"])
     if not request.quick and SHIPPED_SEED in request.seeds:
@@ -304,7 +304,7 @@ def contrasts(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def sentences(compared: pd.DataFrame) -> Iterator[str]:
-    """Every contrast with its interval, and whether Holm's p lets it be spoken of."""
+    """Every contrast with its interval, and whether it is significant."""
     for row in compared.to_dict("records"):
         title, scale, digits, unit = TITLES[row["measure"]]
         center, low, high = (f"{scale * row[c]:+.{digits}f}" for c in ("mean", "ci_low", "ci_high"))

@@ -302,7 +302,7 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
 
 
 def run(request: Request) -> Results:
-    """Train (or go on), measure, and put side by side."""
+    """Train (or resume), measure, and put side by side."""
     return run_at(request, TINY if request.quick else SMALL)
 
 
@@ -366,7 +366,7 @@ def _at(run: Run, size: Size, step: int) -> pd.DataFrame:
 
 
 def measure(run: Run, size: Size) -> pd.DataFrame:
-    """A row per kept step, layer and space of one run; kept beside it."""
+    """A row per kept step, layer and space of one run; kept in its folder."""
     rows = []
     for step in checkpoint_steps(run.folder):
         name, weights = f"unselectable-{step:07d}", weights_of(run.folder, step)

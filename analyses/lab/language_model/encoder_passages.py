@@ -166,7 +166,7 @@ class ClassifierSpec:
 
 
 class Classifier(nn.Module):
-    """What stands at the boundary, through a dense layer and a tanh, to a logit per class: BERT's classifier."""
+    """The stream at the boundary, through a dense layer and a tanh, to a logit per class: BERT's classifier."""
 
     def __init__(self, spec: ClassifierSpec) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def _at(run: Run, step: int) -> pd.DataFrame:
 
 
 def measure(run: Run) -> pd.DataFrame:
-    """A row per kept step, layer and space of one run; kept beside it, for it takes a while at the published size."""
+    """A row per kept step, layer and space of one run; kept in its folder, because measuring takes a while."""
     rows = []
     for step in checkpoint_steps(run.folder):
         table = kept_beside(

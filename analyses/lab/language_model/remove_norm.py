@@ -1,4 +1,4 @@
-"""What happens in a language model whose norms are removed: fine-tuned without them, beside the same with them.
+"""What happens in a language model whose norms are removed: fine-tuned without them, next to the same with them.
 
 The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, their own mean sigmas
 (position 0 apart at first: `ReplaceableNorm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
-# the mean of the last layer's sigma (whose spread over tokens is a quarter of it) to a fraction of a per cent.
+# the mean of the last layer's sigma (whose spread over tokens is a quarter of it) to a fraction of a percent.
 MEMORY = 0.1
 
 
@@ -131,7 +131,7 @@ def plain(model: LabTransformer) -> LabTransformer:
     """The same function as an ordinary lab model, which `analyze` takes: LayerNorm everywhere or one constant a norm.
 
     Raises:
-        ValueError: some norms are replaced and others are not, or position 0 still has constants of its own.
+        ValueError: some norms are replaced and others are not, or position 0 still has separate constants.
     """
     stages = {int(norm.stage) for norm in replaceable_norms(model)}
     kinds = {LAYERNORM: "layernorm", ONE_CONSTANT: "projection_only"}
@@ -246,7 +246,7 @@ START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
 MEASURED = 1  # version of what `measures` measures
-SENTENCES = {  # measures that are spoken of, and how
+SENTENCES = {  # measures that sentences report, and how
     LOSS: "held-out loss (nats per token)",
     "entropy_ratio": "attention entropy over its largest possible",
     "sink_rate": "share of queries with over 0.3 of their attention on position 0",
@@ -356,7 +356,7 @@ def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Fine-tune (or go on), measure, and write each model without norms as a folder that `load_model` takes."""
+    """Fine-tune (or resume), measure, and write each model without norms as a folder that `load_model` takes."""
     return run_from(request, TINY if request.quick else FULL, start_folder())
 
 
@@ -410,7 +410,7 @@ def at_once(start: Path, task: Removal, size: Size, seed: int, stage: int) -> La
 
 
 def measured(run: Run, size: Size) -> pd.DataFrame:
-    """What a finished run has become; kept beside it."""
+    """What a finished run has become; kept in its folder."""
 
     def made() -> pd.DataFrame:
         assert isinstance(run.task, Removal)
@@ -427,7 +427,7 @@ def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Pa
     seeds = sorted({run.seed for run in finished})
     before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
     rows = [measured(run, size) for run in finished]
-    rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model, whatever the seed
+    rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
     for seed in seeds:
         for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
             loss = task.evaluate(at_once(start, task, size, seed, stage))["valid_loss"]
@@ -457,7 +457,7 @@ def results_of(
     values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], diverged: tuple[str, ...] = ()
 ) -> Results:
     """The results of the values of every seed and the curves, as they are kept."""
-    one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model, whatever the seed
+    one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
     differences, summary = paired(values), summarize(values[~one], KEYS)
     return Results(
         summary=summary,
@@ -470,9 +470,9 @@ def results_of(
 
 
 def paired(values: pd.DataFrame) -> pd.DataFrame:
-    """Differences of the same seed: what removing does beside keeping (`removed - kept`), and each beside the start.
+    """Differences of the same seed: removed compared with kept (`removed - kept`), and each with the start.
 
-    Tested, with Holm's p, are those that sentences speak of.
+    Tested, with Holm's p, are those that sentences report.
     """
     wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
     made = []

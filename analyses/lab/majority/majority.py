@@ -76,7 +76,7 @@ CONTRASTS = {
     "size 1/sqrt(d) of queries and keys, beside such values": (("scaling_only", _SMALL_VALUES), WITHOUT),
 }
 TESTED = "train_loss"  # what sentences compare: Holm's p is over it, at the steps shown
-_MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that nobody published
+_MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that were not published
 KEYS = ["norm", "radius", "step", "measure"]
 
 
@@ -90,7 +90,7 @@ def findings(
 
     Args:
         table: norm, radius, seed, step, measure, value.
-        start: the same of what can be told before training (`start_angles`).
+        start: the same of what can be measured before training (`start_angles`).
         settings, lost: for the record.
 
     Raises:
@@ -233,7 +233,7 @@ class _Estimate:
 
     @property
     def told(self) -> bool:
-        """Whether Holm's p lets it be spoken of as an effect."""
+        """Whether it is significant."""
         return self.p_holm < SIGNIFICANT
 
     @property

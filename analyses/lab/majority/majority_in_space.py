@@ -92,7 +92,7 @@ def stages_of(x: Float[torch.Tensor, "token d"]) -> dict[str, Float[torch.Tensor
     """The stream, and what projection, scaling (to √d, eps 0) and both make of it.
 
     Raises:
-        ValueError: a vector that is zero, or along the ones-vector: it has no direction to scale.
+        ValueError: a vector that is zero, or along the all-ones direction: it has no direction to scale.
     """
     projected = x - x.mean(-1, keepdim=True)
     made = {}
@@ -114,7 +114,7 @@ def points(model: LabTransformer) -> Iterator[tuple[str, str, Float[np.ndarray, 
 
 
 def angle_to_ones(vectors: Float[np.ndarray, "token d"]) -> Float[np.ndarray, " token"]:
-    """Angle of each vector to the line of the ones-vector, 0 to 90 degrees."""
+    """Angle of each vector to the line of the all-ones direction, 0 to 90 degrees."""
     cosine = np.abs(vectors.sum(-1)) / (np.linalg.norm(vectors, axis=-1) * math.sqrt(vectors.shape[-1]))
     found: Float[np.ndarray, " token"] = np.degrees(np.arccos(np.clip(cosine, 0.0, 1.0)))
     return found
@@ -138,7 +138,7 @@ def drawn(run: Run) -> pd.DataFrame:
 
 
 def angles(coordinates: pd.DataFrame) -> pd.DataFrame:
-    """Mean angle of queries to the ones-vector at the stage that each model trained with: KEYS, `seed`, `value`."""
+    """Mean angle of queries to the all-ones direction at each model's own stage: KEYS, `seed`, `value`."""
     own = coordinates[(coordinates["role"] == "query") & (coordinates["stage"] == coordinates["norm"].map(STAGE_OF))]
     found = own.assign(value=angle_to_ones(own[["x", "y", "z"]].to_numpy(float)), measure=ANGLE)
     return found.groupby([*KEYS, "seed"], sort=False)["value"].mean().reset_index()
@@ -148,7 +148,7 @@ def angles(coordinates: pd.DataFrame) -> pd.DataFrame:
 
 
 def run(request: Request) -> Results:
-    """Train (or go on), and take coordinates of every seed."""
+    """Train (or resume), and take coordinates of every seed."""
     runs = make_runs(request)
     carry_out(runs, request)
     done = [r for r in runs if (r.folder / MODEL_FILE).exists()]

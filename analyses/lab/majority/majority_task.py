@@ -1,12 +1,11 @@
 """Majority: what projection and scaling buy a transformer that has to attend uniformly.
 
 Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
-Attending uniformly solves it, and LayerNorm's projection makes that easy: a query along the ones-vector scores every
-projected key alike. The published comparison confounds projection with size, for its layer without projection scales
-to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
-scaling_only} × {radius √d, 1/√d}, and beside them the two norms that do not scale. A small norm makes values small as
+Attending uniformly solves it, and LayerNorm's projection makes that easy: a query along the all-ones direction scores
+every projected key alike. The published comparison confounds projection with size, for its layer without projection
+scales to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
+scaling_only} × {radius √d, 1/√d}, and with them the two norms that do not scale. A small norm makes values small as
 well as scores: `PartShrunk` makes one of them small and leaves the other.
-
 The data of the majority task: bags of classes of which one leads, as counts.
 
 After Brody, Alon & Yahav 2023 (section 4.1 and their published set-up): the counts are partitions of the length, in
@@ -230,7 +229,7 @@ class MajorityTask:
         return math.ceil(len(self.data[0].chosen) / batch)
 
     def batch(self, step: int, size: int, seed: int) -> Bags:
-        """Batches of a shuffled epoch; the last of an epoch is what is left over."""
+        """Batches of a shuffled epoch; the last of an epoch has the remaining examples."""
         train = self.data[0]
         epoch, place = divmod(step, self.steps_per_epoch(size))
         if self._order is None or self._order[0] != (epoch, seed):
@@ -247,7 +246,7 @@ class MajorityTask:
         return F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Test loss and accuracy (per position), and the angle of effective queries to the ones-vector."""
+        """Test loss and accuracy (per position), and the angle of effective queries to the all-ones direction."""
         lab, test = cast("LabTransformer", model), self.data[1]
         tables = tables_of(lab)
         loss, accuracy = bag_accuracy(tables, test, lab.cfg.eps)
@@ -273,7 +272,7 @@ def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch
 
 
 def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
-    """Angle (0-90 degrees) of each token's W_K q to the ones-vector: at 0, projected keys all score alike."""
+    """Angle (0-90 degrees) of each token's W_K q to the all-ones direction: at 0, projected keys all score alike."""
     block = model.blocks[0]
     attention = cast("Attention", block.attn)
     y = cast("nn.Module", block.ln1)(model.embed.W_E)

@@ -58,7 +58,7 @@ class Cell:
     draws: int
 
     def keys(self, seed: int) -> Float64[np.ndarray, "draw key d"]:
-        """The keys; a head's are LN(x) W_K with a W_K of its own in every draw."""
+        """The keys; a head's are LN(x) W_K with a separate W_K in every draw."""
         rng = np.random.default_rng([seed, self.d_model, self.d, self.n, self.space == NORMAL])
         x = rng.standard_normal((self.draws, self.n, self.d_model))
         if self.space == NORMAL:
