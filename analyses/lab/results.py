@@ -216,6 +216,28 @@ def summarize(
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
 
 
+def summarize_kinds(
+    parts: Sequence[tuple[pd.DataFrame, Kind]], keys: Sequence[str], published: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """`summarize` of values of several kinds, one below the other; empty ones are left out."""
+    tables = [summarize(values, keys, published, kind) for values, kind in parts]
+    return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
+
+
+def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[str]) -> pd.DataFrame:
+    """Every other row's `value` minus that of the reference row with the same `same`; rows without one are left out."""
+    of = values[reference][[*same, "value"]]
+    pairs = values[~reference].merge(of, on=list(same), suffixes=("", "_reference"), validate="m:1")
+    return pairs.assign(value=pairs["value"] - pairs.pop("value_reference"))
+
+
+def interval_text(row: Mapping[Any, Any], scale: float = 1.0, digits: int = 3, sign: bool = False) -> str:
+    """Center and interval of a row of a summary, "0.12 [0.10, 0.14]"; the center alone for a single seed."""
+    plus = "+" if sign else ""
+    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
+    return center if np.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
+
+
 def effects(
     values: pd.DataFrame,
     keys: Sequence[str],
@@ -237,10 +259,7 @@ def effects(
         of the paired t test and `p_holm`, adjusted over all rows; seeds without a partner are left out.
     """
     same = [k for k in keys if k not in switch] + ["seed"]
-    plain = values["norm"] == "none"
-    pairs = values[~plain].merge(values[plain][[*same, "value"]], on=same, suffixes=("", "_plain"), validate="m:1")
-    pairs["value"] = pairs["value"] - pairs["value_plain"]
-    return contrasted(pairs, keys, bounds)
+    return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
 
 
 def contrasted(

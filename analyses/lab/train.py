@@ -58,6 +58,7 @@ from ln_probe.analyses.lab.run_folder import (
     read_metrics,
     save_model,
     save_tensors,
+    weights_of,
     why_diverged,
 )
 from ln_probe.analyses.processes import follow_parent, starting_workers
@@ -370,6 +371,20 @@ class Run:
     @property
     def name(self) -> str:
         return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / MODEL_FILE).exists()
+
+    def model(self, step: int | None = None) -> nn.Module:
+        """The trained model, the final one or that of a saved step.
+
+        Raises:
+            FileNotFoundError: it is not there (lists the steps that are).
+        """
+        model = self.spec.build()
+        load_weights(model, weights_of(self.folder, step))
+        return model.eval()
 
 
 Cell = TypeVar("Cell")

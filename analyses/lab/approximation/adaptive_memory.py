@@ -51,7 +51,6 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, doubt, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, step_generator
 from ln_probe.analyses.probes.text import counted
 
@@ -127,10 +126,9 @@ def measured(runs: Sequence[Run]) -> pd.DataFrame:
     """Squared errors of the finished models on `balanced`: KEYS, `seed`, `measure`, `value`."""
     rows, x = [], balanced()
     for run in runs:
-        if not (run.folder / MODEL_FILE).exists():
+        if not run.finished:
             continue
-        model = run.spec.build()
-        model.load_state_dict(load_tensors(run.folder / MODEL_FILE)[0])
+        model = run.model()
         with torch.no_grad():
             error = float((model(x) - adaptive(x)).double().pow(2).mean())
         rows.append((*(run.keys[key] for key in KEYS), run.seed, "mse", error))

@@ -34,7 +34,6 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_tensors
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned
 from ln_probe.analyses.probes.text import counted
 
@@ -88,11 +87,10 @@ def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
     """Errors of the trained models on every length: KEYS, `measure`, `seed`, `value`; those that are finished."""
     rows = []
     for run in runs:
-        if not (run.folder / MODEL_FILE).exists():
+        if not run.finished:
             continue
-        model = run.spec.build()
+        model = run.model()
         assert isinstance(model, RelativeTransformer)
-        model.load_state_dict(load_tensors(run.folder / MODEL_FILE)[0])
         cell = Cell(str(run.keys["target"]), str(run.keys["kernel"]), int(run.keys["heads"]))
         for length in LENGTHS:
             told = _rows(cell, length, *error(cell.target, *affine(model, length)))

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, lag_weights, variance
-from ln_probe.analyses.lab.results import LEVEL, SIGNIFICANT, contrasted, doubt
+from ln_probe.analyses.lab.results import LEVEL, SIGNIFICANT, contrasted, doubt, minus_reference
 from ln_probe.analyses.probes.text import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
@@ -206,10 +206,7 @@ def paired(values: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     Returns:
         A row per combination that has both: `keys` and what `contrasted` gives.
     """
-    same, has = [*keys, "seed"], values[SWITCH].astype(bool)
-    pairs = values[has].merge(values[~has][[*same, "value"]], on=same, suffixes=("", "_without"), validate="1:1")
-    pairs["value"] = pairs["value"] - pairs["value_without"]
-    return contrasted(pairs, keys)
+    return contrasted(minus_reference(values, ~values[SWITCH].astype(bool), [*keys, "seed"]), keys)
 
 
 def dot_product_factors(errors: pd.DataFrame) -> pd.DataFrame:

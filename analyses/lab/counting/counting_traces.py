@@ -40,7 +40,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, EOS, MAX_TES
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights, read_metrics, weights_of
+from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.train import Run, carry_out, diverged
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
@@ -384,7 +384,7 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and follow every cell."""
     runs = counting.make_runs(request, grid(request.quick))
     carry_out(runs, request)
-    found = [followed(r) for r in runs if (r.folder / MODEL_FILE).exists()]
+    found = [followed(r) for r in runs if r.finished]
     tables = {
         name: pd.concat([f[name] for f in found], ignore_index=True) if found else pd.DataFrame(columns=columns)
         for name, columns in COLUMNS.items()
@@ -397,9 +397,7 @@ def followed(run: Run) -> dict[str, pd.DataFrame]:
     task = run.task
     if not isinstance(task, CountingTask):
         raise ValueError(f"traces are of a^n b^n and a^n b^n c^n, got a run on {task.name}")
-    model = run.spec.build()
-    load_weights(model, weights_of(run.folder))
-    reader, trained, tested = LetterByLetter(model, task.letters), task.max_n, MAX_TESTED_N * task.max_n
+    reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
     short, long = phases(reader, trained), phases(reader, tested)
     dimensions = dimension_table(short)
     evaluated = read_metrics(run.folder).iloc[-1]

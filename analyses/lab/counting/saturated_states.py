@@ -42,7 +42,7 @@ import pandas as pd
 from jaxtyping import Float, Shaped
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, summarize, summarize_kinds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -334,9 +334,7 @@ def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) ->
     """
     summary = summarize(values, [*KEYS, "length"], kind="log")
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
-    grown = pd.concat(
-        [summarize(growth[powers], list(KEYS)), summarize(growth[~powers], list(KEYS), kind="share")], ignore_index=True
-    ).drop(columns="published")
+    grown = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
     return Results(
         summary,
         tables={"values": values, "growth": growth, "exponents": grown},

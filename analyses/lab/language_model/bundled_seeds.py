@@ -31,7 +31,7 @@ from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize_kinds
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, save_model
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, train
@@ -189,7 +189,7 @@ def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
             with as_file(shipped(norm)) as folder:
                 yield _measured(folder, request.out, task).assign(norm=norm, seed=SHIPPED_SEED)
     for one in runs:
-        if (one.folder / MODEL_FILE).exists():
+        if one.finished:
             yield _measured(one.folder, one.folder, task).assign(**dict(one.keys), seed=one.seed)
 
 
@@ -252,9 +252,7 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = Fal
     """Tables and sentences from KEYS, `seed`, `value`."""
     values = pd.concat([values, over_layers(values)], ignore_index=True)
     shares = values["measure"].isin((FRACTION, FROZEN))
-    summary = pd.concat(
-        [summarize(values[~shares], KEYS), summarize(values[shares], KEYS, kind="share")], ignore_index=True
-    )
+    summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
     compared = contrasts(values)
     return Results(
         summary,

@@ -38,13 +38,18 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     unselectable_share,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
+from ln_probe.analyses.lab.results import (
+    Results,
+    contrasted,
+    doubt,
+    interval_text,
+    minus_reference,
+    summarize_kinds,
+)
 from ln_probe.analyses.lab.run_folder import (
     LAB_FILE,
-    MODEL_FILE,
     checkpoint_steps,
     kept_beside,
-    load_weights,
     weights_of,
 )
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
@@ -138,8 +143,7 @@ def findings(
         settings: of the runs, with `training` and `unigram_loss`. lost: runs that diverged.
     """
     shares = values["measure"].isin((FRACTION, ACCURACY))
-    parts = [summarize(values[shares], KEYS, kind="share"), summarize(values[~shares], KEYS)]
-    summary = pd.concat([p for p in parts if len(p)], ignore_index=True)
+    summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
     differences = effects_of_terms(values, int(settings["training"]["steps"]))
     return Results(
         summary=summary,
@@ -161,18 +165,11 @@ def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
     told = values[(values["step"] == step) & values["measure"].isin((LOSS, FRACTION)) & (values["space"] != NORMALIZED)]
     same = ["shape", "space", "measure", "seed"]
     means = told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean()
-    pairs = means.merge(means[means["norm"] == WHOLE][[*same, "value"]], on=same, suffixes=("", "_whole"))
-    pairs = pairs[pairs["norm"] != WHOLE]
+    pairs = minus_reference(means, means["norm"] == WHOLE, same)
     keys = ["shape", "norm", "space", "measure"]
     if pairs.empty:
         return pd.DataFrame(columns=keys)
-    return contrasted(pairs.assign(value=pairs["value"] - pairs["value_whole"]), keys)
-
-
-def _interval(row: Mapping[Any, Any], scale: float = 1.0, digits: int = 3, sign: bool = False) -> str:
-    plus = "+" if sign else ""
-    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
-    return center if np.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
+    return contrasted(pairs, keys)
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -182,16 +179,16 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
         loss = part[(part["measure"] == LOSS) & (part["norm"] == WHOLE)]
         if len(loss):
             yield (
-                f"{shape}: held-out masked loss with LayerNorm {_interval(loss.iloc[0].to_dict())} nats (seeds: "
+                f"{shape}: held-out masked loss with LayerNorm {interval_text(loss.iloc[0].to_dict())} nats (seeds: "
                 f"{int(loss['seeds'].iloc[0])}); token frequencies alone give {settings['unigram_loss']:.3f}."
             )
         for row in differences[differences["shape"] == shape].to_dict("records"):
             if row["measure"] == LOSS:
-                what, told = "the held-out masked loss", f"{_interval(row, sign=True)} nats"
+                what, told = "the held-out masked loss", f"{interval_text(row, sign=True)} nats"
             else:
                 where = "as heads see them" if row["space"] == HEAD else "before the norm"
                 what = f"the share of unselectable keys {where} (mean over layers)"
-                told = f"{_interval(row, 100, 1, sign=True)} points"
+                told = f"{interval_text(row, 100, 1, sign=True)} points"
             clear = doubt(row["p_holm"], row["seeds"])
             term = LEFT_OUT[row["norm"]]
             yield f"{shape}: leaving out {term} changes {what} by {told} (seeds: {int(row['seeds'])}){clear}."
@@ -325,21 +322,6 @@ def run_at(request: Request, size: Size) -> Results:
     return findings(values, losses, _settings(started[0], size), tuple(diverged(runs).values()))
 
 
-def trained(run: Run, step: int | None = None) -> Encoder:
-    """The encoder of a run, the final one or that of a kept step.
-
-    Raises:
-        FileNotFoundError: it is not there (says which steps are).
-    """
-    model = cast("Encoder", run.spec.build())
-    load_weights(model, weights_of(run.folder, step))
-    return model.eval()
-
-
-def finished(run: Run) -> bool:
-    return (run.folder / MODEL_FILE).exists()
-
-
 @torch.no_grad()
 def unselectable_read(model: Encoder, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
     """Layer, space, and share of unselectable keys among all keys of a context, mean over contexts (and heads).
@@ -361,7 +343,7 @@ def unselectable_read(model: Encoder, tokens: torch.Tensor) -> Iterator[tuple[in
 
 def _at(run: Run, size: Size, step: int) -> pd.DataFrame:
     assert isinstance(run.task, MaskedTextTask)
-    found = unselectable_read(trained(run, step), run.task.text.held_out(size.contexts))
+    found = unselectable_read(cast("Encoder", run.model(step)), run.task.text.held_out(size.contexts))
     return pd.DataFrame(found, columns=["layer", "space", "value"])
 
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -30,9 +29,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.language_model import encoder
-from ln_probe.analyses.lab.language_model.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size, finished
+from ln_probe.analyses.lab.language_model.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, minus_reference, summarize_kinds
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights
 from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, step_generator
@@ -246,9 +245,9 @@ def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
         raise ValueError(f"passages are told apart by their book: give at least 2 texts, not {len(request.texts)}")
     before = encoder.make_runs(request, size, [cell for cell in encoder.CELLS if cell[1] in TUNED])
     carry_out(before, request)
-    runs = make_runs(request, [r for r in before if finished(r)], tuning)
+    runs = make_runs(request, [r for r in before if r.finished], tuning)
     carry_out(runs, request)
-    done = [r for r in runs if finished(r)]
+    done = [r for r in runs if r.finished]
     if not done:
         raise ValueError("no run is finished yet: leave out --collect to train")
     values = curves(done)
@@ -270,8 +269,7 @@ def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
 def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str, ...] = ()) -> Results:
     """Tables, a figure and sentences from KEYS, `seed`, `value`."""
     share = values["measure"] == ACCURACY
-    summary = pd.concat([summarize(values[share], KEYS, kind="share"), summarize(values[~share], KEYS)])
-    summary = summary.reset_index(drop=True)
+    summary = summarize_kinds([(values[share], "share"), (values[~share], "mean")], KEYS)
     last = values[(values["step"] == settings["training"]["steps"]) & share]
     differences = costs(last)
     return Results(
@@ -287,11 +285,10 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str,
 def costs(last: pd.DataFrame) -> pd.DataFrame:
     """Accuracy minus LayerNorm's of the same seed and shape, with intervals and Holm's p over all rows."""
     same = ["shape", "step", "measure", "seed"]
-    pairs = last.merge(last[last["norm"] == WHOLE][[*same, "value"]], on=same, suffixes=("", "_whole"))
-    pairs = pairs[pairs["norm"] != WHOLE]
+    pairs = minus_reference(last, last["norm"] == WHOLE, same)
     if pairs.empty:
         return pd.DataFrame(columns=KEYS)
-    return contrasted(pairs.assign(value=pairs["value"] - pairs["value_whole"]), KEYS, (-1.0, 1.0))
+    return contrasted(pairs, KEYS, (-1.0, 1.0))
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -299,22 +296,16 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
     books = len(settings["data"]["books"])
     for row in last[last["norm"] == WHOLE].to_dict("records"):
         yield (
-            f"{row['shape']}, LayerNorm: {_interval(row)} % of held-out passages of {settings['data']['length']} "
-            f"tokens are given to the right one of {books} books (seeds: {row['seeds']}). By chance it would be "
+            f"{row['shape']}, LayerNorm: {interval_text(row, 100, 1)} % of held-out passages of "
+            f"{settings['data']['length']} tokens are given to the right one of {books} books (seeds: {row['seeds']}). By chance it would be "
             f"{100 / books:.0f} %; token counts alone give {100 * settings['counted_accuracy']:.1f} %."
         )
     for row in differences.to_dict("records"):
         clear = doubt(row["p_holm"], row["seeds"])
         yield (
-            f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by {_interval(row, sign=True)} "
-            f"points (seeds: {row['seeds']}){clear}."
+            f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by "
+            f"{interval_text(row, 100, 1, sign=True)} points (seeds: {row['seeds']}){clear}."
         )
-
-
-def _interval(row: Mapping[Any, Any], sign: bool = False) -> str:
-    plus = "+" if sign else ""
-    center, low, high = (f"{100 * float(row[c]):{plus}.1f}" for c in ("mean", "ci_low", "ci_high"))
-    return center if np.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
 
 
 def _draw(last: pd.DataFrame) -> Figure:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, summarize_kinds
 from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, load_run, read_metrics, weights_of
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
@@ -214,10 +214,7 @@ def findings(
         settings: `training`, `model` and `data` of the runs. lost: runs that diverged.
     """
     shares = values["measure"] == FRACTION
-    summary = pd.concat(
-        [summarize(values[shares], KEYS, PUBLISHED, kind="share"), summarize(values[~shares], KEYS, PUBLISHED)],
-        ignore_index=True,
-    )
+    summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS, PUBLISHED)
     # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.
     other = summary["step"] != settings["training"]["steps"]
     if settings["model"]["d_vocab"] != GPT2_VOCABULARY:

@@ -364,7 +364,7 @@ def run_from(request: Request, size: Size, start: Path) -> Results:
     """The same from any lab run whose norms are LayerNorms."""
     runs = make_runs(request, size, start)
     carry_out(runs, request)
-    finished = [r for r in runs if (r.folder / MODEL_FILE).exists()]
+    finished = [r for r in runs if r.finished]
     if not finished:
         raise ValueError("no run is finished yet: leave out --collect to train")
     for each in finished:

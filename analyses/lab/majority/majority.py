@@ -31,7 +31,7 @@ from ln_probe.analyses.lab.majority.majority_task import (
     query_angles,
 )
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, summarize
+from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, summarize_kinds
 from ln_probe.analyses.lab.train import ModelSpec, Run, TrainConfig, carry_out, curves, diverged, planned, train_all
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
@@ -121,8 +121,7 @@ def findings(
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
     """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
     shares = values["measure"].eq("test_accuracy")
-    parts = [summarize(values[~shares], KEYS, published), summarize(values[shares], KEYS, published, kind="share")]
-    found = pd.concat([part for part in parts if len(part)], ignore_index=True)
+    found = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
     angles = found["measure"].eq("angle_deg")
     found.loc[angles, ["ci_low", "ci_high"]] = found.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
     return found

@@ -19,8 +19,15 @@ import torch
 from jaxtyping import Float
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, checkpoint_steps, load_weights, weights_of
+from ln_probe.analyses.lab.results import (
+    Results,
+    contrasted,
+    doubt,
+    interval_text,
+    minus_reference,
+    summarize_kinds,
+)
+from ln_probe.analyses.lab.run_folder import checkpoint_steps
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
@@ -120,18 +127,11 @@ def angle_to_ones(vectors: Float[np.ndarray, "token d"]) -> Float[np.ndarray, " 
     return found
 
 
-def trained(run: Run, step: int | None = None) -> LabTransformer:
-    """The model of a run, the final one or that of a kept step."""
-    model = cast("LabTransformer", run.spec.build())
-    load_weights(model, weights_of(run.folder, step))
-    return model.eval()
-
-
 def drawn(run: Run) -> pd.DataFrame:
     """COORDINATES of a run's models: a row per kept step, stage, role and token."""
     rows = []
     for step in checkpoint_steps(run.folder):
-        for stage, role, vectors in points(trained(run, step)):
+        for stage, role, vectors in points(cast("LabTransformer", run.model(step))):
             for token, (x, y, z) in enumerate(vectors.tolist()):
                 rows.append((run.keys["norm"], run.keys["radius"], run.seed, step, stage, role, token, x, y, z))
     return pd.DataFrame(rows, columns=COORDINATES)
@@ -151,7 +151,7 @@ def run(request: Request) -> Results:
     """Train (or resume), and take coordinates of every seed."""
     runs = make_runs(request)
     carry_out(runs, request)
-    done = [r for r in runs if (r.folder / MODEL_FILE).exists()]
+    done = [r for r in runs if r.finished]
     if not done:
         raise ValueError("no run is finished yet: leave out --collect to train")
     last = curves(done)
@@ -182,8 +182,7 @@ def findings(
     """
     values = pd.concat([angles(coordinates), scores], ignore_index=True)[[*KEYS, "seed", "value"]]
     share = values["measure"] == ACCURACY
-    parts = [summarize(values[~share], KEYS), summarize(values[share], KEYS, kind="share")]
-    summary = pd.concat([p for p in parts if len(p)], ignore_index=True)
+    summary = summarize_kinds([(values[~share], "mean"), (values[share], "share")], KEYS)
     summary[["ci_low", "ci_high"]] = summary[["ci_low", "ci_high"]].clip(*_bounds(summary["measure"]), axis=0)
     contrasts = against_layernorm(values)
     return Results(
@@ -199,11 +198,8 @@ def findings(
 def against_layernorm(values: pd.DataFrame) -> pd.DataFrame:
     """Angles and accuracies after training minus LayerNorm's of the same seed, with intervals and Holm's p over all."""
     told = values[(values["step"] > 0) & values["measure"].isin((ANGLE, ACCURACY))]
-    whole = told[(told["norm"] == WHOLE[0]) & (told["radius"] == WHOLE[1])]
-    same = ["seed", "step", "measure"]
-    pairs = told.merge(whole[[*same, "value"]], on=same, suffixes=("", "_whole"))
-    pairs = pairs[(pairs["norm"] != WHOLE[0]) | (pairs["radius"] != WHOLE[1])]
-    found = contrasted(pairs.assign(value=pairs["value"] - pairs["value_whole"]), KEYS)
+    whole = (told["norm"] == WHOLE[0]) & (told["radius"] == WHOLE[1])
+    found = contrasted(minus_reference(told, whole, ["seed", "step", "measure"]), KEYS)
     most = _bounds(found["measure"])[1]
     found[["ci_low", "ci_high"]] = found[["ci_low", "ci_high"]].clip(-most, most, axis=0)
     return found
@@ -215,12 +211,6 @@ def _bounds(measures: pd.Series) -> tuple[pd.Series, pd.Series]:
     return 0.0 * measures.map(len), most
 
 
-def _interval(row: dict[Any, Any], scale: float = 1.0, digits: int = 0, sign: bool = False) -> str:
-    plus = "+" if sign else ""
-    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
-    return center if math.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
-
-
 def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
     angle = summary[summary["measure"] == ANGLE]
     right = summary[summary["measure"] == ACCURACY]
@@ -229,13 +219,13 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
         one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step").to_dict("records")
         score = right[(right["norm"] == norm) & (right["radius"] == radius)].to_dict("records")
         text = (
-            f"{norm} at radius {radius}: queries stand at {_interval(one[0])}° to the ones-vector before training and "
-            f"at {_interval(one[-1])}° after {one[-1]['step']} steps (random directions: {RANDOM_ANGLE:.0f}°); test "
-            f"accuracy {_interval(score[0], 100, 1)} % (seeds: {one[-1]['seeds']})"
+            f"{norm} at radius {radius}: queries stand at {interval_text(one[0], digits=0)}° to the ones-vector before "
+            f"training and at {interval_text(one[-1], digits=0)}° after {one[-1]['step']} steps (random directions: "
+            f"{RANDOM_ANGLE:.0f}°); test accuracy {interval_text(score[0], 100, 1)} % (seeds: {one[-1]['seeds']})"
         )
         if (row := compared.get((norm, radius))) is not None:
             clear = doubt(row["p_holm"], row["seeds"])
-            text += f"; against LayerNorm {_interval(row, sign=True)}°{clear}"
+            text += f"; against LayerNorm {interval_text(row, digits=0, sign=True)}°{clear}"
         yield f"{text}."
 
 
