@@ -1,11 +1,10 @@
-"""A training step of the majority model at the published batch of 6000, four ways, and that they are the same model.
+"""A training step of the majority model at the published batch of 6000, three ways, and that they are the same model.
 
     plain      torch.nn.TransformerEncoderLayer on 6000 sequences of 50 tokens
     torch      one row per distinct token, in torch's own operations
-    stacked    the same for several seeds in one step (torch.func.vmap); milliseconds per seed
     compiled   one row per distinct token, in the lab's compiled sweep (what `MajorityTask` does)
 
-Forward, backward and Adam. The four take turns in every repeat, so that a busy machine slows all alike; processor time
+Forward, backward and Adam. The three alternate in every repeat, so that a busy machine slows all alike; processor time
 is given beside the clock's. Then plain and compiled are trained from the same weights on the same batches, and the
 largest relative difference of their losses is reported.
 """
@@ -20,13 +19,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
 
 from ln_probe.analyses.lab.majority.bags import Bags
 from ln_probe.analyses.lab.majority.majority_task import BATCH, MajorityTask, majority_model, sequences, tables_of
 from ln_probe.analyses.lab.transformer import LabTransformer
 
-REPEATS, STACK, CURVE_STEPS = 9, 4, 50
+REPEATS, CURVE_STEPS = 9, 50
 
 
 class Plain(nn.Module):
@@ -85,39 +83,6 @@ def rows_of(bags: Bags) -> tuple[Tensor, ...]:
     return token, counts[example, token], counts.log()[example], label[example]
 
 
-def stacked_step(models: list[LabTransformer]) -> Callable[[list[Bags]], None]:
-    params, buffers = stack_module_state(models)
-    optimizer = torch.optim.Adam(params.values())
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = models[0]
-
-        def forward(self, *rows: Tensor) -> Tensor:
-            return torch_loss(tables_of(self.model).all(), rows)
-
-    frame = Loss()
-
-    def one(parameters: dict[str, Tensor], held: dict[str, Tensor], *rows: Tensor) -> Tensor:
-        named = {f"model.{k}": v for k, v in (parameters | held).items()}
-        return functional_call(frame, named, rows)
-
-    def step(batches: list[Bags]) -> None:
-        parts = [rows_of(b) for b in batches]
-        longest = max(len(p[0]) for p in parts)
-        padded = []
-        for i in range(4):  # shorter batches repeat rows at weight 0
-            padded.append(
-                torch.stack([F.pad(p[i], (*(0, 0) * (p[i].ndim - 1), 0, longest - len(p[i]))) for p in parts])
-            )
-        optimizer.zero_grad()
-        vmap(one, in_dims=(0, 0, 0, 0, 0, 0))(params, buffers, *padded).sum().backward()
-        optimizer.step()
-
-    return step
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -126,9 +91,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     task = MajorityTask(0)
     torch.manual_seed(0)
-    models = [majority_model("layernorm").build() for _ in range(STACK + 1)]
-    plain, compiled = Plain(models[0]), models[0]
-    other = majority_model("layernorm").build()
+    compiled, other = (majority_model("layernorm").build() for _ in range(2))
+    plain = Plain(compiled)
 
     def stepper(loss: Callable[[Bags], Tensor], model: nn.Module) -> Callable[[int], None]:
         optimizer = torch.optim.Adam(model.parameters())
@@ -140,22 +104,20 @@ def main() -> None:
 
         return step
 
-    stacked = stacked_step(models[1:])
-    ways: dict[str, tuple[Callable[[int], None], int]] = {
-        "plain": (stepper(lambda b: plain_loss(plain, b), plain), 1),
-        "torch": (stepper(lambda b: torch_loss(tables_of(other).all(), rows_of(b)), other), 1),
-        "stacked": (lambda i: stacked([task.batch((i + j) % 13, BATCH, 0) for j in range(STACK)]), STACK),
-        "compiled": (stepper(lambda b: task.loss(compiled, b), compiled), 1),
+    ways: dict[str, Callable[[int], None]] = {
+        "plain": stepper(lambda b: plain_loss(plain, b), plain),
+        "torch": stepper(lambda b: torch_loss(tables_of(other).all(), rows_of(b)), other),
+        "compiled": stepper(lambda b: task.loss(compiled, b), compiled),
     }
     clock: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(-1, args.repeats):
-        for name, (step, seeds) in ways.items():
+        for name, step in ways.items():
             began, used = time.perf_counter(), time.process_time()
             step(max(i, 0))
             if i >= 0:  # the first warms up
-                clock[name].append(1e3 * (time.perf_counter() - began) / seeds)
-                processor[name].append(1e3 * (time.process_time() - used) / seeds)
+                clock[name].append(1e3 * (time.perf_counter() - began))
+                processor[name].append(1e3 * (time.process_time() - used))
     first = statistics.median(clock["plain"]), statistics.median(processor["plain"])
     print(f"a training step at batch {BATCH}, ms per model, {args.threads} thread(s), medians of {args.repeats}")
     print(f"{'':10}{'clock':>9}{'times':>8}{'processor':>12}{'times':>8}")

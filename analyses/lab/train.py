@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import pandas as pd
 import torch
@@ -394,20 +394,21 @@ def planned(
     cells: Iterable[Cell],
     request: Request,
     *,
-    keys: Callable[[Cell], Mapping[str, str | int | float]],
     name: Callable[[Cell], str],
     task: Callable[[Cell, int], Task],
-    spec: Callable[[Cell], ModelSpec],
     training: Callable[[Cell, int], TrainConfig],
+    spec: Callable[[Cell], ModelSpec] | None = None,
+    keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
 ) -> list[Run]:
     """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result.
 
     Args:
         cells: what is compared, one model to train each.
         request: whose seeds and folder.
-        keys: a cell's columns in the tables.
         name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
-        task, spec, training: of a cell (and a seed).
+        task, training: of a cell and a seed.
+        spec: of a cell; None: its method `spec`.
+        keys: a cell's columns in the tables; by default its fields.
 
     Raises:
         ValueError: two cells have the same name, so that their runs would share a folder.
@@ -418,9 +419,9 @@ def planned(
         raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
     return [
         Run(
-            keys(cell),
+            dict(keys(cell)),
             task(cell, seed),
-            spec(cell),
+            spec(cell) if spec is not None else cast("Any", cell).spec(),
             training(cell, seed),
             request.out / "runs" / f"{name(cell)}-seed{seed}",
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,10 +175,8 @@ def make_runs(request: Request) -> list[Run]:
     return planned(
         grid(request.quick),
         request,
-        keys=asdict,
         name=lambda cell: f"heads{cell.heads}-ffn{cell.width}-{'dot' if cell.dot_product else 'free'}",
         task=lambda _, __: AdaptiveTask(),
-        spec=Cell.spec,
         training=lambda _, seed: training(request.quick, seed),
     )
 

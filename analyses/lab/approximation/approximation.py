@@ -210,10 +210,8 @@ def make_runs(request: Request) -> list[Run]:
     return planned(
         grid(request.quick),
         request,
-        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda cell, _: ApproximationTask(cell.target),
-        spec=Cell.spec,
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
 

@@ -162,10 +162,8 @@ def _run(request: Request, cells: Sequence[Cell], shorter: Mapping[str, int]) ->
     runs = planned(
         cells,
         request,
-        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda *_: task,
-        spec=Cell.spec,
         training=lambda _, seed: training(request.quick, seed, **shorter),
     )
     carry_out(runs, request)

@@ -108,10 +108,8 @@ def make_runs(request: Request) -> list[Run]:
     return planned(
         grid(request.quick),
         request,
-        keys=lambda cell: {"target": cell.target, "kernel": cell.kernel, "heads": cell.heads},
         name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
         task=lambda cell, _: ApproximationTask(cell.target),
-        spec=Cell.spec,
         training=lambda _, seed: training(request.quick, seed),
     )
 

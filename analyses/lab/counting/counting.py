@@ -247,10 +247,8 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
     return planned(
         grid(request.quick) if cells is None else cells,
         request,
-        keys=lambda cell: {key: getattr(cell, key) for key in KEYS},
         name=lambda cell: "-".join(str(getattr(cell, key)) for key in KEYS).replace(" ", ""),
         task=lambda cell, _: make_task(cell, request.quick),
-        spec=Cell.spec,
         training=lambda cell, seed: training(cell, request.quick, seed),
     )
 

@@ -81,10 +81,8 @@ def make_runs(request: Request) -> list[Run]:
     return planned(
         grid(request.quick),
         request,
-        keys=lambda cell: vars(cell),
         name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
         task=lambda cell, _: PrefixTask(cell.task, PUBLISHED_LENGTHS[:3] if request.quick else PUBLISHED_LENGTHS),
-        spec=Cell.spec,
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
 

@@ -468,10 +468,8 @@ def runs_of(
     return planned(
         cells,
         request,
-        keys=vars,
         name=lambda cell: name.format(**vars(cell)),
         task=lambda cell, _: BlockTask(cell.k, words),
-        spec=Cell.spec,
         training=lambda _, seed: schedule(request.quick, seed),
     )
 

@@ -297,8 +297,9 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
     for row in last[last["norm"] == WHOLE].to_dict("records"):
         yield (
             f"{row['shape']}, LayerNorm: {interval_text(row, 100, 1)} % of held-out passages of "
-            f"{settings['data']['length']} tokens are given to the right one of {books} books (seeds: {row['seeds']}). By chance it would be "
-            f"{100 / books:.0f} %; token counts alone give {100 * settings['counted_accuracy']:.1f} %."
+            f"{settings['data']['length']} tokens are given to the right one of {books} books "
+            f"(seeds: {row['seeds']}). By chance it would be {100 / books:.0f} %; token counts alone give "
+            f"{100 * settings['counted_accuracy']:.1f} %."
         )
     for row in differences.to_dict("records"):
         clear = doubt(row["p_holm"], row["seeds"])
