@@ -3,8 +3,8 @@
 *One logit* over all heads and MLPs (`attribute_logits`, from the model to the table: finding norms, parts and wiring
 included); *one score* against another key; the *writers* and *attribution* observers on a prompt, their own pass
 included (norms and wiring are found once a model, and are not counted). Random weights, two threads; medians of repeats
-that alternate with a bare forward pass, in one process, wall and processor time. Peaks of memory are of processes of
-their own beside that of the forward pass. Bounds: one logit ≤ 2 passes; `writers` ≤ 2.5 passes and 1.3 × the memory.
+that alternate with a bare forward pass, in one process, wall and processor time. Peaks of memory are of separate
+processes, compared with the forward pass's. Bounds: one logit ≤ 2 passes; `writers` ≤ 2.5 passes and 1.3 × the memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch reports: 2 workers against 1, the overhead over a bare loop, and the driver's memory.
 
-Every figure comes from whole commands in processes of their own, imports included; times of one pair are taken one
-after the other, several times, and the medians are given. CPU seconds (of all processes together) stand beside the
+Every figure comes from whole commands in separate processes, imports included; times of one pair are taken one
+after the other, several times, and the medians are given. CPU seconds (of all processes together) are given with the
 wall clock's, since they depend less on what else the machine does. The loop saves its tables; the command also writes
 a page for each checkpoint and an index, and that counts as its overhead.
 """
@@ -100,7 +100,7 @@ def speed(home: Path, repeats: int, prompts: int) -> None:
 def memory(home: Path) -> None:
     print("\n| units | driver's peak memory, MB |\n|---|---|")
     for units in (10, 1000):
-        rows = [[i % 50, (7 * i) % 50, 3] for i in range(units - 3)]  # calibration, unembedding and report beside them
+        rows = [[i % 50, (7 * i) % 50, 3] for i in range(units - 3)]  # plus calibration, unembedding and report
         prompts = write_prompts(home / f"{units}.jsonl", rows)
         options = ["--prompts", prompts, "--shard", "1", "--layers", "0", "--workers", "1", "--quiet"]
         command = [sys.executable, "-c", _DRIVER, "report", MODELS[0], "--out", str(home / f"m{units}"), *options]

@@ -1,10 +1,10 @@
-"""What taking every norm apart costs beside a bare forward pass, and beside a full activation cache.
+"""Cost of decomposing every norm, compared with a bare forward pass and with a full activation cache.
 
 GPT-2 small's shape, random weights, 8 prompts of 512 tokens, two threads. *Bare*: eight forward passes, nothing looked
 at. *Decomposition*: `ln_probe.analyze(…, probes=("decomposition",))`, from the model to the table. *Cache*: the same
 statistics by `run_with_cache`, a prompt at a time (the cache of all eight would take 8 GB). Times are medians of
 alternated repeats in one process (processor time too, which other users of the machine disturb less); each peak of
-memory is that of a process of its own (which has loaded the same packages and model) beside the bare one's.
+memory is that of a separate process (which has loaded the same packages and model), compared with the bare one's.
 """
 
 from __future__ import annotations

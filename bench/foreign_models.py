@@ -1,4 +1,4 @@
-"""Four small models of kinds that nobody ships with weights: training them, and the prompts they are measured on.
+"""Four small models of kinds that are not distributed with weights: their training and their prompts.
 
     python bench/foreign_models.py FOLDER [NAME …]    # one to four minutes each on one idle core
 
@@ -280,7 +280,7 @@ class Measured:
 
 
 def measured(name: str, count: int) -> Measured:
-    """The prompts of a model from the end of its books: `count` that are measured and as many others, by turns."""
+    """The prompts of a model from the end of its books: `count` that are measured, alternating with as many others."""
     if name in LANGUAGE:
         spec = LANGUAGE[name]
         _, text = parts(spec.book)

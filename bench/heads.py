@@ -47,7 +47,7 @@ def gpt2_shape() -> Any:
 
 
 def seconds(whats: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Medians of processor time, taken by turns."""
+    """Medians of processor time, measured alternately."""
     found: list[list[float]] = [[] for _ in whats]
     for _ in range(repeats + 1):
         for what, times in zip(whats, found, strict=True):

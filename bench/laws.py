@@ -44,7 +44,7 @@ def main() -> int:
                 result, detail = "held", check(subject(architecture), model_class)
             except Refused as refusal:
                 result, detail = "refused", str(refusal)
-            except Exception as error:  # whatever happens, it is not the law
+            except Exception as error:  # any exception means that the law does not hold
                 result, detail = "broken", f"{type(error).__name__}: {error}"
             results[law, result].append(name)
             if asked.verbose or result == "broken":

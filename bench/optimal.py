@@ -1,4 +1,4 @@
-"""Loss-optimal constants of the bundled models: fits them, writes them beside the weights, and measures both estimates.
+"""Loss-optimal constants of the bundled models: fit them, save them with the weights, measure both estimates.
 
     python bench/optimal.py lm-layernorm lm-none     # about 20 minutes of one core for a model with nine norms
     python bench/optimal.py                          # every bundled model

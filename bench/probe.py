@@ -5,8 +5,8 @@ norm have equal lengths); the same with every token's keys stretched by a lognor
 norm could do, so it is done to the keys that ln_probe rebuilds; and the MGM checkpoint, if LN_PROBE_MGM names its
 folder. Of each: a bare forward pass; verdicts and bracketed margins of the intact variant; selectability as `analyze`
 measures it (both spaces, four variants, attainable attention, reachable and observed); then everything `analyze` does,
-the causal probe's many forward passes included. Each part runs in a process of its own, whose peak memory is reported
-beside that of the forward pass.
+the causal probe's many forward passes included. Each part runs in a separate process, whose peak memory is reported
+as a multiple of the forward pass's.
 """
 
 from __future__ import annotations

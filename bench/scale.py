@@ -3,7 +3,7 @@
 One layer with random weights, keys of which one is a sink (its length ten times the others') and the rest heavy-tailed
 (lognormal(1) lengths), four variants, verdicts, margins, attainable attention over the reachable and the observed set,
 in head space: all keys, or a sample of 64 of each head. With `--seven-b` the layer of a 7B model's shape: 32 heads of
-128, 2048 tokens, sampled. Every measurement runs in a process of its own; peak memory is given beside what the keys
+128, 2048 tokens, sampled. Every measurement runs in a separate process; peak memory is given with what the keys
 themselves take; compiling is done before the clock starts.
 
     python bench/scale.py --quick          # up to 1024 tokens
@@ -81,7 +81,7 @@ def _sampled(keys: np.ndarray, center: np.ndarray, axes: np.ndarray, count: int)
 
 
 def apart(shape: dict[str, int], sample: int) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Run the measurement in a separate process."""
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     command = [sys.executable, __file__, "--one", json.dumps(shape | {"sample": sample})]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -2,7 +2,7 @@
 
 Writes one table, `bench/results/scales.csv`, and prints it.
 
-Keys of scales from the smallest float64 to 1e300, with biases and query sets of scales of their own, an offset of the
+Keys of scales from the smallest float64 to 1e300, with biases and query sets of other scales, an offset of the
 bias up to 1e15 times its spread, in float64 and strictly. Every set passes `certify()`; then every verdict is checked
 in whole numbers, from the witness or the weights as the user gets them:
 
@@ -44,7 +44,7 @@ KEYS = 200_000
 SHAPES = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
 DECADES = 50  # of one row
 SMALLEST, LARGEST = -323.3, 300.0  # decades of scales
-# What float64 may add to a residual that was compared with tau, and how exactly copies are told apart (`certificates`).
+# What float64 may add to a residual that was compared with tau, and how exactly copies are compared (`certificates`).
 SLACK, NEAR = Fraction(1, 1000), Fraction(1, 10**6)
 NAMES = ("selectable", "unselectable", "duplicate", "undecided")
 COLUMNS = ("scale of the keys", "keys", *NAMES, "certificates checked", "wrong", "open positions", "no float64 witness")

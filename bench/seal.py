@@ -1,4 +1,4 @@
-"""What `analyze` does when somebody does something to the model: `tests/seal_cases.py` over every model class.
+"""What `analyze` does when the model is changed during a run: `tests/seal_cases.py` over every model class.
 
 Prints each case with its outcome (identical, accepted and noted, refused, wrong) and the words that tell it. `--out
 FILE.csv` writes the table; rows of another TransformerLens version stay in the file. `--cost` measures what the seal

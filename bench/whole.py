@@ -1,9 +1,9 @@
 """What a default report of GPT-2 small's real shape costs, by stage and as a whole: wall, processor time, peak memory.
 
 Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_PROBE_SHARED), so nothing is downloaded;
-every stage in a process of its own: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
+every stage in a separate process: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
 types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
-what all its processes hold of their own (`sum`: proportional set sizes, twice a second), and when its page is there for
+the private memory of all its processes (`sum`: proportional set sizes, twice a second), and when its page is there for
 the first time (`page`). `planned`: what `ln-probe plan` says of the same command beforehand.
 
     python bench/whole.py                         this checkout

@@ -14,8 +14,8 @@
 # # Does projection matter?
 #
 # LayerNorm takes the mean off a vector before it scales it. Brody, Alon & Yahav (2023) argue that this helps
-# attention: with every key orthogonal to the ones-vector, a query along that vector attends uniformly, whatever the
-# keys are. Two ways to ask: take projection away from a model that was trained with it, and train a model without it.
+# attention: with every key orthogonal to the all-ones direction, a query along it attends uniformly, for any
+# keys. Two ways to ask: remove projection from a model that was trained with it, and train a model without it.
 
 # %%
 import pandas as pd
@@ -118,7 +118,7 @@ figure
 
 # %% [markdown]
 # How uniformly do their heads attend, and does the head that has projection use the direction the paper points at? 0°
-# would attend uniformly whatever the keys; a random direction stands near 90°.
+# would attend uniformly for any keys; a random direction is near 90°.
 
 # %%
 tokens, _ = examples(torch.Generator().manual_seed(99))

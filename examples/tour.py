@@ -37,14 +37,14 @@ report
 #
 #     LN(x) = gain · (Px) / sigma + bias
 #
-# Projection (P) takes off the part along the ones-vector; scaling (1/sigma) puts what is left onto a sphere. How much
-# there is to take off, and how much lengths differ before they are evened out:
+# Projection (P) removes the component along the all-ones direction; scaling (1/sigma) puts the rest onto a sphere.
+# How large that component is, and how much lengths differ before scaling:
 
 # %%
 report.layernorms[["site", "reads", "mean_share", "angle_to_ones_deg", "norm_before_mean", "norm_before_cv"]]
 
 # %% [markdown]
-# The same as a picture. Points are real tokens; height is the coordinate along the ones-vector.
+# The same as a picture. Points are real tokens; height is the coordinate along the all-ones direction.
 
 # %%
 geometry(report, "blocks.1.ln1")
@@ -53,7 +53,7 @@ geometry(report, "blocks.1.ln1")
 # ## Which keys can a query select?
 #
 # A key is *unselectable* if it lies in the convex hull of the others: no query gives it the highest score. Each head
-# is looked at as it is (`intact`) and with one term taken away at a time.
+# is measured intact (`intact`) and with one term removed at a time.
 
 # %%
 heads = report.heads[report.heads["space"] == "head"]
@@ -107,7 +107,7 @@ found.certify()
 # ## Keep it, open it, compare it
 #
 # `save` writes parquet tables, `report.json` with where everything came from, and `report.html`: one file that opens
-# offline. Here another bundled model, which was trained without scaling before attention, stands beside the first.
+# offline. Here another bundled model, which was trained without scaling before attention, is compared with the first.
 
 # %%
 import tempfile

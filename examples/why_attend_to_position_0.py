@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Why does this head attend to position 0?
 #
-# Attention sinks: heads that look at the first token whatever it is. A score is bilinear in the parts of query and key
-# once both sigmas are held, so the question has an exact answer: which part of the query meets which part of the key,
-# and what gain, bias, projection and the sigmas of LayerNorm do to it.
+# Attention sinks are heads that attend to the first token regardless of its content. A score is bilinear in the
+# components of query and key once both sigmas are held, so the question has an exact answer: which component of the
+# query meets which component of the key, and what gain, bias, projection and the sigmas of LayerNorm do to it.
 
 # %%
 import os
@@ -28,7 +28,7 @@ from ln_probe import hooks
 from ln_probe.prompts import make_prompts
 
 SHOWN = 4  # heads in the tables
-FIRST = 10  # the first query that is looked at
+FIRST = 10  # the first query that is analyzed
 
 
 def to_position_0(model: torch.nn.Module, ids: torch.Tensor, layer: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ of_raw.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "rec
 #
 # `fold_ln` moves gain and bias into the weights that follow; `center_writing_weights` makes everything that writes to
 # the residual stream sum to zero. The model computes the same function, but its norms do less: projection has nothing
-# left to take off *by construction*, and a report says so instead of printing zeros as a finding.
+# left to take off *by construction*, and a report states this instead of printing zeros as a finding.
 
 # %%
 folded = ln_probe.load_model(folder, fold_ln=True, center_writing_weights=True)

@@ -8,7 +8,11 @@ Names resolve on first use (PEP 562), so that ``import ln_probe`` stays cheap; `
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -76,3 +80,36 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Public modules of 0.2 and their new names; removed in 0.5.
+_MOVED = {
+    "prompting": {"prompts": "ln_probe.prompts"},
+    "render": {
+        **dict.fromkeys(("drawing", "effects", "figures", "norm_geometry"), "ln_probe.page.figures"),
+        "heads": "ln_probe.page.heads",
+    },
+    "reporting": {"token_places": "ln_probe.exhibits"},
+}
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Import a moved module under its old name, with a DeprecationWarning."""
+
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        folder, _, module = fullname.removeprefix("ln_probe.").partition(".")
+        if not fullname.startswith("ln_probe.") or folder not in _MOVED or (module and module not in _MOVED[folder]):
+            return None
+        return ModuleSpec(fullname, self, is_package=not module)
+
+    def exec_module(self, module: ModuleType) -> None:
+        _, folder, *name = module.__name__.split(".")
+        if name:
+            from ln_probe.hooks.deprecation import deprecated
+
+            instead = _MOVED[folder][name[0]]
+            deprecated(module.__name__, instead, "0.3", "0.5", level=5)
+            sys.modules[module.__name__] = import_module(instead)
+
+
+sys.meta_path.insert(0, _MovedModules())

@@ -51,7 +51,7 @@ READ = (2, 3, 4)
 _FORMAT_OF_0_1_0 = 2
 # Rows per byte of a parquet file, at most: our tables take some bytes per row, constant columns almost none.
 _ROWS_PER_BYTE = 100
-_FEW_ROWS = 1_000_000  # tables of fewer rows are read whatever the file's size
+_FEW_ROWS = 1_000_000  # tables of fewer rows are read regardless of the file's size
 _MEANT_0_1_0 = (
     "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
     "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
@@ -221,7 +221,7 @@ class Report:
             prompt: the prompt shown first.
 
         Raises:
-            ValueError: no attention was kept for that layer, head or prompt; the message lists what was kept.
+            ValueError: no attention was kept for that layer, head or prompt; the message lists those that were.
         """
         from ln_probe.page.attention import AttentionView
         from ln_probe.page.heads import HeadMap

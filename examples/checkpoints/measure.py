@@ -184,7 +184,7 @@ def main() -> None:
         # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
         given = None if case.prompts == "books" else path
         report = ln_probe.analyze(model, given, probes=[Causal(case.single)], progress=False)
-    # (Beside the committed tables, which the documents are made of.)
+    # (Next to the committed tables, from which the documents take their figures.)
     out = HERE / ("checked" if args.check else "tables") / args.name
     out.mkdir(parents=True, exist_ok=True)
     report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")

@@ -117,7 +117,7 @@ function pattern() {
   at("frozen").hidden = !frozen;
   at("unchanged").hidden = Boolean(frozen);
   clearTimeout(pattern.later);
-  // (The second chart after the first is seen: React draws in tasks of its own.)
+  // (The second chart after the first is seen: React draws in separate tasks.)
   if (frozen) pattern.later = setTimeout(() => { draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks }); setTimeout(tell, 50); }, 50);
   at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
   const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
@@ -200,7 +200,7 @@ function read(event) {
   return [q, k, shown.full[`${shown.layers[layerAt]}.${shown.heads[headAt]}`][q * n + k]];
 }
 
-// The page around the frame is told how tall it should be. Observers rest while a frame is out of sight, so it is also
+// The frame reports its height to the page around it. Observers rest while a frame is out of sight, so it is also
 // told after every drawing (by then React has put its elements in place).
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 

@@ -78,7 +78,7 @@ function moved(event) {
   at("map").querySelector('[aria-pressed="true"]')?.focus();
 }
 
-// Somebody's address, or the page's: only three whole numbers are taken, and only if they name something that is kept.
+// An address from a user or from the page: only three whole numbers are taken, and only if they name something that is kept.
 function go(place) {
   if (!Array.isArray(place) || place.length !== 3 || !place.every((n) => Number.isInteger(n) && n >= 0)) return;
   const [layer, head, prompt] = place, i = data.prompts.findIndex((p) => p.prompt === prompt);
@@ -90,7 +90,7 @@ function go(place) {
   choosePrompt(i, layer, head);
 }
 
-// The place of the head that is shown, told to whoever holds the address.
+// The position of the shown head, sent to the window that holds the address.
 function told() {
   at("lost").hidden = true;
   const place = [shown.layers[layerAt], shown.heads[headAt], shown.prompt];

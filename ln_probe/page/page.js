@@ -123,7 +123,7 @@ for (const choice of document.querySelectorAll("select.drawings")) {
 }
 
 // The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened
-// to. It is told the head that the page's address names.
+// to. It receives the head that the page's address names.
 function go() {
   const place = placeOf(location.hash);
   for (const frame of place ? document.querySelectorAll("iframe.attention") : []) {
@@ -141,9 +141,9 @@ addEventListener("message", (event) => {
     if (Array.isArray(place) && placeOf(addressOf(place))) history.replaceState(null, "", addressOf(place));
   }
 });
-// A frame that was drawn before anybody listened here says again what it had to say.
+// A frame that was drawn before this script listened repeats its message.
 for (const frame of document.querySelectorAll("iframe.attention")) frame.contentWindow.postMessage({ lnProbeAsk: true }, "*");
-// Everything is laid out once attention had its time to be drawn; at once where somebody looks for a place on the page.
+// Everything is laid out once attention had its time to be drawn; at once where the address names a place on the page.
 if (location.hash) document.documentElement.classList.add("whole");
 addEventListener("hashchange", () => document.documentElement.classList.add("whole"));
 addEventListener("load", () => {

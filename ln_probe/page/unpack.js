@@ -18,7 +18,7 @@ async function unpack(text) {
     value && value.$ in kinds ? new kinds[value.$](buffer, 4 + length + value.at, value.n) : value);
 }
 
-// The number that 16 bits of a float16 stand for.
+// The number that the 16 bits of a float16 encode.
 function half(bits) {
   const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
@@ -33,7 +33,7 @@ function figure(value) {
   return size >= 1e5 || size < 1e-4 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
 }
 
-// A head's place in an address: layer, head, prompt. An address is anybody's text: only digits are taken from it.
+// A head's place in an address: layer, head, prompt. An address is untrusted text: only digits are taken from it.
 function placeOf(hash) {
   const found = /^#L(\d{1,5})H(\d{1,5})P(\d{1,7})$/.exec(hash);
   return found && found.slice(1).map(Number);
