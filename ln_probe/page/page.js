@@ -9,11 +9,12 @@ function csvCell(value, text) {
   return /[",\n\r]/.test(written) ? `"${written.replaceAll('"', '""')}"` : written;
 }
 
-// What the words of a filter ask of a row: layer=2, margin>0.5 of a column; a number of a whole cell; anything else of the
-// text of the row.
+// A test of rows for each word: layer=2 or margin > 0.5 compares a column, L2H3 is a head, a number matches a whole cell.
 function wanted(words, { columns, data, isText }) {
   const cell = (c, i) => (isText.has(c) ? String(data[c][i]) : figure(data[c][i])).toLowerCase();
-  return words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+  const head = columns.includes("layer") && columns.includes("head") ? "layer=$1 head=$2" : "$&";
+  const plain = words.toLowerCase().replace(/\s*([<>]=?|=)\s*/g, "$1").replace(/\bl(\d+)h(\d+)\b/g, head);
+  return plain.split(/\s+/).filter(Boolean).map((word) => {
     const [, name, sign, value] = /^([^<>=]+)(=|<=|>=|<|>)(.+)$/.exec(word) ?? [];
     const column = columns.find((c) => c.toLowerCase() === name);
     if (column !== undefined) {
@@ -22,6 +23,7 @@ function wanted(words, { columns, data, isText }) {
       const holds = { "=": (v) => v === number, "<": (v) => v < number, ">": (v) => v > number, "<=": (v) => v <= number, ">=": (v) => v >= number }[sign];
       return (i) => data[column][i] !== null && holds(data[column][i]);
     }
+    if (sign) return Object.assign(() => false, { unknown: name });
     if (!Number.isNaN(Number(word))) return (i) => columns.some((c) => cell(c, i) === word);
     return (i) => columns.some((c) => cell(c, i).includes(word));
   });
@@ -76,7 +78,8 @@ class Table {
       return row;
     }));
     this.more.hidden = found.length <= this.shown;
-    this.count.textContent = `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
+    const unknown = this.tests.find((test) => test.unknown)?.unknown;
+    this.count.textContent = (unknown ? `No column is named "${unknown}". ` : "") + `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
   }
 
   sort(c, head) {

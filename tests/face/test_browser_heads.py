@@ -124,9 +124,13 @@ def test_d6_filters_know_columns(report: Report, visit: Any, page_of: PageOf) ->
         ("head>=2 variant=intact", (heads["head"] >= 2) & (heads["variant"] == "intact")),
         ("normalized", heads["space"] == "normalized"),
         ("layer=nothing", heads["layer"] == 99),
+        ("layer = 1 head >= 2", (heads["layer"] == 1) & (heads["head"] >= 2)),
+        ("L1H2", (heads["layer"] == 1) & (heads["head"] == 2)),
     ):
         section.locator("input").fill(words)
         assert f"of {kept.sum()} rows shown" in section.locator(".count").inner_text(), words
+    section.locator("input").fill("delta>0.005")
+    assert section.locator(".count").inner_text().startswith('No column is named "delta". 0 of 0 rows shown')
     section.locator("input").fill("projection")  # a piece of a name
     assert 0 < int(section.locator(".count").inner_text().split(" of ")[1].split()[0]) < len(heads)
     opened.quiet()

@@ -12,8 +12,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.probes.statistics import interval
-
 TOP = Path(__file__).resolve().parents[2]
 RESULTS = TOP / "bench" / "results"
 TABLES = TOP / "examples" / "checkpoints" / "tables"
@@ -87,14 +85,6 @@ def causal(case: str, sites: str, column: str = "delta_loss", variant: str = "no
     return change(*(row[f"{column}{end}"] for end in ("", "_low", "_high")))
 
 
-def one_constant(case: str, sites: str) -> str:
-    rows = pd.read_csv(TABLES / case / "causal_prompts.csv")
-    rows = rows[(rows["sites"] == sites) & (rows["variant"] == "no_scaling")]
-    weight = rows["predicted"].to_numpy(float)
-    total = rows["delta_loss_uniform"].to_numpy(float) * weight
-    return change(total.sum() / weight.sum(), *interval(total, weight))
-
-
 def over_seeds(measure: str) -> str:
     rows = pd.read_csv(PUBLISHED / "language_model_bundled" / "summary.csv")
     (row,) = rows[(rows["norm"] == "layernorm") & (rows["layer"] == -1) & (rows["measure"] == measure)].to_dict(
@@ -119,8 +109,6 @@ BUNDLED = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_on
 def figures_of_readme() -> list[str]:
     """Every loss change with an interval that README states."""
     found = [
-        one_constant("mgm", "attention"),
-        causal("mgm", "attention"),
         over_seeds("delta_loss_no_scaling"),
         over_seeds("delta_loss_no_projection"),
         majority("size 1/sqrt(d), with projection"),
@@ -149,6 +137,24 @@ def test_readme_states_what_the_tables_hold() -> None:
     assert " | ".join(f"{loss:.3f}" for loss in losses) in readme
     intact = [pd.read_csv(TABLES / f"{n}-books" / "causal.csv")["loss"][0] for n in BUNDLED]
     assert " | ".join(f"{loss:.2f}" for loss in intact) in readme
+
+
+def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
+    shares = []
+    for experiment, seeds in (("language_model", 3), ("language_model_full", 1)):
+        rows = pd.read_csv(PUBLISHED / experiment / "summary.csv")
+        rows = rows[rows["measure"] == "unselectable_fraction"]
+        assert (rows["seeds"] == seeds).all()
+        trained = rows[rows["step"] == rows["step"].max()]
+        assert (trained.query("space == 'normalized' and norm == 'layernorm'")["mean"] == 0).all()
+        trained = trained[trained["space"] == "head"]
+        for norm in ("layernorm", "projection_only"):
+            percent = (100 * trained.loc[trained["norm"] == norm, "mean"]).round().astype(int)
+            shares.append(" to ".join(map(str, sorted(set(percent)))))
+    readme = " ".join((TOP / "README.md").read_text(encoding="utf-8").split())
+    assert f"d 8, heads of 2 dimensions), {shares[0]} % of the keys cannot" in readme
+    assert f"(three seeds), and {shares[2]} % in windows of 1024 tokens (one seed)" in readme
+    assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
 
 
 def test_contributing_states_what_became_of_the_mutants() -> None:
