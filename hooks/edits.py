@@ -166,9 +166,9 @@ def _nothing(*_: object) -> None:
 
 def _refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
     """Give a dictionary of hooks other entries; not by its own methods, which note what is added (`sealing`)."""
-    OrderedDict.clear(store)  # type: ignore[arg-type]
+    OrderedDict.clear(store)
     for key, hook in hooks:
-        OrderedDict.__setitem__(store, key, hook)  # type: ignore[arg-type]
+        OrderedDict.__setitem__(store, key, hook)
 
 
 class Edit:
