@@ -3,7 +3,7 @@
 `EditedNorm` takes the place of a norm's forward while an edit of it lasts. It calls `hook_in`, `hook_scale`,
 `hook_normalized` and `hook_out` (where the norm has them) once each, on the edited values; what their hooks return is
 used downstream, and gradients flow through them. `PartEdit` replaces what one projection of attention (queries, keys or
-values) reads. `HeadEdit` changes what single heads read. Under both the norm's own points show the intact norm.
+values) reads; `head_edits` has the edit that single heads see. Under both the norm's own points show the intact norm.
 `LinearEdit` holds sigma, so that the norm is linear in its input and gradients are Jᵀg = P(gain·g) / sigma.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,7 @@ from ln_probe.hooks.norm import Site, is_heads_first
 
 _READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
 # What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
-_CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class Positions:
@@ -84,9 +84,9 @@ class Positions:
             self.shape = int(read.shape[0]), int(read.shape[1])
         if layer is None:  # the whole model: a new pass
             self.offset, self.padded = 0, None
-        caches = [kwargs[n] for n in _CACHES if kwargs.get(n) is not None]
+        caches = [kwargs[n] for n in CACHES if kwargs.get(n) is not None]
         if caches:
-            self.offset = _cached_tokens(caches[0], layer)
+            self.offset = cached_tokens(caches[0], layer)
         elif layer is not None and "past_kv_cache_entry" in kwargs:
             self.offset = 0
         mask = kwargs.get("attention_mask")
@@ -94,14 +94,14 @@ class Positions:
             self.padded = (mask != 0).long().argmax(-1)
 
 
-def _cached_tokens(cache: Any, layer: int | None) -> int:
+def cached_tokens(cache: Any, layer: int | None) -> int:
     """How many tokens a cache holds: TransformerLens's entry or list of entries, or Hugging Face's."""
     if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
         return int(keys.shape[1])
     if callable(length := getattr(cache, "get_seq_length", None)):
         return int(length() if layer is None else length(layer))
     try:
-        return _cached_tokens(cache[0], layer)
+        return cached_tokens(cache[0], layer)
     except (TypeError, IndexError, KeyError):
         return 0
 
@@ -114,7 +114,7 @@ Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[
 PARTS = ("queries", "keys", "values")
 INPUTS = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
 _PROJECTION = {"queries": "q", "keys": "k", "values": "v"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HANDLES = ("fwd_hooks", "bwd_hooks")
 
 
@@ -134,11 +134,11 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
     """
     taken = []
     for point in module.modules():
-        if hasattr(point, _HANDLES[0]) and any(getattr(point, store) for store in _HOOKS):
-            before = {store: list(getattr(point, store).items()) for store in _HOOKS}
+        if hasattr(point, _HANDLES[0]) and any(getattr(point, store) for store in HOOKS):
+            before = {store: list(getattr(point, store).items()) for store in HOOKS}
             handles = {name: list(getattr(point, name)) for name in _HANDLES}
             taken.append((point, before, handles))
-            for store in _HOOKS:
+            for store in HOOKS:
                 kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
                 # A norm of the laboratory computes in another order where nobody listens, so that rounding differs.
                 _refill(
@@ -272,7 +272,7 @@ class EditedNorm:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The norm's input, its output as the model goes on with it, and its output without any hooks."""
         points = {n: p for n, p in self.site.module.named_children() if hasattr(p, "fwd_hooks")}
-        hooked = any(getattr(p, store) for p in points.values() for store in _HOOKS)
+        hooked = any(getattr(p, store) for p in points.values() for store in HOOKS)
         if hooked and "hook_in" in points:
             args, kwargs = _with_first(args, kwargs, points["hook_in"])
         x = tensors_in(args, kwargs)[0]
@@ -334,7 +334,7 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], point: nn.Module)
 
 def _passed(point: nn.Module, given: Tensor) -> tuple[Tensor, bool]:
     """What the hooks of a point make of a tensor, and whether that is what they were given."""
-    if not any(getattr(point, store) for store in _HOOKS):
+    if not any(getattr(point, store) for store in HOOKS):
         return given, True
     before = given.detach()
     out = point(given.clone())  # a hook may write to what it is given
@@ -438,7 +438,7 @@ def quiet(model: HookedModel | nn.Module) -> Iterator[None]:
         own: Any = (
             handles[0].user_hook
             if handles
-            else next((hooks[key] for hooks in (getattr(point, store) for store in _HOOKS) if key in hooks), None)
+            else next((hooks[key] for hooks in (getattr(point, store) for store in HOOKS) if key in hooks), None)
         )
         while isinstance(own, partial):
             own = own.func
@@ -478,241 +478,6 @@ def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
         yield
         for edit in edits:
             edit.finish()
-
-
-def attention_of(model: HookedModel, layer: int) -> nn.Module:
-    """The attention module of a block.
-
-    Raises:
-        InterventionError: it has none.
-    """
-    if layer not in (there := attentions(model)):
-        raise InterventionError(f"block {layer} has no attention whose heads could be edited")
-    return there[layer]
-
-
-def z_point(model: HookedModel, layer: int) -> nn.Module:
-    """The hook point of the heads' outputs in a block, [batch pos head d_head] or flat over heads.
-
-    Raises:
-        InterventionError: there is none.
-    """
-    point: nn.Module | None = model.hook_dict.get(f"blocks.{layer}.attn.hook_z")
-    if point is None:
-        raise InterventionError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
-    return point
-
-
-def head_count(model: HookedModel, layer: int) -> int:
-    """Query heads of a block."""
-    weights = getattr(getattr(blocks(model)[layer], "attn", None), "W_Q", None)
-    return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
-
-
-def key_heads(model: HookedModel, layer: int) -> int:
-    """Heads of keys and values of a block: fewer than of queries where groups of these share them."""
-    own = getattr(model.cfg, "n_key_value_heads", None)
-    return int(own) if own else head_count(model, layer)
-
-
-def _inputs_of_heads(model: HookedModel, layer: int) -> dict[str, nn.Module]:
-    """The hook points of queries, keys and values of a block, as far as it has them."""
-    named = {letter: model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}") for letter in "qkv"}
-    return {letter: point for letter, point in named.items() if point is not None}
-
-
-def _before_z(model: HookedModel, layer: int) -> list[nn.Module]:
-    """The hook points of an attention layer at which what its heads put out may be changed."""
-    last = z_point(model, layer)
-    return [p for p in attention_of(model, layer).modules() if hasattr(p, "fwd_hooks") and p is not last]
-
-
-def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
-    """What a hook_z shows with an axis for the heads: bridges show it flat."""
-    return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
-
-
-def z_instead(
-    model: HookedModel,
-    layer: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    instead: Callable[[Tensor], Tensor | None],
-    *,
-    hooks: bool = True,
-) -> dict[str, Tensor] | None:
-    """The heads' outputs (z) of a block if its attention, called with these arguments, read something else.
-
-    `instead` gives what to read for a tensor (None: itself). With `hooks`, hook points inside attention see this call
-    too, before the model's own. None if there is nothing to change. Beside `z` there are `q`, `k` and `v`, where the
-    block has their hook points, all before any hooks.
-
-    Raises:
-        InterventionError: attention continues from keys and values in a cache.
-        LostEditError: only some of queries, keys and values are made of something that `instead` knows.
-    """
-    put = 0
-
-    def changed(value: Any) -> Any:
-        nonlocal put
-        found = instead(value) if isinstance(value, Tensor) else None
-        put += found is not None
-        return value if found is None else found
-
-    own = tuple(changed(a) for a in args)
-    named = {k: changed(v) for k, v in kwargs.items()}
-    if not put:
-        return None
-    left = [p for p, name in INPUTS.items() if isinstance(kwargs.get(name), Tensor) and named[name] is kwargs[name]]
-    if left:
-        raise LostEditError(
-            f"single heads of block {layer} cannot be edited: the norm's output is not what its {' and '.join(left)} "
-            "are made of (positional_embedding_type='shortformer' adds position embeddings to it). Edit the whole norm "
-            "with heads=None"
-        )
-    for name in _CACHES:
-        if named.get(name) is not None:
-            if _cached_tokens(named[name], layer):
-                raise InterventionError(
-                    "single heads cannot be edited while attention goes on from keys it has kept: switch the cache off "
-                    "(use_past_kv_cache=False)"
-                )
-            named[name] = None  # what this call computes must not be kept
-    attn, seen = attention_of(model, layer), dict[str, Tensor]()
-    z_point(model, layer)
-    with ExitStack() as stack:
-        if not hooks:
-            stack.enter_context(silent(attn))
-        for letter in "qkvz":
-            if (point := model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}")) is not None:
-                keep = partial(_keep, seen, letter)
-                stack.callback(point.register_forward_hook(keep, prepend=True).remove)  # before edits of it
-        attn.forward(*own, **named)
-    return seen if "z" in seen else None
-
-
-def _keep(seen: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
-    seen.setdefault(name, output)
-
-
-class HeadEdit(Edit):
-    """Some heads of the attention that reads a norm see a changed output of it.
-
-    Attributes:
-        heads: those, by block.
-        waiting: (input, output, output without hooks) of the norm, until attention has read it.
-    """
-
-    whole = False
-
-    def __init__(self, edit: Edit, heads: Mapping[int, Collection[int]]) -> None:
-        super().__init__(edit.site, edit.change, edit.label, edit.positions)
-        self.heads = {layer: sorted(some) for layer, some in heads.items()}
-        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._instead: dict[int, Tensor] = {}
-        self._inside = False
-        self._handles: list[Any] = []
-        self.d_head = 0
-
-    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
-        if not self._inside:
-            self.waiting.append((x, shown, intact))
-
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
-        super().install(model, stack)
-        stack.callback(self._release)
-        self.d_head = int(model.cfg.d_head)
-        for layer in self.heads:
-            attn, point = attention_of(model, layer), z_point(model, layer)
-            reading, replacing = self._reading(model, layer), self._replacing(layer, head_count(model, layer))
-            stack.callback(attn.register_forward_pre_hook(reading, with_kwargs=True).remove)
-            # First of the hooks there: what others see of z is the edited one.
-            stack.callback(point.register_forward_hook(replacing, prepend=True).remove)
-
-    def _reading(self, model: HookedModel, layer: int) -> Callable[..., None]:
-        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.suspended:
-                return
-            attn, points = attention_of(model, layer), _inputs_of_heads(model, layer)
-            hooked = any(getattr(p, store) for p in _before_z(model, layer) for store in _HOOKS)
-            self._inside = True
-            try:
-                split = len(points) == 3 and self._separable(model, layer)
-                seen = z_instead(model, layer, args, kwargs, self._read_instead(), hooks=hooked and not split)
-            finally:
-                self._inside = False
-            if seen is None:
-                raise LostEditError(
-                    f"{self.site.name}: the edit of single heads was lost, because the attention of block {layer} did "
-                    "not read this norm's output as it is (split or repeated per head on the way?): switch "
-                    "use_split_qkv_input and use_attn_in off, or edit the whole norm with heads=None"
-                )
-            if hooked and split:  # what hooks see of queries, keys and values, and change, is what z is made of
-                for letter, point in points.items():
-                    combining = partial(self._combined, layer, seen[letter], head_count(model, layer))
-                    self._handles.append(point.register_forward_hook(combining, prepend=True))
-                self._handles.append(attn.register_forward_hook(self._release))
-            else:
-                self._instead[layer] = seen["z"]
-            if layer == max(self.heads):
-                self.waiting.clear()
-
-        return hook
-
-    def _release(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _separable(self, model: HookedModel, layer: int) -> bool:
-        """Whether every key and value belongs to edited heads alone or to others alone (grouped queries share them)."""
-        count, shared = head_count(model, layer), key_heads(model, layer)
-        group = max(1, count // max(1, shared))
-        return all(sum(head // group == number for head in self.heads[layer]) in (0, group) for number in range(shared))
-
-    def _combined(self, layer: int, instead: Tensor, count: int, _m: nn.Module, _args: Any, own: Tensor) -> Tensor:
-        """Queries, keys or values: those of edited heads from the edited norm, the others the model's own."""
-        if instead.shape != own.shape:
-            raise LostEditError(
-                f"{self.site.name}: the edit of single heads was lost, because block {layer} computes its queries, "
-                "keys and values in another shape with hooks than without: edit the whole norm with heads=None"
-            )
-        width = own.shape[-2] if own.ndim == 4 else 0
-        out = own.clone(memory_format=torch.contiguous_format)
-        mine = out if out.ndim == 4 else out.unflatten(-1, (-1, self.d_head))
-        other = instead if instead.ndim == 4 else instead.unflatten(-1, (-1, self.d_head))
-        group = count // (width or mine.shape[-2])
-        for head in sorted({head // group for head in self.heads[layer]}):
-            mine[:, :, head] = other[:, :, head]
-        return out
-
-    def _read_instead(self) -> Callable[[Tensor], Tensor | None]:
-        made: dict[int, Tensor] = {}  # HookedTransformer calls the norm for queries, keys and values each
-
-        def instead(read: Tensor) -> Tensor | None:
-            for i, (x, shown, intact) in reversed(list(enumerate(self.waiting))):
-                if read.shape == shown.shape and torch.equal(read, shown):
-                    if i not in made:
-                        made[i] = self.change(x, intact)
-                    return made[i]
-            return None
-
-        return instead
-
-    def _replacing(self, layer: int, count: int) -> Callable[..., Tensor | None]:
-        def hook(_m: nn.Module, _args: Any, z: Tensor) -> Tensor | None:
-            if self._inside or layer not in self._instead:
-                return None
-            out = z.clone(memory_format=torch.contiguous_format)
-            instead = by_head(self._instead.pop(layer), count)
-            for head in self.heads[layer]:
-                by_head(out, count)[:, :, head] = instead[:, :, head]
-            return out
-
-        return hook
-
-
-# From a norm's input to the sigma that is held, [*batch 1], without a gradient; None: its own.
-Held = Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch 1"]]
 
 
 class LinearEdit(Edit):

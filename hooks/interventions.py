@@ -32,18 +32,17 @@ from ln_probe.hooks.edits import (
     PARTS,
     Change,
     Edit,
-    HeadEdit,
     InterventionError,
     LinearEdit,
     LostEditError,
     PartEdit,
     Positions,
     edits_on,
-    head_count,
     installed,
     quiet,
     suspended,
 )
+from ln_probe.hooks.head_edits import HeadEdit, head_count
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,

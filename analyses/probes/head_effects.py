@@ -45,7 +45,8 @@ from ln_probe.analyses.probes.shared_passes import passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
-from ln_probe.hooks.edits import Edit, HeadEdit, LostEditError, attention_of, by_head, head_count, z_instead, z_point
+from ln_probe.hooks.edits import Edit, LostEditError
+from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
 from ln_probe.hooks.norm import Site
