@@ -61,7 +61,7 @@ def view_of(model: Any) -> View:
 
 def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     if part == "logit":
-        return lambda: ln_probe.attribute_logits(model, tokens).check()
+        return lambda: ln_probe.attribute_logits(model, tokens, -1).check()
     if part == "score":
         return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1, 0, against=5).check()
     if part == "forward":

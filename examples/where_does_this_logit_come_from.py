@@ -28,7 +28,7 @@ from ln_probe.prompts import make_prompts
 
 model = ln_probe.load_model("lm-layernorm")
 text = "The lamp was lit before the ships came home, and the"
-found = ln_probe.attribute_logits(model, text)  # the model's own first choice at the last position
+found = ln_probe.attribute_logits(model, text, -1)  # the model's own first choice at the last position
 found.check()  # itself; raises if the parts do not add up to the model's own logit
 
 # %% [markdown]
@@ -52,13 +52,13 @@ pd.Series(
 
 # %%
 second = int(model(tokens)[0, -1].topk(2).indices[1])
-ln_probe.attribute_logits(model, text, target=target, against=second).check()
+ln_probe.attribute_logits(model, text, -1, target=target, against=second).check()
 
 # %% [markdown]
 # Neurons, if one MLP does most of it:
 
 # %%
-ln_probe.attribute_logits(model, text, target=target, against=second, neurons=[-1]).check().top(6)
+ln_probe.attribute_logits(model, text, -1, target=target, against=second, neurons=[-1]).check().top(6)
 
 # %% [markdown]
 # ## Through later layers

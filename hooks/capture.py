@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.components import END, Record, SplitError, Wiring, outside_attention, watched
+from ln_probe.hooks.components import END, Record, SplitError, Wiring, flat, outside_attention, watched
 from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, hooks_on, n_layers, run, tensors_in
 from ln_probe.hooks.norm import Site, is_heads_first
 
@@ -371,11 +371,11 @@ def is_cache(given: object) -> bool:
     return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
 
 
-class CachedPrompt:
-    """One prompt of an activation cache.
+class CachedPrompts:
+    """The prompts of an activation cache.
 
     Raises:
-        SplitError: it is of another model, or holds several prompts.
+        SplitError: it is of another model.
     """
 
     def __init__(self, model: HookedModel, cache: Any) -> None:
@@ -386,37 +386,39 @@ class CachedPrompt:
             )
         self.model, self._values = model, dict(cache.items())
         self._batched = bool(getattr(cache, "has_batch_dim", True))
-        first = next((v for v in self._values.values() if isinstance(v, Tensor) and v.is_floating_point()), None)
-        if first is None:
+        if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self._values.values()):
             raise SplitError(f"the cache holds no activations: {REMEDY}")
-        if self._batched and len(first) != 1:
-            raise SplitError(
-                f"the cache holds {len(first)} prompts: attribution is of one; run one, or pass its tokens"
-            )
 
-    def _rows(self, names: Sequence[str]) -> Float[Tensor, "pos wide"] | None:
-        """The first of these names that is there, a row per position."""
+    def _first(self, names: Sequence[str]) -> Float[Tensor, "batch pos *wide"] | None:
         value = next((self._values[n] for n in names if isinstance(self._values.get(n), Tensor)), None)
+        return None if value is None else value.detach() if self._batched else value.detach()[None]
+
+    def rows(self, names: Sequence[str]) -> Float[Tensor, "row wide"] | None:
+        """The first of these names that is there, a row per position of one prompt after the other."""
+        value = self._first(names)
         if value is None:
             return None
-        prompt: Tensor = value.detach()[0] if self._batched else value.detach()
-        return prompt.reshape(len(prompt), -1)
+        batch, length = self.shape()
+        return flat(value, length, batch)
 
-    def _needed(self, names: Sequence[str]) -> Float[Tensor, "pos wide"]:
-        if (rows := self._rows(names)) is None:
+    def _needed(self, names: Sequence[str]) -> Float[Tensor, "row wide"]:
+        if (rows := self.rows(names)) is None:
             raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
         return rows
 
-    def length(self) -> int:
-        """Positions of the prompt.
+    def shape(self) -> tuple[int, int]:
+        """Prompts, and positions of each.
 
         Raises:
             SplitError: the cache does not hold the embeddings.
         """
-        return len(self._needed(["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"]))
+        names = ["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"]
+        if (value := self._first(names)) is None:
+            raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
+        return len(value), int(value.shape[1])
 
-    def record(self, positions: Sequence[int], wiring: Wiring, place: str) -> Record:
-        """What is needed to divide what is read at `place` among its parts.
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
+        """What is needed to divide what is read at `place` among its parts; `positions` and `points` as of `record`.
 
         Raises:
             SplitError: the cache lacks something, by name.
@@ -433,7 +435,8 @@ class CachedPrompt:
                 names = names or [f"blocks.{source.layer}.mlp.hook_out"]
                 seen[source] = self._needed(names)[rows].cpu()
         inputs = {name: self._needed(self._input_of(name, sites))[rows].cpu() for name in (*passed, place)}
-        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype)
+        shown = {name: self._needed([name])[rows].cpu() for name in points}
+        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
     def _input_of(self, place: str, sites: Sequence[Site]) -> list[str]:
         """The points that may show what is read at a place."""
@@ -448,8 +451,3 @@ class CachedPrompt:
         if block == place:
             return [*names, f"{last}.hook_resid_post"]
         return [*names, f"{block}.{stream}"] if stream else names
-
-    def normalized(self, place: str, position: int) -> Float[Tensor, " d"] | None:
-        """What the norm there put out before gain and bias, as the pass had it; None if it is not in the cache."""
-        rows = self._rows([f"{place}.hook_normalized"])
-        return None if rows is None else rows[position].double().cpu()

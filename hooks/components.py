@@ -170,10 +170,13 @@ class SplitError(ValueError):
     """What a norm reads is not the sum of the parts that are known (names the place and how much is missing)."""
 
 
-def flat(output: Any, length: int) -> Float[Tensor, "row wide"]:
-    """A module's output on one prompt, a row per position, whichever way the world lays it out."""
+def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
+    """A module's output, a row per position of one prompt after the other, whichever way the world lays it out."""
     value: Tensor = output[0] if isinstance(output, tuple) else output
-    return value.detach().reshape(length, -1)
+    value = value.detach()
+    if batch > 1 and (value.shape[:2] == (1, length) or (value.ndim == 2 and len(value) == length)):
+        value = value.reshape(1, length, -1).expand(batch, -1, -1)  # a bridge shows positions once for all prompts
+    return value.reshape(batch * length, -1)
 
 
 TOKENS = 8  # of the short pass: with d_model 8 still 64 equations for some ten unknowns
@@ -407,7 +410,7 @@ def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """Activations at some positions of one prompt.
+    """Activations at some positions of prompts of equal length.
 
     Attributes:
         seen: what each source's module showed (z of attention layers), a row per position.
@@ -415,6 +418,7 @@ class Record:
         neurons: activations of an MLP's neurons, by layer, where they were asked for.
         logits: of those positions; None if they are not known (a cache).
         dtype: the format the model computes in.
+        points: what other hook points showed, by name, where they were asked for.
     """
 
     seen: Mapping[Source, Float[Tensor, "row _"]]
@@ -422,37 +426,50 @@ class Record:
     neurons: Mapping[int, Float[Tensor, "row _"]]
     logits: Float[Tensor, "row d_vocab"] | None
     dtype: torch.dtype
+    points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
 
 
 def record(
     model: HookedModel,
-    tokens: Int[Tensor, " pos"],
+    tokens: Int[Tensor, "*batch pos"],
     positions: Sequence[int],
     sites: Sequence[Site],
     *,
     neurons: Collection[int] = (),
+    points: Mapping[str, nn.Module] | None = None,
 ) -> Record:
-    """One forward pass over a prompt, and what it shows at `positions`; `neurons`: layers whose neurons are kept.
+    """One forward pass, and what it shows at some positions.
+
+    Args:
+        model: any hooked model.
+        tokens: one prompt, or several of equal length.
+        positions: which rows are kept, counted through all prompts: prompt · length + position.
+        sites: the model's norms.
+        neurons: layers whose neurons are kept.
+        points: other modules whose output is kept, by name.
 
     Raises:
         SplitError: a layer's MLP shows no neurons.
     """
-    rows, length = torch.tensor(positions), len(tokens)
+    prompts = tokens if tokens.ndim == 2 else tokens[None]
+    rows, (batch, length) = torch.tensor(positions), prompts.shape
     seen: dict[Source, Tensor] = {}
     inputs: dict[str, Tensor] = {}
     active: dict[int, Tensor] = {}
+    shown_at: dict[str, Tensor] = {}
 
     def keep(into: dict[Any, Tensor], key: Any) -> Callable[..., None]:
         def hook(_m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
             if key not in into and output:
-                into[key] = flat(output[0], length)[rows].cpu()
+                into[key] = flat(output[0], length, batch)[rows].cpu()
             elif key not in into:
                 x = tensors_in(args, kwargs)[0]
-                into[key] = flat(x, length)[rows, : x.shape[-1]].cpu()  # (of the first head)
+                into[key] = flat(x, length, batch)[rows, : x.shape[-1]].cpu()  # (of the first head)
 
         return hook
 
     after = [(module, keep(seen, source)) for source, module in watched(model)]
+    after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
     before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
     if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
         before.append((unembed, keep(inputs, END)))
@@ -461,8 +478,8 @@ def record(
             raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
         after.append((shown[0], keep(active, layer)))
     with hooks_on(after, before):
-        logits: Tensor = run(model, tokens[None], return_type="logits")
-    return Record(seen, inputs, active, logits[0, rows].cpu(), next(iter(inputs.values())).dtype)
+        logits: Tensor = run(model, prompts, return_type="logits")
+    return Record(seen, inputs, active, logits.flatten(0, 1)[rows].cpu(), next(iter(inputs.values())).dtype, shown_at)
 
 
 def outside_attention(sites: Sequence[Site]) -> list[Site]:
@@ -492,6 +509,7 @@ class Split:
             inputs={n: v[at] for n, v in every.inputs.items()},
             neurons={n: v[at] for n, v in every.neurons.items()},
             logits=None if every.logits is None else every.logits[at],
+            points={n: v[at] for n, v in every.points.items()},
         )
         return Split(self.wiring, few, self._weights)
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -423,6 +423,31 @@ def survey(model: object) -> ModelFacts:
     """
     with exclusive(check_model(model)):
         return _survey(check_model(model))
+
+
+_KEPT = "_ln_probe_facts"  # the attribute of a model that keeps its facts: they live as long as it does
+
+
+def facts_of(model: object) -> ModelFacts:
+    """`survey(model)`, kept until the model's weights, modules or torch hooks change.
+
+    Raises:
+        TypeError, SiteError: as `survey`.
+    """
+    hooked = check_model(model)
+    module, kept = cast(nn.Module, hooked), vars(hooked)
+    if _KEPT not in kept or kept[_KEPT][0] != _state(module):
+        surveyed = survey(hooked)
+        kept[_KEPT] = (_state(module), surveyed)  # (a bridge puts torch hooks on itself in its first pass)
+    facts: ModelFacts = kept[_KEPT][1]
+    return facts
+
+
+def _state(model: nn.Module) -> tuple[object, ...]:
+    """What shows that a model's weights, modules or torch hooks are others than before."""
+    weights = [(p.data_ptr(), p._version, p.dtype, p.shape) for p in (*model.parameters(), *model.buffers())]
+    hooks = [(id(m), *m._forward_hooks, *m._forward_pre_hooks) for m in model.modules()]
+    return tuple(weights), tuple(hooks)
 
 
 def _survey(model: HookedModel) -> ModelFacts:

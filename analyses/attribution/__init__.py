@@ -1,16 +1,20 @@
 """Exact attribution through norms: of logits and of attention scores, to every part of the model and every LN term."""
 
+from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.logits import (
     LayersAttribution,
     LogitAttribution,
+    LogitAttributions,
     attribute_logits,
     attribute_through_layers,
 )
 from ln_probe.analyses.attribution.scores import ScoreAttribution, attribute_scores
 
 __all__ = [
+    "Features",
     "LayersAttribution",
     "LogitAttribution",
+    "LogitAttributions",
     "ScoreAttribution",
     "attribute_logits",
     "attribute_scores",

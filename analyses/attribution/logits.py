@@ -17,42 +17,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, SupportsIndex
 
+import numpy as np
 import pandas as pd
 import torch
 from einops import einsum
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     TOP,
     AttributionError,
     Bar,
-    Direction,
     Tokens,
     bias_part,
-    direction,
     draw,
     head_part,
     largest,
+    mean_columns,
     outputs,
     part_columns,
     place,
     prompt,
+    prompts,
     soft_cap,
     token_ids,
+    token_names,
     whole_part,
 )
-from ln_probe.hooks.capture import CachedPrompt, is_cache
+from ln_probe.hooks.capture import CachedPrompts, is_cache
 from ln_probe.hooks.components import (
     END,
     Part,
     Record,
     Source,
     Split,
+    Wiring,
     Writers,
     attention_output,
     record,
@@ -71,10 +76,11 @@ from ln_probe.hooks.model import (
     weight_of,
 )
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import survey
+from ln_probe.hooks.sites import facts_of
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
+COMPONENTS = ("heads", "layers", "neurons")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +114,11 @@ class LogitAttribution:
         return torch.tensor(self.table[list(TERMS)].to_numpy(dtype=float))
 
     @property
+    def values(self) -> Float64[Tensor, "component 1 1"]:
+        """The contribution of every row of the table."""
+        return torch.tensor(self.table["contribution"].to_numpy(dtype=float))[:, None, None]
+
+    @property
     def error(self) -> float:
         """|total − own| relative to `scale`."""
         return abs(self.total - self.own) / self.scale
@@ -120,11 +131,7 @@ class LogitAttribution:
         """
         summed = float(self.table["contribution"].sum())
         if not (self.error <= self.bound and math.isclose(summed, self.total, abs_tol=self.bound * self.scale)):
-            raise AttributionError(
-                f"the parts add up to {summed:.6g}, and the model's own {self.label} is {self.own:.6g}: "
-                f"{abs(summed - self.own) / self.scale:.1e} of the largest logit apart (rounding explains "
-                f"{self.bound:.0e}). Does something after the final norm change its logits?"
-            )
+            raise _does_not_add_up(summed, self.own, abs(summed - self.own) / self.scale, self.bound, self.label)
         return self
 
     def top(self, k: int = TOP) -> pd.DataFrame:
@@ -144,72 +151,442 @@ class LogitAttribution:
         return str(draw(bars, f"{self.label}: {self.total:.4f}", note))
 
 
+@dataclass(frozen=True, eq=False)
+class LogitAttributions:
+    """Logits (or differences of logits) at several positions of one or several prompts, each as a sum over components.
+
+    Attributes:
+        components: what the rows of `terms` are.
+        terms: `without_projection`, `projection` and `bias` of every component; NaN where a prompt has no such position
+            or no token follows.
+        total: what they add up to; own: the model's own logit; scale: what the error is relative to.
+        bound: relative error that rounding explains, as in `LogitAttribution`.
+        at: the position of every entry, counted from the beginning of its prompt; -1 where there is none.
+        label: what was asked for, in words.
+        soft_cap: cap of the model's logits: sums are of the logits before it; 0 if there is none.
+    """
+
+    components: tuple[Part, ...]
+    terms: Float64[Tensor, "component term batch pos"]
+    total: Float64[Tensor, "batch pos"]
+    own: Float64[Tensor, "batch pos"]
+    scale: Float64[Tensor, "batch pos"]
+    bound: float
+    at: Int[Tensor, "batch pos"]
+    label: str
+    soft_cap: float = 0.0
+
+    @property
+    def values(self) -> Float64[Tensor, "component batch pos"]:
+        """The contribution of every component."""
+        return self.terms.sum(1)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row per component, prompt and position: `batch`, `position`, and `LogitAttribution.table`'s columns."""
+        known = torch.nonzero(self.total.isfinite())
+        terms = self.terms[:, :, known[:, 0], known[:, 1]].permute(2, 0, 1).reshape(-1, len(TERMS)).numpy()
+        parts = pd.DataFrame([part_columns(part) for part in self.components])
+        table = parts.iloc[np.tile(np.arange(len(parts)), len(known))].reset_index(drop=True)
+        each = len(self.components)
+        table.insert(0, "batch", known[:, 0].numpy().repeat(each))
+        table.insert(1, "position", self.at[known[:, 0], known[:, 1]].numpy().repeat(each))
+        table["contribution"] = terms.sum(1)
+        table[list(TERMS)] = terms
+        return table
+
+    @property
+    def error(self) -> float:
+        """The largest |total − own| relative to `scale`."""
+        off = ((self.total - self.own).abs() / self.scale)[self.total.isfinite()]
+        return float(off.max()) if len(off) else 0.0
+
+    def check(self) -> LogitAttributions:
+        """This, if the components add up to the model's own logits everywhere.
+
+        Raises:
+            AttributionError: they do not; says where and by how much.
+        """
+        off = torch.where(self.total.isfinite(), (self.total - self.own).abs() / self.scale, torch.zeros(()).double())
+        if not float(off.max()) <= self.bound:
+            prompt_number, at = divmod(int(off.argmax()), off.shape[1])
+            raise _does_not_add_up(
+                float(self.total[prompt_number, at]), float(self.own[prompt_number, at]), float(off.max()), self.bound,
+                f"{self.label} at position {int(self.at[prompt_number, at])} of prompt {prompt_number}",
+            )  # fmt: skip
+        return self
+
+    def top(self, k: int = TOP) -> pd.DataFrame:
+        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
+        table = pd.DataFrame([part_columns(part) for part in self.components])
+        values = self.values.flatten(1)
+        table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
+        return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.total.shape))
+        return f"LogitAttributions({self.label}: {len(self.components)} components, {shape} positions)"
+
+    def _repr_html_(self) -> str:
+        count = int(self.total.isfinite().sum())
+        terms = self.terms.flatten(2).nanmean(2)
+        bars = [
+            Bar(part.name, float(row.sum()), float(row[0] + row[2]))
+            for part, row in zip(self.components, terms, strict=True)
+        ]
+        note = f"Means over {count} positions; the tick: without projection. Values: .values [component, batch, pos]."
+        return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} on average", note))
+
+
+def _does_not_add_up(summed: float, own: float, off: float, bound: float, label: str) -> AttributionError:
+    return AttributionError(
+        f"the parts add up to {summed:.6g}, and the model's own {label} is {own:.6g}: {off:.1e} of the largest logit "
+        f"apart (rounding explains {bound:.0e}). Does something after the final norm change its logits?"
+    )
+
+
 def attribute_logits(
     model: object,
-    tokens: object,
-    position: SupportsIndex = -1,
+    tokens_or_cache: object,
+    positions: SupportsIndex | slice | Sequence[SupportsIndex] | None = None,
     target: Tokens | None = None,
     against: Tokens | None = None,
+    components: str = "heads",
+    features: Sequence[Features] | Features | None = None,
     *,
     neurons: bool | Sequence[int] = False,
-) -> LogitAttribution:
-    """Where a logit comes from: every part's share, exactly, through the final norm.
+) -> LogitAttribution | LogitAttributions:
+    """Where logits come from: every component's share, exactly, through the final norm.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model; raw, folded or centred; with or without a final norm.
-        tokens: one prompt (text, ids [pos] or [1 pos]), or an `ActivationCache` of this model on one prompt.
-        position: whose prediction; negative from the end.
-        target: a token (id or text), or several, whose mean logit is meant; None: the model's own first choice.
-        against: what is subtracted: a token or several likewise, "mean" (the mean logit of the vocabulary), or None.
+        tokens_or_cache: prompts (text, ids [pos] or [batch pos], lists of unequal length), or an `ActivationCache` of
+            this model.
+        positions: whose predictions: None (all), an index, a slice or a list; negative from the end of each prompt.
+            One index of one prompt gives a `LogitAttribution`, anything else `LogitAttributions`.
+        target: a token (id or text), whose logit is meant everywhere; ids [batch pos] or, for one prompt, [pos], one
+            for each position; None: the next token that occurs, NaN at the last position. At one position: a token, or
+            several, whose mean logit is meant; None: the model's own first choice.
+        against: what is subtracted: likewise, "mean" (the mean logit of the vocabulary), or None.
+        components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
+            "neurons" (heads, and MLPs neuron by neuron).
+        features: dictionaries whose features replace the components that they reconstruct.
         neurons: MLPs neuron by neuron: True for all layers, or a list of layers. (Not from a cache.)
 
     Raises:
         TypeError: not a TransformerLens model.
-        AttributionError: an unknown token, a position out of range, a prompt that cannot be run, a head that was not in
-            the checkpoint.
-        SplitError: the parts do not add up to what the final norm reads (a writer that is not known, a cache of
+        AttributionError: an unknown token, a position out of range, a prompt that cannot be run, features that do not
+            fit, a head that was not in the checkpoint.
+        SplitError: the components do not add up to what the final norm reads (a writer that is not known, a cache of
             another, folded or centred model): names the place and how much is missing.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> every = ln_probe.attribute_logits(model, "The ships came home.").check()
+        >>> last = ln_probe.attribute_logits(model, "The ships came home.", -1, target=" The").check()
     """
     hooked = check_model(model)
     if reason := missing_head(hooked):
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
+    if components not in COMPONENTS:
+        raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
+    wanted = [features] if isinstance(features, Features) else list(features or ())
     with evaluating(hooked):
-        facts = survey(hooked)
+        facts = facts_of(hooked)
         sites, wiring = facts.norms(), facts.wiring
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
-        where = END if final is None else final.name
-        wiring.at(where)  # raises before the prompt runs
-        layers = _layers(hooked, neurons)
-        seen: Record
-        cap = 0.0
-        if is_cache(tokens):
-            if layers:
-                raise AttributionError("neurons are not read from a cache: pass tokens")
-            cached = CachedPrompt(hooked, tokens)
-            at = place(position, cached.length())
-            seen = cached.record([at], wiring, where)
-            own = _logits_of_cache(hooked, cached, final, where, at, seen)
-            own *= logit_factor(hooked)
-            cap = soft_cap(hooked)  # these logits are made before it
+        reader = _Reader(hooked, wiring, final, wanted, components == "layers")
+        wiring.at(reader.where)  # raises before the prompt runs
+        layers = _layers(hooked, True if components == "neurons" else neurons)
+        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
+        if cached is not None and layers:
+            raise AttributionError("neurons are not read from a cache: pass tokens")
+        rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
+        if cached is not None:
+            count, longest = cached.shape()
+            lengths = [longest] * count
         else:
-            ids = prompt(hooked, tokens)
-            at = place(position, len(ids))
-            seen = record(hooked, ids, [at], sites, neurons=layers)
-            assert seen.logits is not None
-            own, cap = _uncapped(hooked, seen.logits[0].double(), seen)
-        factor = _factor(hooked, own, seen)
-    split = Split(wiring, seen)
-    split.check(where)
-    chosen = [int(own[: outputs(hooked)].argmax())] if target is None else token_ids(hooked, target)
-    other: Any = against
-    if against is not None and not (isinstance(against, str) and against == MEAN):
-        other = token_ids(hooked, against)
-    asked = direction(hooked, chosen, other, _names(hooked))
-    asked = replace(asked, vector=factor * asked.vector, bias=factor * asked.bias)
-    table, total, sigma = _table(split, final, where, asked)
-    from_model = float(logit_asked(hooked, own, chosen, other))
-    bound, scale = wiring.bound(where, seen.dtype), max(float(own.abs().max()), 1e-300)
-    return LogitAttribution(table, total, from_model, scale, bound, asked.label, sigma, cap)
+            lengths = list(map(len, rows))
+        places = [_places(positions, n) for n in lengths]
+        single = len(lengths) == 1 and not isinstance(positions, slice | Sequence) and _is_index(positions)
+        for given in wanted:
+            given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
+        widest = max(lengths)
+        named = [f.chosen([i * widest + p for i, at in enumerate(places) for p in at]) for f in wanted]
+        points = {f.hook_name: f.point(hooked) for f in wanted}
+        ids, valid = (None, None) if single else _ids_of_rows(hooked, target, places, rows)
+        others = None if single else _others_of_rows(hooked, against, places)
+        results: list[tuple[list[tuple[int, int]], _Values]] = []
+        first = 0
+        for members in _of_equal_length(lengths):
+            length = lengths[members[0]]
+            flat_at = [k * length + p for k, i in enumerate(members) for p in places[i]]
+            of_features = [i * widest + p for i in members for p in places[i]]
+            if cached is not None:
+                seen = cached.record(flat_at, wiring, reader.where, points)
+                normalized = None if final is None else cached.rows([f"{final.name}.hook_normalized"])
+                own = reader.logits_of_cache(seen, None if normalized is None else normalized[flat_at])
+            else:
+                seen = record(
+                    hooked, torch.stack([rows[i] for i in members]), flat_at, sites, neurons=layers, points=points
+                )
+                assert seen.logits is not None
+                own = seen.logits
+            split = Split(wiring, seen)
+            split.check(reader.where)
+            known = [(i, k) for i in members for k in range(len(places[i]))]
+            if single:
+                uncapped = reader.uncapped(own, seen, cached is not None)[0]
+                best = int(uncapped[0, : outputs(hooked)].argmax())
+                ids = torch.tensor([[best] if target is None else token_ids(hooked, target)])
+                others = (
+                    against
+                    if against is None or (isinstance(against, str) and against == MEAN)
+                    else (torch.tensor([token_ids(hooked, against)]))
+                )
+            assert ids is not None
+            at = slice(first, first + len(known)) if single else [_row_number(places, i, k) for i, k in known]
+            other = others[at] if isinstance(others, Tensor) else others
+            results.append((known, reader.read(split, own, ids[at], other, named, of_features, cached is not None)))
+    names = _names(hooked)
+    if single:
+        values = results[0][1]
+        label = "logit of " + token_names(ids[0].tolist(), names)
+        if others is not None:
+            label += " minus " + (
+                token_names(others[0].tolist(), names) if isinstance(others, Tensor) else "the mean logit"
+            )
+        return _one(values, reader, label)
+    return _several(results, places, valid, _label(hooked, target, against), reader)
+
+
+def _is_index(positions: object) -> bool:
+    return positions is not None and (not isinstance(positions, Tensor | np.ndarray) or positions.ndim == 0)
+
+
+def _places(positions: Any, length: int) -> list[int]:
+    """The positions of one prompt that are asked for, from 0."""
+    if positions is None:
+        return list(range(length))
+    if isinstance(positions, slice):
+        return list(range(length))[positions]
+    if _is_index(positions) and not isinstance(positions, Sequence):
+        return [place(positions, length)]
+    several = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
+    if not several:
+        raise AttributionError("an empty list of positions: give at least one, or None for all")
+    return [place(one, length) for one in several]
+
+
+def _of_equal_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts that run together: padding would change what a bidirectional model reads."""
+    groups: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        groups.setdefault(length, []).append(number)
+    return list(groups.values())
+
+
+def _row_number(places: Sequence[Sequence[int]], prompt_number: int, k: int) -> int:
+    return sum(len(at) for at in places[:prompt_number]) + k
+
+
+def _ids_of_rows(
+    model: HookedModel, target: Any, places: Sequence[Sequence[int]], rows: Sequence[Int[Tensor, " _"]]
+) -> tuple[Int[Tensor, "row token"], Bool[Tensor, " row"]]:
+    """The target of every position asked for, prompt after prompt; and whether there is one."""
+    count = sum(map(len, places))
+    if target is None:
+        if not rows:
+            raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
+        follows = [
+            (int(r[p + 1]), True) if p + 1 < len(r) else (0, False)
+            for r, at in zip(rows, places, strict=True)
+            for p in at
+        ]
+        return torch.tensor([[i] for i, _ in follows]), torch.tensor([k for _, k in follows])
+    return _others_of_rows(model, target, places, "target"), torch.ones(count, dtype=torch.bool)
+
+
+def _others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str = "against") -> Any:
+    """Token ids [row token] of every position; None and "mean" as they are."""
+    if given is None or (isinstance(given, str) and given == MEAN and what == "against"):
+        return given
+    count = sum(map(len, places))
+    if isinstance(given, str) or (_is_index(given) and not isinstance(given, Sequence)):
+        return torch.tensor(token_ids(model, given)).expand(count, -1)
+    try:
+        ids = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given))
+    except (TypeError, ValueError) as error:
+        raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
+    shape = (len(places), len(places[0]))
+    if ids.ndim == 1 and len(places) == 1:
+        ids = ids[None]
+    if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
+        raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
+    flat_ids = ids.reshape(count, -1).long()
+    for one in flat_ids.unique().tolist():
+        token_ids(model, one)
+    return flat_ids
+
+
+def _label(model: HookedModel, target: Any, against: Any) -> str:
+    def words(given: Any) -> str:
+        one = isinstance(given, str) or (_is_index(given) and not isinstance(given, Sequence))
+        return token_names(token_ids(model, given), _names(model)) if one else "the tokens given"
+
+    label = "logit of " + ("the next token" if target is None else words(target))
+    if against is None:
+        return label
+    return label + " minus " + ("the mean logit" if isinstance(against, str) and against == MEAN else words(against))
+
+
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """What was computed for some rows: terms by component, totals, the model's own logits and the largest of each."""
+
+    terms: dict[Part, Float64[Tensor, "row term"]]
+    own: Float64[Tensor, " row"]
+    scale: Float64[Tensor, " row"]
+    sigma: Float64[Tensor, " row"]
+    soft_cap: float
+    bound: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """Reads logits off what the final norm read."""
+
+    model: HookedModel
+    wiring: Wiring
+    final: Site | None
+    features: Sequence[Features]
+    by_layer: bool
+
+    @property
+    def where(self) -> str:
+        return END if self.final is None else self.final.name
+
+    def uncapped(self, logits: Float[Tensor, "row d_vocab"], seen: Record, cached: bool) -> tuple[Tensor, float]:
+        """Logits before their soft cap in float64, and the cap; those of a cache were made before it."""
+        if cached:
+            return logits.double(), soft_cap(self.model)
+        return _uncapped(self.model, logits, seen)
+
+    def read(
+        self,
+        split: Split,
+        logits: Float[Tensor, "row d_vocab"],
+        ids: Int[Tensor, "row token"],
+        other: Any,
+        named: Sequence[Sequence[int]],
+        of_features: Sequence[int],
+        cached: bool,
+    ) -> _Values:
+        """Every component's share of the logits of `ids` minus those of `other`, row by row."""
+        own, cap = self.uncapped(logits, split.record, cached)
+        factor = logit_factor(self.model) if cached else _factor(self.model, own[:1], split.record)
+        w, lift = mean_columns(self.model, ids)
+        value = own.gather(1, ids).mean(1)
+        if other is not None:
+            of_other = None if isinstance(other, str) else other
+            column, bias = mean_columns(self.model, of_other)
+            w, lift = w - column, lift - bias
+            size = outputs(self.model)
+            value = value - (own[:, :size].mean(1) if of_other is None else own.gather(1, of_other).mean(1))
+        w, lift = factor * w, factor * lift
+        terms, sigma = self._terms(split, w, named, of_features)
+        zeros = torch.zeros(len(w), dtype=torch.float64)
+        if self.final is not None and self.final.bias is not None:
+            added = self.final.bias.detach().cpu().double()
+            of_bias = torch.stack([row @ added for row in w])
+            part = Part(f"{self.final.name} bias", "norm bias", self.final.layer)
+            terms[part] = torch.stack([zeros, zeros, of_bias], 1)
+        terms[Part("b_U", "unembedding bias")] = torch.stack([zeros, zeros, lift.expand(len(w))], 1)
+        scale = own.abs().amax(1).clamp_min(1e-300)
+        bound = self.wiring.bound(self.where, split.record.dtype)
+        return _Values(_in_layers(terms) if self.by_layer else terms, value, scale, sigma, cap, bound)
+
+    def _terms(
+        self,
+        split: Split,
+        w: Float64[Tensor, "row d_model"],
+        named: Sequence[Sequence[int]],
+        of_features: Sequence[int],
+    ) -> tuple[dict[Part, Float64[Tensor, "row term"]], Float64[Tensor, " row"]]:
+        final = self.final
+        gain = w if final is None or final.gain is None else w * final.gain.detach().cpu().double()
+        sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)
+        projects = final is not None and final.projects
+        readings = [gain / sigma, *([torch.full_like(gain, 1.0 / gain.shape[1])] if projects else [])]
+        f = torch.stack(readings, 1)
+        values = split.read(self.where, f)
+        bound = self.wiring.bound(self.where, split.record.dtype)
+        for features, chosen in zip(self.features, named, strict=True):
+            values = features.split(values, f, split.record, of_features, chosen, bound)
+        taken = gain.sum(1) / sigma[:, 0]
+        zeros = torch.zeros(len(w), dtype=torch.float64)
+        terms = {
+            part: torch.stack([v[:, 0], 0.0 - v[:, 1] * taken if projects else zeros, zeros], 1)
+            for part, v in values.items()
+        }
+        return terms, torch.full_like(zeros, math.nan) if final is None else sigma[:, 0]
+
+    def logits_of_cache(
+        self, seen: Record, normalized: Float[Tensor, "row d_model"] | None
+    ) -> Float64[Tensor, "row d_vocab"]:
+        """Logits from the norm's output that the cache holds: another way than through its input's components."""
+        x, final = seen.inputs[self.where].double(), self.final
+        y = None if normalized is None else normalized.double().cpu()
+        out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()
+        W_U, b_U = weight_of(self.model, "W_U"), weight_of(self.model, "b_U")
+        assert W_U is not None
+        logits = out.to(W_U) @ W_U if W_U.dtype == torch.float64 else (out.float().to(W_U) @ W_U).double()
+        return (logits if b_U is None else logits + b_U).double().cpu() * logit_factor(self.model)
+
+
+def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Float64[Tensor, "row term"]]:
+    """Heads, neurons and output biases summed into the attention layer or MLP that they belong to."""
+    summed: dict[Part, Tensor] = {}
+    for part, value in terms.items():
+        attention = part.kind == "head" or part.name.endswith(" b_O")
+        mlp = part.kind in ("mlp", "neuron") or part.name.endswith(" b_out")
+        whole = Part(f"L{part.layer} attn", "attention", part.layer) if attention else part
+        whole = Part(f"L{part.layer} mlp", "mlp", part.layer) if mlp else whole
+        summed[whole] = summed[whole] + value if whole in summed else value
+    return summed
+
+
+def _one(values: _Values, reader: _Reader, label: str) -> LogitAttribution:
+    rows = [_row(part, *map(float, terms[0])) for part, terms in values.terms.items()]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    return LogitAttribution(
+        table, math.fsum(table["contribution"]), float(values.own[0]), float(values.scale[0]), values.bound, label,
+        float(values.sigma[0]), values.soft_cap,
+    )  # fmt: skip
+
+
+def _several(
+    results: Sequence[tuple[list[tuple[int, int]], _Values]],
+    places: Sequence[Sequence[int]],
+    valid: Bool[Tensor, " row"] | None,
+    label: str,
+    reader: _Reader,
+) -> LogitAttributions:
+    assert valid is not None
+    parts = tuple(results[0][1].terms)
+    shape = (len(places), max(map(len, places)))
+    nan = torch.full((len(parts), len(TERMS), *shape), math.nan, dtype=torch.float64)
+    own, scale = (torch.full(shape, math.nan, dtype=torch.float64) for _ in range(2))
+    at = torch.full(shape, -1)
+    for known, values in results:
+        b, k = (torch.tensor(side) for side in zip(*known, strict=True))
+        here = torch.stack([values.terms[part] for part in parts]).permute(0, 2, 1)
+        real = valid[[_row_number(places, i, j) for i, j in known]]
+        nan[:, :, b, k] = torch.where(real, here, math.nan)
+        own[b, k], scale[b, k] = torch.where(real, values.own, math.nan), values.scale
+        at[b, k] = torch.tensor([places[i][j] for i, j in known])
+    values = results[0][1]
+    return LogitAttributions(parts, nan, nan.sum((0, 1)), own, scale, values.bound, at, label, values.soft_cap)
 
 
 def logit_asked(
@@ -239,59 +616,36 @@ def _names(model: HookedModel) -> Callable[[int], str] | None:
     return lambda i: str(tokenizer.decode([i]))
 
 
-def _uncapped(
-    model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record
-) -> tuple[Float64[Tensor, " d_vocab"], float]:
-    """Logits before their soft cap, and the cap; as they are, and 0, if the model is seen not to have one."""
-    cap, W_U, b_U = soft_cap(model), weight_of(model, "W_U"), weight_of(model, "b_U")
-    if not cap or W_U is None:
-        return logits, 0.0
+def _plain_logits(model: HookedModel, seen: Record) -> Float64[Tensor, " d_vocab"] | None:
+    """W_U's logits of the first row, before anything that the model does to them; None where it does nothing known."""
+    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
+    if W_U is None or END not in seen.inputs:
+        return None
     plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
-    plain = plain if b_U is None else plain + b_U.double().cpu()
+    return plain if b_U is None else plain + b_U.double().cpu()
+
+
+def _uncapped(
+    model: HookedModel, logits: Float[Tensor, "row d_vocab"], seen: Record
+) -> tuple[Float64[Tensor, "row d_vocab"], float]:
+    """Logits before their soft cap, and the cap; as they are, and 0, if the model is seen not to have one."""
+    cap, logits = soft_cap(model), logits.double()
+    plain = _plain_logits(model, seen) if cap else None
+    if plain is None:
+        return logits, 0.0
     squashed = cap * (plain / cap).tanh()
-    if float((logits - plain).abs().max()) <= float((logits - squashed).abs().max()):
+    if float((logits[0] - plain).abs().max()) <= float((logits[0] - squashed).abs().max()):
         return logits, 0.0
     return cap * (logits / cap).clamp(-1.0, 1.0).atanh(), cap
 
 
-def _factor(model: HookedModel, logits: Float64[Tensor, " d_vocab"], seen: Record) -> float:
+def _factor(model: HookedModel, logits: Float64[Tensor, "row d_vocab"], seen: Record) -> float:
     """What the model multiplies W_U's logits by: what its config says, where the logits are seen to have it."""
-    factor, W_U, b_U = logit_factor(model), weight_of(model, "W_U"), weight_of(model, "b_U")
-    if factor == 1.0 or W_U is None or END not in seen.inputs:
+    factor = logit_factor(model)
+    plain = _plain_logits(model, seen) if factor != 1.0 else None
+    if plain is None:
         return factor
-    plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
-    plain = plain if b_U is None else plain + b_U.double().cpu()
     return factor if float((logits - factor * plain).abs().max()) < float((logits - plain).abs().max()) else 1.0
-
-
-def _logits_of_cache(
-    model: HookedModel, cached: CachedPrompt, final: Site | None, where: str, at: int, seen: Record
-) -> Float64[Tensor, " d_vocab"]:
-    """Logits from the norm's output that the cache holds: another way than through its input's parts."""
-    y = None if final is None else cached.normalized(where, at)
-    x = seen.inputs[where][0].double()
-    out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()
-    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
-    assert W_U is not None
-    logits = out.to(W_U) @ W_U if W_U.dtype == torch.float64 else (out.float().to(W_U) @ W_U).double()
-    return (logits if b_U is None else logits + b_U).double().cpu()
-
-
-def _table(split: Split, final: Site | None, where: str, asked: Direction) -> tuple[pd.DataFrame, float, float]:
-    w = asked.vector
-    gain = w if final is None or final.gain is None else w * final.gain.detach().cpu().double()
-    sigma = 1.0 if final is None else float(split.sigma(where)[0, 0])
-    projects = final is not None and final.projects
-    readings = torch.stack([gain / sigma, torch.full_like(gain, 1.0 / len(gain))])
-    found = split.read(where, readings[None])
-    taken = float(gain.sum()) / sigma if projects else 0.0
-    rows = [_row(part, float(values[0, 0]), 0.0 - float(values[0, 1]) * taken, 0.0) for part, values in found.items()]
-    if final is not None and final.bias is not None:
-        bias = float(w @ final.bias.detach().cpu().double())
-        rows.append(_row(Part(f"{final.name} bias", "norm bias", final.layer), 0.0, 0.0, bias))
-    rows.append(_row(Part("b_U", "unembedding bias"), 0.0, 0.0, asked.bias))
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
-    return table, math.fsum(table["contribution"]), math.nan if final is None else sigma
 
 
 def _row(part: Part, without: float, taken: float, bias: float) -> Mapping[str, object]:
@@ -363,7 +717,9 @@ def attribute_through_layers(
     hooked = check_model(model)
     ids = prompt(hooked, tokens)
     at = place(position, len(ids))
-    direct = attribute_logits(hooked, ids, at, target, against).check()
+    direct = attribute_logits(hooked, ids, at, target, against)
+    assert isinstance(direct, LogitAttribution)
+    direct.check()
     with evaluating(hooked), linearized(hooked), _Watched(hooked, len(ids)) as seen, torch.enable_grad():
         logits = _without_cap(hooked(ids[None], return_type="logits")[0, at], direct.soft_cap)
         asked = logit_asked(hooked, logits, target, against)

@@ -10,7 +10,7 @@ sums: what softmax depends on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, part_columns, place, prompt
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
 from ln_probe.hooks.components import Part, Split, record
 from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import survey
+from ln_probe.hooks.sites import facts_of
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 AT_ONCE = 16  # positions whose parts are held at once
@@ -153,15 +154,17 @@ def _side(
     at: Int[Tensor, " row"],
     typical: float,
     name: str,
+    features: Callable[[dict[Part, Tensor], Tensor, Split, Int[Tensor, " row"]], dict[Part, Tensor]],
 ) -> _Side:
     """The queries (name Q) or keys (K) of one head at the recorded positions `at`."""
     gain = torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
     lift = torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
     sigma = split.sigma(site.name)  # [row 1]
     f = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
-    found = split.read(site.name, f.expand(len(sigma), -1, -1))
-    read = torch.stack(list(found.values()), 1)  # [row part d_head+1]
-    parts = [*found, Part("norm bias", "norm bias", site.layer), Part(f"b_{name}", "bias", site.layer)]
+    f = f.expand(len(sigma), -1, -1)
+    values = features(split.read(site.name, f), f, split, at)
+    read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
+    parts = [*values, Part("norm bias", "norm bias", site.layer), Part(f"b_{name}", "bias", site.layer)]
     taken = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
     kept = (read[..., :-1] - taken) / sigma[:, None]
     fixed = torch.stack([lift @ W, b.expand(W.shape[1])]).expand(len(sigma), -1, -1)
@@ -199,6 +202,7 @@ def attribute_scores(
     query: int,
     key: int,
     against: int | str | None = None,
+    features: Sequence[Features] | Features | None = None,
 ) -> ScoreAttribution:
     """Why a head attends where it does: one score, exactly, as a sum over parts of the query × parts of the key.
 
@@ -209,6 +213,7 @@ def attribute_scores(
         query, key: positions in the prompt; negative from the end.
         against: another key's position, whose score is subtracted; "mean": the mean score of the keys that the query
             sees; None: the score itself (which softmax does not see: it depends on differences).
+        features: dictionaries whose features replace the components that they reconstruct, on both sides.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -220,9 +225,13 @@ def attribute_scores(
     hooked = check_model(model)
     ids = prompt(hooked, tokens)
     layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
+    dictionaries = [features] if isinstance(features, Features) else list(features or ())
+    for given in dictionaries:
+        given.check(int(hooked.cfg.d_model), 1, len(ids))
+    points = {given.hook_name: given.point(hooked) for given in dictionaries}
     q_at, k_at = place(query, len(ids), "query"), place(key, len(ids), "key")
     with evaluating(hooked):
-        facts = survey(hooked)
+        facts = facts_of(hooked)
         sites = facts.norms()
         site = next((s for s in sites if layer in s.attention_layers), None)
         if site is None:
@@ -239,8 +248,16 @@ def attribute_scores(
             raise AttributionError(f"query {q_at} does not see key {k_at}: it sees {_ranges(visible)}")
         other = _against(against, len(ids), visible, q_at)
         rows = sorted({q_at, k_at, *(other or ())})
-        split = Split(wiring, record(hooked, ids, rows, sites))
+        split = Split(wiring, record(hooked, ids, rows, sites, points=points))
     split.check(site.name)
+    named = [given.chosen(rows) for given in dictionaries]
+    rounding = wiring.bound(site.name, seen.x.dtype)
+
+    def with_features(values: dict[Part, Tensor], f: Tensor, few: Split, at: Int[Tensor, " row"]) -> dict[Part, Tensor]:
+        for given, chosen in zip(dictionaries, named, strict=True):
+            values = given.split(values, f, few.record, at.tolist(), chosen, rounding)
+        return values
+
     typical = float(site.sigma(seen.x[visible].double()).median())
 
     def side(W: Tensor, b: Tensor, norm: Site | None, places: list[int], name: str) -> _Side:
@@ -248,7 +265,7 @@ def attribute_scores(
         made: _Side | None = None
         for some in (places[i : i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
             few, at = split.rows([rows.index(p) for p in some]), torch.tensor(some)
-            found = _side(few, site, W[head].cpu(), b[head].cpu(), norm, heads, at, typical, name)
+            found = _side(few, site, W[head].cpu(), b[head].cpu(), norm, heads, at, typical, name, with_features)
             summed = _Side(
                 found.parts,
                 found.whole.sum(0, keepdim=True),
@@ -293,7 +310,6 @@ def attribute_scores(
     label = f"score of L{layer}H{head} from {q_at} to {k_at}" + (
         "" if other is None else " minus the mean of those it sees" if against == MEAN else f" minus to {other[0]}"
     )
-    bound = wiring.bound(site.name, seen.x.dtype)
     return ScoreAttribution(
         pd.DataFrame(matrix.numpy(), index=[p.name for p in q_parts], columns=[p.name for p in k_parts]),
         pd.DataFrame(
@@ -305,7 +321,7 @@ def attribute_scores(
         total,
         from_model,
         max(float(own[visible].abs().max()), 1e-300),
-        bound,
+        rounding,
         float(seen.pattern[head, q_at, k_at]),
         label,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,33 @@ Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarr
 
 class AttributionError(ValueError):
     """Something that cannot be attributed: says what was asked for, and what to ask for instead."""
+
+
+def prompts(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+    """One or several prompts: what `prompt` takes, ids [batch pos], or a list of texts or of rows of ids.
+
+    Raises:
+        AttributionError: as `prompt`, with the number of the prompt where there are several.
+    """
+    shape = getattr(tokens, "shape", None)
+    several = (shape is not None and len(shape) == 2) or (
+        isinstance(tokens, list | tuple)
+        and len(tokens) > 0
+        and (isinstance(tokens[0], str | list | tuple) or getattr(tokens[0], "ndim", 0) > 0)
+    )
+    if not several:
+        return [prompt(model, tokens)]
+    rows: list[Tensor] = []
+    for row in cast(Iterable[object], tokens):
+        try:
+            rows.append(prompt(model, row))
+        except AttributionError as error:
+            raise AttributionError(
+                f"prompt {len(rows)}: {error}" if len(cast(Any, tokens)) > 1 else str(error)
+            ) from error
+    if not rows:
+        raise AttributionError("the prompt is empty: give at least one token")
+    return rows
 
 
 def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
@@ -128,53 +155,31 @@ def _of_text(model: HookedModel, text: str) -> int:
     return ids[0]
 
 
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """What is read off the final norm's output: vector·LN(x) + bias is the logit, or the difference of two.
-
-    Attributes:
-        vector: [d_model]; bias: the unembedding's share.
-        label: in words.
-    """
-
-    vector: Float64[Tensor, " d_model"]
-    bias: float
-    label: str
-
-
-def direction(
-    model: HookedModel, target: list[int], against: list[int] | str | None, names: Callable[[int], str] | None = None
-) -> Direction:
-    """The direction of the mean logit of `target`, minus that of `against`.
-
-    Raises:
-        AttributionError: the model shows no W_U.
-    """
-    vector, bias = _mean_column(model, target)
-    label = "logit of " + _said(target, names)
-    if against is not None:
-        other, lift = _mean_column(model, None if isinstance(against, str) else against)
-        vector, bias = vector - other, bias - lift
-        label += " minus " + ("the mean logit" if isinstance(against, str) else _said(against, names))
-    return Direction(vector, bias, label)
-
-
-def _said(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
+def token_names(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
+    """Tokens in words: their text, or their ids without a tokenizer."""
     shown = [repr(names(i)) if names is not None else str(i) for i in ids[:4]]
     return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
 
 
-def _mean_column(model: HookedModel, ids: list[int] | None) -> tuple[Float64[Tensor, " d_model"], float]:
-    """Mean over tokens (None: the vocabulary) of the columns of W_U, and of b_U."""
+def mean_columns(
+    model: HookedModel, ids: Int[Tensor, "row token"] | None
+) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, " row"]]:
+    """Per row the mean over its tokens (None: one row, the mean over the vocabulary) of the columns of W_U and of b_U.
+
+    Raises:
+        AttributionError: the model shows no W_U.
+    """
     W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     if W_U is None or W_U.ndim != 2:
         raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
     size = outputs(model)
-    chosen = W_U[:, ids].double() if ids is not None else W_U[:, :size]
-    lift = 0.0
-    if b_U is not None:
-        lift = float((b_U[ids] if ids is not None else b_U[:size]).double().mean())
-    return chosen.mean(1, dtype=torch.float64).cpu(), lift
+    if ids is None:
+        vector = W_U[:, :size].mean(1, dtype=torch.float64).cpu()[None]
+        lift = torch.zeros(1).double() if b_U is None else b_U[:size].double().mean().cpu()[None]
+        return vector, lift
+    at = ids.to(W_U.device)
+    vectors = W_U[:, at].double().mean(2, dtype=torch.float64).cpu().T
+    return vectors, torch.zeros(len(ids)).double() if b_U is None else b_U[at].double().mean(1).cpu()
 
 
 def outputs(model: HookedModel) -> int:

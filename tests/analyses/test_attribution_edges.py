@@ -43,7 +43,7 @@ def test_a_part_of_the_last_layer_goes_through_no_other(make_hooked: Callable[..
         last = found.table[found.table["layer"] == found.table["layer"].max()]
         assert len(last)
         assert last["mediated"].abs().max() < 1e-8
-        assert attribute_logits(model, TOKENS).soft_cap == options.get("output_logits_soft_cap", 0.0)
+        assert attribute_logits(model, TOKENS, -1).soft_cap == options.get("output_logits_soft_cap", 0.0)
 
 
 def test_keys_whose_attention_underflows_are_seen_all_the_same(make_bridge: Callable[..., Any]) -> None:
@@ -65,11 +65,11 @@ def test_keys_whose_attention_underflows_are_seen_all_the_same(make_bridge: Call
 def test_outputs_that_are_not_the_inputs(outputs: int, make_hooked: Callable[..., Any]) -> None:
     model = make_hooked(d_vocab_out=outputs)
     first = int(model(TOKENS[None])[0, -1].argmax())
-    assert attribute_logits(model, TOKENS, against="mean").check().label.startswith(f"logit of {first} ")
+    assert attribute_logits(model, TOKENS, -1, against="mean").check().label.startswith(f"logit of {first} ")
     with pytest.raises(AttributionError, match=f"token id {outputs} is outside the vocabulary of {outputs}"):
-        attribute_logits(model, TOKENS, target=outputs)
+        attribute_logits(model, TOKENS, -1, target=outputs)
     if outputs > 50:
-        assert attribute_logits(model, TOKENS, target=outputs - 1).check()
+        assert attribute_logits(model, TOKENS, -1, target=outputs - 1).check()
 
 
 def test_tokens_of_any_kind_of_whole_number(make_bridge: Callable[..., Any]) -> None:
@@ -79,17 +79,17 @@ def test_tokens_of_any_kind_of_whole_number(make_bridge: Callable[..., Any]) -> 
         assert attribute_logits(model, TOKENS, position, target=target).total == plain
     for wrong in (2.7, True, [None]):
         with pytest.raises(AttributionError, match="a token id must be a whole number"):
-            attribute_logits(model, TOKENS, target=wrong)
+            attribute_logits(model, TOKENS, -1, target=wrong)
 
 
 def test_an_input_for_every_head(make_hooked: Callable[..., Any]) -> None:
     """`set_use_split_qkv_input`: a norm sees each token once for every head, all the same."""
     model = make_hooked(dtype=torch.float64)
-    expected = attribute_logits(model, TOKENS).check().total
+    expected = attribute_logits(model, TOKENS, -1).check().total
     score = attribute_scores(model, TOKENS, 1, 2, 9, 3).check().total
     report = ln_probe.analyze(model, TOKENS[None], probes=("decomposition", "uniformity", "sinks"), progress=False)
     model.set_use_split_qkv_input(True)
-    assert attribute_logits(model, TOKENS).check().total == pytest.approx(expected, rel=1e-9)
+    assert attribute_logits(model, TOKENS, -1).check().total == pytest.approx(expected, rel=1e-9)
     assert attribute_scores(model, TOKENS, 1, 2, 9, 3).check().total == pytest.approx(score, rel=1e-9)
     split = ln_probe.analyze(model, TOKENS[None], probes=("decomposition", "uniformity", "sinks"), progress=False)
     np.testing.assert_allclose(split.heads["entropy_ratio"], report.heads["entropy_ratio"], rtol=1e-9)

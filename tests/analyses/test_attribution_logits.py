@@ -110,7 +110,7 @@ def test_targets(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     with torch.no_grad():
         logits = model(TOKENS[None])[0, -1].double()
-    one = attribute_logits(model, TOKENS)
+    one = attribute_logits(model, TOKENS, -1)
     assert one.label == f"logit of {int(logits.argmax())}"
     assert one.total == pytest.approx(float(logits.max()), abs=1e-5)
     two = attribute_logits(model, TOKENS[None], -1, 3, 4)
@@ -118,17 +118,17 @@ def test_targets(make_bridge: Callable[..., Any]) -> None:
     assert two.label == "logit of 3 minus 4"
     sets = attribute_logits(model, TOKENS.tolist(), 9, [3, 5, 7], torch.tensor([4, 6]))
     assert sets.total == pytest.approx(float(logits[[3, 5, 7]].mean() - logits[[4, 6]].mean()), abs=1e-5)
-    mean = attribute_logits(model, TOKENS.numpy(), target=3, against="mean").check()
+    mean = attribute_logits(model, TOKENS.numpy(), -1, target=3, against="mean").check()
     assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
-    three, four = (attribute_logits(model, TOKENS, target=t).to_torch() for t in (3, 4))
+    three, four = (attribute_logits(model, TOKENS, -1, target=t).to_torch() for t in (3, 4))
     assert torch.allclose(two.to_torch(), three - four, atol=1e-9)
 
 
 def test_neurons_are_their_mlp(make_bridge: Callable[..., Any]) -> None:
     for arch in ("gpt2", "llama"):
         model = make_bridge(arch)
-        whole = attribute_logits(model, TOKENS, target=3).table.set_index("part")
-        fine = attribute_logits(model, TOKENS, target=3, neurons=[-1]).check().table
+        whole = attribute_logits(model, TOKENS, -1, target=3).table.set_index("part")
+        fine = attribute_logits(model, TOKENS, -1, target=3, neurons=[-1]).check().table
         neurons = fine[fine["kind"] == "neuron"]
         assert set(neurons["layer"]) == {1}
         assert list(neurons["index"]) == list(range(len(neurons)))
@@ -150,17 +150,17 @@ def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
     raw, centred = make_bridge("gpt2"), make_folded("gpt2", centre=True)
     _, cache = centred.run_with_cache(TOKENS[None])
     with pytest.raises(SplitError, match=r"the cache is of another model .* a folded or centred copy"):
-        attribute_logits(raw, cache)
+        attribute_logits(raw, cache, -1)
     with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
         attribute_logits(raw, dict(cache.items()))
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "mlp" not in n)
     with pytest.raises(SplitError, match=r"the cache lacks 'blocks.0.mlp.out.hook_out': take the cache without"):
-        attribute_logits(raw, cache)
+        attribute_logits(raw, cache, -1)
     _, cache = raw.run_with_cache(TOKENS.view(2, 5))
-    with pytest.raises(SplitError, match="the cache holds 2 prompts"):
-        attribute_logits(raw, cache)
+    with pytest.raises(AttributionError, match="a cache holds no tokens, so the next ones are not known: give target="):
+        attribute_logits(raw, cache, -1)
     with pytest.raises(AttributionError, match="neurons are not read from a cache"):
-        attribute_logits(raw, ActivationCache({}, raw), neurons=True)
+        attribute_logits(raw, ActivationCache({}, raw), -1, neurons=True)
 
 
 def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
@@ -170,9 +170,14 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"tokens": TOKENS, "target": [3, 3]}, "token id 3 is given twice"),
         ({"tokens": TOKENS, "target": []}, "an empty set of tokens has no logit"),
         ({"tokens": TOKENS, "target": " Paris"}, "no tokenizer, so ' Paris' cannot be looked up: give token ids"),
-        ({"tokens": TOKENS, "position": 10}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
-        ({"tokens": TOKENS, "position": 1.0}, "position must be a whole number, got 1.0"),
-        ({"tokens": TOKENS.view(2, 5)}, "attribution is of one prompt, [pos] or [1 pos] token ids: got [2, 5]"),
+        ({"tokens": TOKENS, "positions": 10}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
+        ({"tokens": TOKENS, "positions": 1.0}, "position must be a whole number, got 1.0"),
+        ({"tokens": TOKENS.view(1, 2, 5)}, "attribution is of one prompt, [pos] or [1 pos] token ids: got [1, 2, 5]"),
+        ({"tokens": [[1, 2], [3, 77]], "positions": None}, "prompt 1: token id 77 is outside the vocabulary of 50"),
+        ({"tokens": TOKENS, "positions": [0, 10]}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
+        ({"tokens": TOKENS, "positions": []}, "an empty list of positions: give at least one, or None for all"),
+        ({"tokens": TOKENS, "positions": None, "target": [1, 2]}, "target must have an id for each position, [1, 10]"),
+        ({"tokens": TOKENS, "components": "parts"}, "components must be one of heads, layers, neurons, got 'parts'"),
         ({"tokens": torch.tensor([1, 77])}, "token id 77 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
         ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
@@ -181,29 +186,29 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"tokens": []}, "the prompt is empty: give at least one token"),
     ):
         with pytest.raises(AttributionError) as error:
-            attribute_logits(model, **options)
+            attribute_logits(model, options.pop("tokens"), **({"positions": -1} | options))
         assert said in str(error.value)
     with pytest.raises(TypeError, match="is not a TransformerLens model"):
-        attribute_logits(torch.nn.Linear(2, 2), TOKENS)
+        attribute_logits(torch.nn.Linear(2, 2), TOKENS, -1)
 
 
 def test_another_map_after_the_final_norm_is_noticed(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
-    found = attribute_logits(model, TOKENS)
+    found = attribute_logits(model, TOKENS, -1)
     with pytest.raises(AttributionError, match=r"the parts add up to .* explains 1e-05\). Does something after"):
         found.check()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.032), (torch.float16, 0.004)])
 def test_half_precision_says_its_bound(dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any]) -> None:
-    found = attribute_logits(make_bridge("llama", dtype), TOKENS).check()
+    found = attribute_logits(make_bridge("llama", dtype), TOKENS, -1).check()
     assert bound / 2 < found.bound < bound
     assert found.error < found.bound
 
 
 def test_the_picture_is_safe_and_complete(make_bridge: Callable[..., Any]) -> None:
-    found = attribute_logits(make_bridge("gpt2"), TOKENS)
+    found = attribute_logits(make_bridge("gpt2"), TOKENS, -1)
     table = found.table.copy()
     table.loc[0, "part"] = "</text><script>alert(1)</script>"
     made = type(found)(table, found.total, found.own, found.scale, found.bound, "<b>x</b>", found.sigma)._repr_html_()
@@ -225,7 +230,7 @@ def test_beside_the_functions_of_transformerlens_on_a_raw_model(capp: Path) -> N
         with torch.no_grad():
             logits = model(ids[None])[0, -1]
         best = int(logits.argmax())
-        ours = attribute_logits(model, ids).check()
+        ours = attribute_logits(model, ids, -1).check()
         without_b_U = ours.total - float(model.b_U[best])
         assert without_b_U == pytest.approx(float(logits[best] - model.b_U[best]), rel=1e-5)
         if type(model).__name__ == "HookedTransformer":
@@ -246,10 +251,10 @@ def attribute_gainless(model: Any, ids: torch.Tensor, token: int) -> float:
 def test_real_checkpoints(mgm: Path) -> None:
     for model in (ln_probe.load_model(mgm, allow_pickle=True), *map(ln_probe.load_model, ln_probe.bundled_models())):
         ids = torch.randint(1, int(model.cfg.d_vocab), (24,), generator=torch.Generator().manual_seed(0))
-        found = attribute_logits(model, ids).check()
+        found = attribute_logits(model, ids, -1).check()
         assert found.error <= 1e-6
         _, cache = model.run_with_cache(ids[None])
-        assert attribute_logits(model, cache).check().total == pytest.approx(found.total, abs=1e-5 * found.scale)
+        assert attribute_logits(model, cache, -1).check().total == pytest.approx(found.total, abs=1e-5 * found.scale)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_analyses_of_a_loaded_program(tmp_path: Path) -> None:
         with ln_probe.hooks.linearized(model, sigma="own"):
             assert torch.equal(model(given), before)
     with pytest.raises(ValueError, match="is not the sum of what embeddings, heads, MLPs and norms wrote"):
-        ln_probe.attribute_logits(model, given[:1], target=1)  # what is rounded is no sum
+        ln_probe.attribute_logits(model, given[:1], -1, target=1)  # what is rounded is no sum
 
 
 def test_a_report_on_a_compiled_folder(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_logits_that_are_scaled(hf_model: Callable[[str], Any], tmp_path: Path) 
     """Granite divides its logits, multiplies its embeddings and what blocks write."""
     original = hf_model("granite")
     model = folder(original, tmp_path)
-    found = ln_probe.attribute_logits(model, TOKENS, target=7, against=9).check()
+    found = ln_probe.attribute_logits(model, TOKENS, -1, target=7, against=9).check()
     with torch.no_grad():
         logits = original(TOKENS).logits[0, -1]
     assert found.total == pytest.approx(float(logits[7] - logits[9]), rel=1e-4)

@@ -103,7 +103,7 @@ def test_interventions_and_attribution_on_a_gpu(make_bridge: Callable[..., Any])
         model = make_bridge("gpt2").to(device)
         with without(model, "scaling", tokens=TOKENS):
             edited = model(TOKENS.to(device)).cpu()
-        found.append((edited, ln_probe.attribute_logits(model, TOKENS[:1]).table))
+        found.append((edited, ln_probe.attribute_logits(model, TOKENS[:1], -1).table))
     assert torch.allclose(found[0][0], found[1][0], rtol=COMPARED, atol=COMPARED)
     pd.testing.assert_frame_equal(found[0][1], found[1][1], rtol=COMPARED, atol=COMPARED)
 

@@ -56,10 +56,19 @@ def test_scripts_for_hooks_run(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert first == 0.0 or abs(first - second) < 0.5  # the rest of the logit is the norm's bias and the unembedding's
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "scripts").glob("*.py")), ids=lambda p: p.stem)
+def test_short_scripts_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len([line for line in path.read_text().splitlines() if line]) <= 15
+    runpy.run_path(str(path))
+    assert len(capsys.readouterr().out.splitlines()) >= 7
+
+
 def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jupytext = pytest.importorskip("jupytext", reason="the site's notebooks are made with jupytext (extra: docs)")
     shutil.copytree(
-        FOLDER, tmp_path / "examples", ignore=shutil.ignore_patterns("checkpoints", "hooks", "pictures", "*.png")
+        FOLDER,
+        tmp_path / "examples",
+        ignore=shutil.ignore_patterns("checkpoints", "hooks", "pictures", "scripts", "*.png"),
     )
     (tmp_path / "docs").mkdir()
     shutil.copy(FOLDER.parent / "docs" / "conf.py", tmp_path / "docs")

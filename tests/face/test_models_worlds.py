@@ -314,7 +314,7 @@ def assert_the_head_is_not_measured(folder: Path) -> None:
     assert "blocks.0.ln1" in set(report.tables["layernorms"]["site"])
     assert not any("most likely" in finding for finding in report.findings())
     with pytest.raises(ValueError, match="logits of this model cannot be attributed: the folder holds no"):
-        ln_probe.attribute_logits(model, tokens)
+        ln_probe.attribute_logits(model, tokens, -1)
     with pytest.raises(ValueError, match="no sequences can be sampled from it: give token ids"):
         ln_probe.analyze(model, progress=False)
     with pytest.raises(ValueError, match=r"freezing_cost is not applicable: causal: .*: the folder holds no"):

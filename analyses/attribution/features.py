@@ -1,0 +1,210 @@
+"""Features of sparse autoencoders and transcoders as components of the residual stream.
+
+A dictionary at a hook point writes Σ_f a_f v_f + bias + error, with activations a, decoder directions v and the
+reconstruction error that is left. In an attribution these rows replace the components whose sum that hook point shows:
+everything earlier at `hook_resid_*`, one MLP at `hook_mlp_out`, one attention layer at `hook_attn_out`. A feature goes
+through the norm as any other component does, with the token's own sigma held.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from ln_probe.analyses.attribution.shared import AttributionError
+from ln_probe.hooks.components import Part, Record
+from ln_probe.hooks.model import ABSENT, HookedModel, n_layers
+
+TOP_FEATURES = 20  # named one by one; the rest is one row
+_POINT = re.compile(r"blocks\.(\d+)\.(hook_resid_pre|hook_resid_mid|hook_resid_post|hook_attn_out|hook_mlp_out)$")
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """A dictionary's features at one hook point of some prompts.
+
+    Attributes:
+        hook_name: `blocks.L.hook_resid_pre`, `_mid`, `_post`, `hook_attn_out` or `hook_mlp_out`: where the features
+            write.
+        directions: the decoder's row of each feature.
+        activations: [batch pos feature], or [pos feature] for one prompt.
+        names: of each feature; by default `feature 0`, `feature 1`, …
+        bias: what the decoder adds whatever is active; None: nothing.
+        top: features named one by one, those with the largest |activation|·|direction| at the positions asked for.
+
+    Example:
+        >>> ids = torch.arange(1, 9)[None]
+        >>> _, cache = model.run_with_cache(ids)
+        >>> features = Features.of(sae, cache, "blocks.1.hook_resid_pre")
+        >>> ln_probe.attribute_logits(model, ids, -1, target=3, features=[features]).top()
+    """
+
+    hook_name: str
+    directions: Float[Tensor, "feature d_model"]
+    activations: Float[Tensor, "*batch pos feature"]
+    names: Sequence[str] | None = None
+    bias: Float[Tensor, " d_model"] | None = None
+    top: int = TOP_FEATURES
+
+    @classmethod
+    def of(cls, sae: Any, cache: Any, hook_name: str | None = None, input_name: str | None = None) -> Features:
+        """The features of a sparse autoencoder or transcoder on cached activations.
+
+        Args:
+            sae: any object with `encode`, `decode` and `W_dec` [feature d_model].
+            cache: the activations of the prompts (`model.run_with_cache`).
+            hook_name: where the features write; None: as the object's `cfg` says.
+            input_name: what is encoded, where it is another hook point (a transcoder); None: as `cfg` says.
+
+        Raises:
+            AttributionError: the object or the cache lacks something, by name.
+        """
+        for name in ("encode", "decode", "W_dec"):
+            if not hasattr(sae, name):
+                raise AttributionError(f"{type(sae).__name__} has no {name}: features need encode, decode and W_dec")
+        cfg = getattr(sae, "cfg", None)
+        known = [getattr(cfg, "metadata", None), cfg]
+        reads = input_name or _named(known, ("hook_name",)) or hook_name
+        writes = hook_name or _named(known, ("hook_name_out", "hook_name"))
+        if reads is None or writes is None:
+            raise AttributionError(f"{type(sae).__name__} does not say its hook point: give hook_name=")
+        if reads not in cache:
+            raise AttributionError(f"the cache lacks {reads!r}, which {type(sae).__name__} encodes: cache it")
+        with torch.no_grad():
+            active = sae.encode(cache[reads])
+            bias = sae.decode(torch.zeros_like(active[..., :1, :])).reshape(-1, sae.W_dec.shape[-1])[0]
+        return cls(writes, sae.W_dec.detach(), active.detach(), bias=bias.detach())
+
+    @property
+    def layer(self) -> int:
+        """The block of the hook point."""
+        return int(self._match()[1])
+
+    def _match(self) -> re.Match[str]:
+        if (match := _POINT.match(self.hook_name)) is None:
+            raise AttributionError(
+                f"features at {self.hook_name!r} are not known: there are blocks.L.hook_resid_pre, hook_resid_mid, "
+                "hook_resid_post, hook_attn_out and hook_mlp_out"
+            )
+        return match
+
+    def point(self, model: HookedModel) -> nn.Module:
+        """The module of the hook point.
+
+        Raises:
+            AttributionError: the model has none of this name.
+        """
+        match = self._match()
+        if self.layer >= n_layers(model):
+            raise AttributionError(
+                f"{self.hook_name}: the model has {n_layers(model)} layers (0 … {n_layers(model) - 1})"
+            )
+        try:
+            point = getattr(model.blocks[self.layer], match[2], None)  # type: ignore[attr-defined]
+        except ABSENT:
+            point = None
+        if not isinstance(point, nn.Module):
+            raise AttributionError(f"{type(model).__name__} has no hook point {self.hook_name}")
+        return point
+
+    def check(self, d_model: int, batch: int, length: int) -> None:
+        """Raise AttributionError unless shapes fit the model and the prompts."""
+        self._match()
+        wanted = (batch, length, len(self.directions))
+        if self.directions.ndim != 2 or self.directions.shape[1] != d_model:
+            raise AttributionError(
+                f"{self.hook_name}: directions must be [feature {d_model}], got {list(self.directions.shape)}"
+            )
+        shape = tuple(self.activations.shape)
+        if shape != wanted and not (batch == 1 and shape == wanted[1:]):
+            raise AttributionError(
+                f"{self.hook_name}: activations must be {list(wanted)} (batch, positions, features), "
+                f"got {list(shape)}: encode the same tokens"
+            )
+        if self.names is not None and len(self.names) != len(self.directions):
+            raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {len(self.directions)} features")
+
+    def replaces(self, part: Part) -> bool:
+        """Whether a component is part of what the hook point shows."""
+        kind, layer = self._match()[2], self.layer
+        of_attention = part.kind == "head" or part.name.endswith(" b_O") or "ln1_post" in part.name
+        if kind in ("hook_attn_out", "hook_mlp_out"):
+            own = part.layer == layer and part.kind in ("head", "mlp", "neuron", "bias", "norm bias")
+            return own and of_attention == (kind == "hook_attn_out")
+        if part.kind in ("embedding", "position") or part.layer < layer:
+            return True
+        return part.layer == layer and (kind == "hook_resid_post" or (kind == "hook_resid_mid" and of_attention))
+
+    def chosen(self, rows: Sequence[int]) -> list[int]:
+        """The features that are named one by one: the largest at these rows."""
+        active = self.activations.reshape(-1, len(self.directions))[list(rows)]
+        size = active.abs().amax(0).double().cpu() * self.directions.double().norm(dim=1).cpu()
+        order = size.argsort(descending=True, stable=True)[: self.top]
+        return sorted(int(i) for i in order if size[i] > 0)
+
+    def split(
+        self,
+        values: dict[Part, Float64[Tensor, "row reading"]],
+        f: Float64[Tensor, "row reading d_model"],
+        record: Record,
+        rows: Sequence[int],
+        named: Sequence[int],
+        bound: float,
+    ) -> dict[Part, Float64[Tensor, "row reading"]]:
+        """`values` with the components that the hook point shows replaced by features, bias and error.
+
+        Args:
+            values: of each component, what is read from it.
+            f: what is read.
+            record: of the same rows, with this hook point in it.
+            rows: of `activations`.
+            named: the features that get a row each.
+            bound: relative error that rounding explains.
+
+        Raises:
+            AttributionError: the components do not add up to what the hook point shows.
+        """
+        replaced = [part for part in values if self.replaces(part)]
+        if not replaced:
+            raise AttributionError(f"nothing that is read here was written before {self.hook_name}")
+        each = torch.stack([values[part] for part in replaced])
+        whole = einsum(record.points[self.hook_name].double(), f, "row d, row reading d -> row reading")
+        missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
+        if not missing <= bound:
+            raise AttributionError(
+                f"what {self.hook_name} shows is not the sum of the components before it ({missing:.1e} of it is left "
+                f"over, rounding explains {bound:.0e}): a norm or a factor comes in between, so its features do not "
+                "add up to what is read here"
+            )
+        active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
+        directions = self.directions.double().cpu()
+        pulled = einsum(f, directions[list(named)], "row reading d, feature d -> feature row reading")
+        shown = pulled * active[:, list(named)].T[:, :, None]
+        written = einsum(active @ directions, f, "row d, row reading d -> row reading")
+        lift = torch.zeros_like(whole) if self.bias is None else f @ self.bias.double().cpu()
+        kept = {part: value for part, value in values.items() if part not in replaced}
+        layer, at = self.layer, self.hook_name
+        of_feature = {Part(self._name(i), "feature", layer, i): value for i, value in zip(named, shown, strict=True)}
+        return {
+            **of_feature,
+            Part(f"other features of {at}", "feature", layer): written - shown.sum(0),
+            Part(f"decoder bias of {at}", "bias", layer): lift,
+            Part(f"reconstruction error of {at}", "error", layer): each.sum(0) - written - lift,
+            **kept,
+        }
+
+    def _name(self, i: int) -> str:
+        return f"{self.hook_name} {'feature ' + str(i) if self.names is None else self.names[i]}"
+
+
+def _named(holders: Sequence[Any], names: Sequence[str]) -> str | None:
+    """The first of these attributes that one of these objects has as text."""
+    values = (getattr(holder, name, None) for name in names for holder in holders)
+    return next((str(v) for v in values if isinstance(v, str) and v), None)

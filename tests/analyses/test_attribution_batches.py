@@ -1,0 +1,165 @@
+"""Attribution at many positions of many prompts equals attribution at one; features replace what they reconstruct."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lab_models import lab
+from torch import Tensor
+
+from ln_probe.analyses.attribution import (
+    Features,
+    LogitAttribution,
+    LogitAttributions,
+    attribute_logits,
+    attribute_scores,
+)
+from ln_probe.analyses.attribution.shared import AttributionError
+from ln_probe.hooks import linearized
+
+RAGGED = [torch.arange(1, 11), torch.arange(5, 12), torch.arange(2, 12)]
+TOKENS = RAGGED[0]
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
+
+class Dictionary:
+    """An untrained sparse autoencoder, of 12 features."""
+
+    def __init__(self, hook_name: str, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.cfg = SimpleNamespace(hook_name=hook_name)
+        self.W_dec = torch.randn(12, 32, generator=generator, dtype=torch.float64).to(dtype)
+        self.b_dec = torch.randn(32, generator=generator, dtype=torch.float64).to(dtype)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return ((x - self.b_dec) @ self.W_dec.T).relu()
+
+    def decode(self, active: Tensor) -> Tensor:
+        return active @ self.W_dec + self.b_dec
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2", "bloom", "opt", None])
+def test_a_ragged_batch_equals_single_prompts(arch: str | None, make_bridge: Callable[..., Any]) -> None:
+    model = lab() if arch is None else make_bridge(arch)
+    found = attribute_logits(model, RAGGED, against="mean").check()
+    assert isinstance(found, LogitAttributions)
+    assert found.values.shape == (len(found.components), 3, 10)
+    for b, row in enumerate(RAGGED):
+        last = len(row) - 1
+        assert found.values[:, b, last:].isnan().all()  # no token follows, or no position
+        for p in (0, last - 1):
+            one = attribute_logits(model, row, p, int(row[p + 1]), "mean").check()
+            assert isinstance(one, LogitAttribution)
+            assert torch.allclose(found.terms[:, :, b, p], one.to_torch(), atol=1e-6 * one.scale)
+            assert float(found.total[b, p]) == pytest.approx(one.total, abs=1e-6 * one.scale)
+    table = found.table
+    assert len(table) == len(found.components) * sum(len(row) - 1 for row in RAGGED)
+    here = table[(table["batch"] == 1) & (table["position"] == 4)]["contribution"].sum()
+    assert here == pytest.approx(float(found.total[1, 4]), abs=1e-9)
+
+
+def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    batch = TOKENS.repeat(2, 1)
+    every = attribute_logits(model, batch, target=3).check()
+    for positions in (slice(2, 9, 3), [2, 5, -2], torch.tensor([2, 5, 8])):
+        some = attribute_logits(model, batch, positions, target=3)
+        assert some.at.tolist() == [[2, 5, 8]] * 2
+        assert torch.allclose(some.values, every.values[:, :, [2, 5, 8]], atol=1e-6)
+    following = attribute_logits(model, batch, slice(0, 9))
+    given = attribute_logits(model, batch, slice(0, 9), target=batch[:, 1:])
+    assert torch.equal(following.values, given.values)
+    assert following.label == "logit of the next token"
+    sets = attribute_logits(model, TOKENS, [1, 2], target=torch.tensor([[[3, 4], [3, 4]]]))
+    assert sets.total[0, 0] == pytest.approx(attribute_logits(model, TOKENS, 1, [3, 4]).total, abs=1e-9)
+    layers = attribute_logits(model, batch, target=3, components="layers").check()
+    assert {p.name for p in layers.components} == {
+        "embed", "pos_embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "ln_final bias", "b_U"
+    }  # fmt: skip
+    assert torch.allclose(layers.total, every.total, atol=1e-9)
+    assert "12 × " not in repr(every)
+    assert "Means over 20 positions" in every._repr_html_()
+    assert len(every.top(3)) == 3
+    _, cache = model.run_with_cache(batch)
+    assert torch.allclose(attribute_logits(model, cache, target=3).check().values, every.values, atol=2e-6)
+
+
+@pytest.mark.parametrize("point", ["hook_resid_pre", "hook_resid_post", "hook_mlp_out", "hook_attn_out"])
+@pytest.mark.parametrize("arch", ["gpt2", None])
+def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, make_bridge: Callable[..., Any]) -> None:
+    """At held sigmas and with later components as they were, which the last block's points leave as they were."""
+    model = lab().double() if arch is None else make_bridge(arch, torch.float64)
+    name = f"blocks.1.{point}"
+    _, cache = model.run_with_cache(TOKENS[None])
+    features = Features.of(Dictionary(name), cache)
+    found = attribute_logits(model, TOKENS, -1, 3, features=features).check()
+    names = set(found.table["part"])
+    assert {f"other features of {name}", f"decoder bias of {name}", f"reconstruction error of {name}"} <= names
+    shown = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
+    assert len(shown) > 3
+    if point in ("hook_resid_pre", "hook_attn_out"):
+        return  # later components read what is edited there
+    sigmas = linearized.sigmas(model, TOKENS)
+    for row in shown.to_dict("records"):
+        vector = features.activations[0, :, row["index"], None] * features.directions[row["index"]]
+        with torch.no_grad(), linearized(model, sigma=sigmas):
+            edited = model.run_with_hooks(TOKENS[None], fwd_hooks=[(name, lambda x, hook, v=vector: x - v)])
+        assert float(found.own - edited[0, -1, 3]) == pytest.approx(row["contribution"], abs=1e-8)
+
+
+def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2", torch.float64)
+    name = "blocks.1.hook_resid_pre"
+    _, cache = model.run_with_cache(TOKENS[None])
+    features = Features.of(Dictionary(name), cache)
+    plain = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5).check()
+    found = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5, features=features).check()
+    assert found.total == pytest.approx(plain.total, abs=1e-10)
+    assert found.to_torch().sum().item() == pytest.approx(found.total, abs=1e-10)
+    sigmas, point = linearized.sigmas(model, TOKENS), "blocks.1.attn.hook_attn_scores"
+    keys = found.table[
+        (found.table["side"] == "key") & (found.table["kind"] == "feature") & (found.table["index"] >= 0)
+    ]
+    for row in keys.to_dict("records"):
+        i = row["index"]
+
+        def drop(x: Tensor, hook: Any, i: int = i) -> Tensor:
+            x = x.clone()
+            for p in (3, 5):
+                x[0, p] -= features.activations[0, p, i] * features.directions[i]
+            return x
+
+        seen: list[Tensor] = []
+        hooks = [(name, drop), (point, lambda s, hook, seen=seen: seen.append(s.detach()))]
+        with torch.no_grad(), linearized(model, sigma=sigmas):
+            model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
+        edited = float(seen[0][0, 2, 7, 3] - seen[0][0, 2, 7, 5])
+        assert found.own - edited == pytest.approx(row["contribution"], abs=1e-8)
+
+
+def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2", torch.float64)
+    _, cache = model.run_with_cache(TOKENS[None])
+    name = "blocks.1.hook_resid_pre"
+    features = Features.of(Dictionary(name), cache)
+    vectors, active = features.directions, features.activations
+    for given, message in (
+        (Features(name, vectors[:, :8], active), "directions must be [feature 32], got [12, 8]"),
+        (Features(name, vectors, active[:, :4]), "activations must be [1, 10, 12] (batch, positions, features)"),
+        (Features(name, vectors, active, names=["one"]), "1 names for 12 features"),
+        (Features("blocks.1.attn.hook_z", vectors, active), "features at 'blocks.1.attn.hook_z' are not known"),
+        (Features("blocks.7.hook_resid_pre", vectors, active), "the model has 2 layers (0 … 1)"),
+    ):
+        with pytest.raises(AttributionError) as error:
+            attribute_logits(model, TOKENS, -1, 3, features=[given])
+        assert message in str(error.value)
+    with pytest.raises(AttributionError, match="SimpleNamespace has no encode"):
+        Features.of(SimpleNamespace(), cache)
+    with pytest.raises(AttributionError, match=r"the cache lacks 'blocks.5.hook_resid_pre', which Dictionary encodes"):
+        Features.of(Dictionary("blocks.5.hook_resid_pre"), cache)
+    with pytest.raises(AttributionError, match=r"nothing that is read here was written before blocks\.1\.hook_mlp_out"):
+        attribute_scores(model, TOKENS, 1, 2, 7, 3, features=Features("blocks.1.hook_mlp_out", vectors, active))
