@@ -504,7 +504,14 @@ class _Deciding:
             self._try_queries(todo, queries)
 
     def alone(self) -> None:
-        """What rounding or the tolerance left open, a key at a time (see `alone`)."""
+        """What rounding or the tolerance left open: together, in normalized coordinates, then alone (see `alone`)."""
+        if len(todo := self.left()):
+            rows, biased = np.ascontiguousarray(self.sets.normalized[self.sets.leaders]), self.sets.biased
+            nearest = nearest_points(
+                rows, todo, tau=TAU, starts=self.starts[todo], ray=biased, careful=True, budget=self.budget
+            )
+            self._try_weights(todo, nearest.weights)
+            self._try_queries(todo, unit_rows(nearest.query))
         for k in self.left():
             for query, index, value in alone(self.sets, int(self.sets.leaders[k]), self.budget):
                 self._try_weights(np.array([k]), Rows(np.array([0, len(index)]), index, value), leaders=False)
