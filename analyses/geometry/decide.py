@@ -1,24 +1,20 @@
 """Which keys of one set can be selected? Each stage decides some keys and leaves fewer to the next.
 
-1. *White queries*: key i under the query `Σ⁻¹ k_i`. One product of all keys with all keys; every positive gap is a
-   witness.
+1. *White queries*: key i under the query `Σ⁻¹ k_i`. Every positive gap is a witness.
 2. *Nearest point* of the hull of the others, by an active-set method in white coordinates (few steps).
-3. *Alone*: where rounding or the tolerance stood in the way, each key against every key that differs from it in
-   normalized coordinates (exact distances), carefully, then by a linear program (HiGHS), which gives a query and convex
-   weights at once.
+3. *Alone*: where rounding or the tolerance left a key open, first all such keys in normalized coordinates, then each
+   against every key that differs from it, carefully, then by a linear program (HiGHS), which gives query and weights.
 
-Keys that no stage decides are `undecided`. All certificates are computed again in normalized coordinates before they
-count, and are proved once more, key by key, before they are given out (`prove`).
+Other keys are `undecided`. Certificates are computed again in normalized coordinates before they count, and proved once
+more before they are returned (`prove`).
 
 Of a large set (`Pool`, 10⁴ to 10⁵ keys, in bounded memory) only vertices are needed to reproduce an interior key, and a
-few hundred of them at a time (Dulá & Helgason, "A new procedure for identifying the frame of the convex hull of a
-finite collection of points", EJOR 92 (1996) 352-367):
+few hundred of them at a time (Dulá & Helgason 1996, European Journal of Operational Research 92, 352-367):
 
-1. The white query of every key is tried on the longest keys first, then those that win there on all.
+1. The white query of every key is tried on the longest keys, then those that win there on all.
 2. Every key left is looked for in the hull of the longest vertices, which holds most interior keys.
-3. The rest are solved against all the generators known so far, column by column. A key that is separated from them
-   hands its query to all undecided keys: the winner is a new generator, often the key itself. This is repeated until
-   nothing is left. Scores are computed in blocks, never as a square matrix.
+3. The rest are solved against the generators known so far, column by column. A query that separates a key from them is
+   tried on all undecided keys, and the winner is a new generator. Scores are computed in blocks.
 """
 
 from __future__ import annotations
@@ -48,11 +44,9 @@ from ln_probe.analyses.geometry.coordinates import (
 from ln_probe.analyses.geometry.wolfe import BUDGET, Nearest, lowest, nearest_point, nearest_points, scale_of, unscale
 
 # Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
-# first on any machine that is not stuck, so that what is decided does not depend on how busy it is.
+# first on any machine that is not stuck, so verdicts do not depend on how busy it is.
 TIME_LIMIT = 20.0
-# What one iteration costs, in passes over all numbers of the program: pricing, two triangular solves, and a share of a
-# factorization.
-_PASSES = 4
+_PASSES = 4  # over all numbers of the program, per iteration: pricing, two triangular solves, part of a factorization
 
 
 def separate(
@@ -506,12 +500,11 @@ class _Deciding:
     def alone(self) -> None:
         """What rounding or the tolerance left open: together, in normalized coordinates, then alone (see `alone`)."""
         if len(todo := self.left()):
-            rows, biased = np.ascontiguousarray(self.sets.normalized[self.sets.leaders]), self.sets.biased
-            nearest = nearest_points(
-                rows, todo, tau=TAU, starts=self.starts[todo], ray=biased, careful=True, budget=self.budget
-            )
-            self._try_weights(todo, nearest.weights)
-            self._try_queries(todo, unit_rows(nearest.query))
+            sets, starts = self.sets, self.starts[todo]
+            rows = np.ascontiguousarray(sets.normalized[sets.leaders])
+            near = nearest_points(rows, todo, tau=TAU, starts=starts, ray=sets.biased, careful=True, budget=self.budget)
+            self._try_weights(todo, near.weights)
+            self._try_queries(todo, unit_rows(near.query))
         for k in self.left():
             for query, index, value in alone(self.sets, int(self.sets.leaders[k]), self.budget):
                 self._try_weights(np.array([k]), Rows(np.array([0, len(index)]), index, value), leaders=False)

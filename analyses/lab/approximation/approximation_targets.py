@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
