@@ -189,10 +189,11 @@ def without(
         _refuse_twice(chosen)
         if only is not None:
             _refuse_other_readers(chosen, only)
+        make: Callable[[Edit], Edit] = _for_all
         if by_site is not None:
-            make = lambda edit: HeadEdit(edit, by_site[edit.site.name])  # noqa: E731
-        else:
-            make = _for_all if only is None else partial(PartEdit, part=only)
+            make = partial(_for_heads, by_site)
+        elif only is not None:
+            make = partial(PartEdit, part=only)
         prove(hooked, chosen, make=make)
         no_ops = why_nothing(hooked, chosen, variant)
         divisors = _divisors(hooked, chosen, variant, scale, tokens, seed)
@@ -247,6 +248,10 @@ def _of_heads(
             raise InterventionError(f"heads: ({layer}, {head}) is given twice")
         mine.append(head)
     return by_site
+
+
+def _for_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]], edit: Edit) -> Edit:
+    return HeadEdit(edit, by_site[edit.site.name])
 
 
 def _for_all(edit: Edit) -> Edit:
