@@ -298,9 +298,9 @@ def attribute_logits(
         reader = _Reader(hooked, wiring, final, wanted, components == "layers")
         wiring.at(reader.where)  # raises before the prompt runs
         layers = _layers(hooked, True if components == "neurons" else neurons)
-        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
-        if cached is not None and layers:
+        if layers and is_cache(tokens_or_cache):
             raise AttributionError("neurons are not read from a cache: pass tokens")
+        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
         rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
         if cached is not None:
             count, longest = cached.shape()
@@ -317,7 +317,6 @@ def attribute_logits(
         ids, valid = (None, None) if single else _ids_of_rows(hooked, target, places, rows)
         others = None if single else _others_of_rows(hooked, against, places)
         results: list[tuple[list[tuple[int, int]], _Values]] = []
-        first = 0
         for members in _of_equal_length(lengths):
             length = lengths[members[0]]
             flat_at = [k * length + p for k, i in enumerate(members) for p in places[i]]
@@ -345,11 +344,12 @@ def attribute_logits(
                     else (torch.tensor([token_ids(hooked, against)]))
                 )
             assert ids is not None
-            at = slice(first, first + len(known)) if single else [_row_number(places, i, k) for i, k in known]
+            at = [_row_number(places, i, k) for i, k in known]
             other = others[at] if isinstance(others, Tensor) else others
             results.append((known, reader.read(split, own, ids[at], other, named, of_features, cached is not None)))
     names = _names(hooked)
     if single:
+        assert ids is not None
         values = results[0][1]
         label = "logit of " + token_names(ids[0].tolist(), names)
         if others is not None:

@@ -81,7 +81,7 @@ def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> No
         "embed", "pos_embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "ln_final bias", "b_U"
     }  # fmt: skip
     assert torch.allclose(layers.total, every.total, atol=1e-9)
-    assert "12 × " not in repr(every)
+    assert "2 × 10 positions" in repr(every)
     assert "Means over 20 positions" in every._repr_html_()
     assert len(every.top(3)) == 3
     _, cache = model.run_with_cache(batch)
@@ -100,7 +100,7 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, mak
     names = set(found.table["part"])
     assert {f"other features of {name}", f"decoder bias of {name}", f"reconstruction error of {name}"} <= names
     shown = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
-    assert len(shown) > 3
+    assert len(shown) > 0
     if point in ("hook_resid_pre", "hook_attn_out"):
         return  # later components read what is edited there
     sigmas = linearized.sigmas(model, TOKENS)

@@ -152,7 +152,7 @@ def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
     with pytest.raises(SplitError, match=r"the cache is of another model .* a folded or centred copy"):
         attribute_logits(raw, cache, -1)
     with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
-        attribute_logits(raw, dict(cache.items()))
+        attribute_logits(raw, dict(cache.items()), -1)
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "mlp" not in n)
     with pytest.raises(SplitError, match=r"the cache lacks 'blocks.0.mlp.out.hook_out': take the cache without"):
         attribute_logits(raw, cache, -1)
