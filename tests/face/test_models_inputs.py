@@ -146,17 +146,13 @@ def test_bundled_names_are_the_folders_that_hold_a_lab_file(tmp_path: Path, monk
 
 
 def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
     asked: list[tuple[Path, int | None]] = []
 
     def load_run(path: Path, step: int | None) -> torch.nn.Module:
         asked.append((path, step))
         return torch.nn.Linear(2, 2)
 
-    stand_in = types.ModuleType("ln_probe.analyses.lab.run_folder")
-    stand_in.load_run = load_run
-    monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.run_folder", stand_in)
+    monkeypatch.setattr("ln_probe.analyses.lab.run_folder.load_run", load_run)
     steps = [f"checkpoints/step-{step:07d}.safetensors" for step in (7, 40)]
     for name in ("lab.json", "model.safetensors", *steps):
         (tmp_path / name).parent.mkdir(exist_ok=True)
