@@ -164,7 +164,9 @@ def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
     return float(stats.binomtest(int((known > 0).sum()), len(known)).pvalue)
 
 
-def holm(p: Sequence[float], looked_at: Sequence[bool] | None = None) -> Float[np.ndarray, " test"]:
+def holm(
+    p: Sequence[float] | Float[np.ndarray, " test"], looked_at: Sequence[bool] | None = None
+) -> Float[np.ndarray, " test"]:
     """p-values adjusted for all of them being looked at (Holm 1979); NaN stay NaN.
 
     Args:

@@ -14,19 +14,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from ln_probe.analyses.lab.results import (
-    SIGNIFICANT,
-    SUMMARY_FILE,
-    Results,
-    folder,
-    interval,
-    joined,
-    kept,
-    png,
-    rebuilt,
-    table_at,
-    with_seeds,
-)
+from ln_probe.analyses.lab.keeping import joined, rebuilt, with_seeds
+from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, folder, interval, kept, png, table_at
 
 THERE = kept()
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"

@@ -15,8 +15,9 @@ from torch import nn
 
 from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
 from ln_probe.analyses.lab.crasp.compiler import FEW_WORDS, PROGRAMS, agreement
+from ln_probe.analyses.lab.keeping import check_added, rebuilt
 from ln_probe.analyses.lab.language_model import bundled_seeds
-from ln_probe.analyses.lab.results import check_added, folder, rebuilt, table_at
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
 from ln_probe.analyses.lab.train import DivergedError, Run, train
 

@@ -164,7 +164,7 @@ def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
     """
     told = values[(values["step"] == step) & values["measure"].isin((LOSS, FRACTION)) & (values["space"] != NORMALIZED)]
     same = ["shape", "space", "measure", "seed"]
-    means = told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean()
+    means = cast("pd.DataFrame", told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
     pairs = minus_reference(means, means["norm"] == WHOLE, same)
     keys = ["shape", "norm", "space", "measure"]
     if pairs.empty:
