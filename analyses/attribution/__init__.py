@@ -1,13 +1,8 @@
 """Exact attribution through norms: of logits and of attention scores, to every part of the model and every LN term."""
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.logits import (
-    LayersAttribution,
-    LogitAttribution,
-    LogitAttributions,
-    attribute_logits,
-    attribute_through_layers,
-)
+from ln_probe.analyses.attribution.layers import LayersAttribution, attribute_through_layers
+from ln_probe.analyses.attribution.logits import LogitAttribution, LogitAttributions, attribute_logits
 from ln_probe.analyses.attribution.scores import ScoreAttribution, attribute_scores
 
 __all__ = [

@@ -5,18 +5,12 @@
 (`docs/attribution.md`; in folded models direct logit attribution: Elhage et al. 2021, Wang et al. 2023.) Each part's
 share is split into what it would give without projection, w·gain·x_p / sigma, and what projection takes off,
 -w·gain·1·mean(x_p) / sigma.
-
-Through later layers: with every norm linear (`linearized`) and every pattern held, only MLPs are nonlinear. The
-gradient of a logit with respect to what a part wrote, times what it wrote, is its effect along every path to the logit,
-exact in an attention-only model, first-order in MLPs (the linearization behind attribution patching and transcoder
-circuits: Nanda 2023, Dunefsky et al. 2024). What MLPs and later biases leave over is stated at each layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -24,9 +18,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 import pandas as pd
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Float64, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.shared import (
@@ -35,39 +28,36 @@ from ln_probe.analyses.attribution.shared import (
     AttributionError,
     Bar,
     Tokens,
-    bias_part,
     draw,
-    head_part,
+    ids_of_rows,
+    is_index,
     largest,
     mean_columns,
+    of_equal_length,
+    others_of_rows,
     outputs,
     part_columns,
     place,
-    prompt,
+    places_of,
     prompts,
+    row_number,
     soft_cap,
     token_ids,
     token_names,
-    whole_part,
 )
 from ln_probe.hooks.capture import CachedPrompts, is_cache
 from ln_probe.hooks.components import (
     END,
     Part,
     Record,
-    Source,
     Split,
     Wiring,
-    Writers,
-    attention_output,
     record,
-    watched,
 )
 from ln_probe.hooks.default_tokens import tokenizer_of
-from ln_probe.hooks.linearized import linearized
+from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.model import (
     HookedModel,
-    blocks,
     check_model,
     evaluating,
     logit_factor,
@@ -255,6 +245,7 @@ def attribute_logits(
     features: Sequence[Features] | Features | None = None,
     *,
     neurons: bool | Sequence[int] = False,
+    position: SupportsIndex | None = None,
 ) -> LogitAttribution | LogitAttributions:
     """Where logits come from: every component's share, exactly, through the final norm.
 
@@ -272,6 +263,7 @@ def attribute_logits(
             "neurons" (heads, and MLPs neuron by neuron).
         features: dictionaries whose features replace the components that they reconstruct.
         neurons: MLPs neuron by neuron: True for all layers, or a list of layers. (Not from a cache.)
+        position: deprecated: what `positions` was called.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -285,6 +277,9 @@ def attribute_logits(
         >>> every = ln_probe.attribute_logits(model, "The ships came home.").check()
         >>> last = ln_probe.attribute_logits(model, "The ships came home.", -1, target=" The").check()
     """
+    if position is not None:
+        deprecated("attribute_logits(position=…)", "positions=", "0.3", "0.5")
+        positions = position
     hooked = check_model(model)
     if reason := missing_head(hooked):
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
@@ -307,17 +302,17 @@ def attribute_logits(
             lengths = [longest] * count
         else:
             lengths = list(map(len, rows))
-        places = [_places(positions, n) for n in lengths]
-        single = len(lengths) == 1 and not isinstance(positions, slice | Sequence) and _is_index(positions)
+        places = [places_of(positions, n) for n in lengths]
+        single = len(lengths) == 1 and not isinstance(positions, slice | Sequence) and is_index(positions)
         for given in wanted:
             given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
         widest = max(lengths)
         named = [f.chosen([i * widest + p for i, at in enumerate(places) for p in at]) for f in wanted]
         points = {f.hook_name: f.point(hooked) for f in wanted}
-        ids, valid = (None, None) if single else _ids_of_rows(hooked, target, places, rows)
-        others = None if single else _others_of_rows(hooked, against, places)
+        ids, valid = (None, None) if single else ids_of_rows(hooked, target, places, rows)
+        others = None if single else others_of_rows(hooked, against, places)
         results: list[tuple[list[tuple[int, int]], _Values]] = []
-        for members in _of_equal_length(lengths):
+        for members in of_equal_length(lengths):
             length = lengths[members[0]]
             flat_at = [k * length + p for k, i in enumerate(members) for p in places[i]]
             of_features = [i * widest + p for i in members for p in places[i]]
@@ -344,7 +339,7 @@ def attribute_logits(
                     else (torch.tensor([token_ids(hooked, against)]))
                 )
             assert ids is not None
-            at = [_row_number(places, i, k) for i, k in known]
+            at = [row_number(places, i, k) for i, k in known]
             other = others[at] if isinstance(others, Tensor) else others
             results.append((known, reader.read(split, own, ids[at], other, named, of_features, cached is not None)))
     names = _names(hooked)
@@ -360,78 +355,9 @@ def attribute_logits(
     return _several(results, places, valid, _label(hooked, target, against), reader)
 
 
-def _is_index(positions: object) -> bool:
-    return positions is not None and (not isinstance(positions, Tensor | np.ndarray) or positions.ndim == 0)
-
-
-def _places(positions: Any, length: int) -> list[int]:
-    """The positions of one prompt that are asked for, from 0."""
-    if positions is None:
-        return list(range(length))
-    if isinstance(positions, slice):
-        return list(range(length))[positions]
-    if _is_index(positions) and not isinstance(positions, Sequence):
-        return [place(positions, length)]
-    several = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
-    if not several:
-        raise AttributionError("an empty list of positions: give at least one, or None for all")
-    return [place(one, length) for one in several]
-
-
-def _of_equal_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts that run together: padding would change what a bidirectional model reads."""
-    groups: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        groups.setdefault(length, []).append(number)
-    return list(groups.values())
-
-
-def _row_number(places: Sequence[Sequence[int]], prompt_number: int, k: int) -> int:
-    return sum(len(at) for at in places[:prompt_number]) + k
-
-
-def _ids_of_rows(
-    model: HookedModel, target: Any, places: Sequence[Sequence[int]], rows: Sequence[Int[Tensor, " _"]]
-) -> tuple[Int[Tensor, "row token"], Bool[Tensor, " row"]]:
-    """The target of every position asked for, prompt after prompt; and whether there is one."""
-    count = sum(map(len, places))
-    if target is None:
-        if not rows:
-            raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
-        follows = [
-            (int(r[p + 1]), True) if p + 1 < len(r) else (0, False)
-            for r, at in zip(rows, places, strict=True)
-            for p in at
-        ]
-        return torch.tensor([[i] for i, _ in follows]), torch.tensor([k for _, k in follows])
-    return _others_of_rows(model, target, places, "target"), torch.ones(count, dtype=torch.bool)
-
-
-def _others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str = "against") -> Any:
-    """Token ids [row token] of every position; None and "mean" as they are."""
-    if given is None or (isinstance(given, str) and given == MEAN and what == "against"):
-        return given
-    count = sum(map(len, places))
-    if isinstance(given, str) or (_is_index(given) and not isinstance(given, Sequence)):
-        return torch.tensor(token_ids(model, given)).expand(count, -1)
-    try:
-        ids = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given))
-    except (TypeError, ValueError) as error:
-        raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
-    shape = (len(places), len(places[0]))
-    if ids.ndim == 1 and len(places) == 1:
-        ids = ids[None]
-    if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
-        raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
-    flat_ids = ids.reshape(count, -1).long()
-    for one in flat_ids.unique().tolist():
-        token_ids(model, one)
-    return flat_ids
-
-
 def _label(model: HookedModel, target: Any, against: Any) -> str:
     def words(given: Any) -> str:
-        one = isinstance(given, str) or (_is_index(given) and not isinstance(given, Sequence))
+        one = isinstance(given, str) or (is_index(given) and not isinstance(given, Sequence))
         return token_names(token_ids(model, given), _names(model)) if one else "the tokens given"
 
     label = "logit of " + ("the next token" if target is None else words(target))
@@ -581,7 +507,7 @@ def _several(
     for known, values in results:
         b, k = (torch.tensor(side) for side in zip(*known, strict=True))
         here = torch.stack([values.terms[part] for part in parts]).permute(0, 2, 1)
-        real = valid[[_row_number(places, i, j) for i, j in known]]
+        real = valid[[row_number(places, i, j) for i, j in known]]
         nan[:, :, b, k] = torch.where(real, here, math.nan)
         own[b, k], scale[b, k] = torch.where(real, values.own, math.nan), values.scale
         at[b, k] = torch.tensor([places[i][j] for i, j in known])
@@ -656,197 +582,3 @@ def _row(part: Part, without: float, taken: float, bias: float) -> Mapping[str, 
         "projection": taken,
         "bias": bias,
     }
-
-
-# ------------------------------------------------------------------------------------------------- through later layers
-
-LAYER_COLUMNS = ("part", "kind", "layer", "index", "direct", "mediated", "effect")
-# |gradient through queries| over the effects' own size that counts as "patterns are held"; where they are, it is 0.
-_HELD = 1e-9
-
-
-@dataclass(frozen=True, eq=False)
-class LayersAttribution:
-    """What every part does to a logit through all later layers, sigmas and patterns held.
-
-    Attributes:
-        table: a row per part: `direct` (through the final norm alone, as `attribute_logits` has it), `mediated`
-            (through later heads and MLPs, summed over the positions where it was written), `effect` (both).
-        remainders: a row per block: `layer`, `first_order` (the gradient at the stream before it times the stream) and
-            `remainder` (logit − first_order: biases written later, and what later MLPs bend).
-        total: the logit (or difference).
-        label: what was asked for, in words.
-    """
-
-    table: pd.DataFrame
-    remainders: pd.DataFrame
-    total: float
-    label: str
-
-    def __repr__(self) -> str:
-        return f"LayersAttribution({self.label}: {self.total:.4f}, {len(self.table)} parts)"
-
-    def _repr_html_(self) -> str:
-        bars = [Bar(str(r.part), float(r.effect), float(r.direct)) for r in self.table.itertuples()]  # type: ignore
-        note = (
-            "A bar: the part's effect along every path, sigmas and patterns held. The tick: its direct effect alone. "
-            "Bars do not add up (a part acts through later ones). First-order in MLPs: "
-            f"{self.remainders['remainder'].iloc[0]:+.3g} of the logit come from biases and bends after the embeddings."
-        )
-        return str(draw(largest(bars), f"{self.label}: {self.total:.4f}", note))
-
-
-def attribute_through_layers(
-    model: object,
-    tokens: object,
-    position: SupportsIndex = -1,
-    target: Tokens | None = None,
-    against: Tokens | None = None,
-) -> LayersAttribution:
-    """What every part does to a logit through all later layers, with sigmas and attention patterns held.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or lab model.
-        tokens: one prompt (text, ids [pos] or [1 pos]).
-        position, target, against: as of `attribute_logits`.
-
-    Raises:
-        AttributionError, SplitError, LostEditError: as `attribute_logits` and `linearized`; and where this model's
-            attention shows its pattern only after it was used, so that it cannot be held.
-    """
-    hooked = check_model(model)
-    ids = prompt(hooked, tokens)
-    at = place(position, len(ids))
-    direct = attribute_logits(hooked, ids, at, target, against)
-    assert isinstance(direct, LogitAttribution)
-    direct.check()
-    with evaluating(hooked), linearized(hooked), _Watched(hooked, len(ids)) as seen, torch.enable_grad():
-        logits = _without_cap(hooked(ids[None], return_type="logits")[0, at], direct.soft_cap)
-        asked = logit_asked(hooked, logits, target, against)
-        found = seen.effects(asked)
-    total = float(asked.detach())
-    rows = direct.table.set_index("part")["contribution"]
-    table = [
-        (p.name, p.kind, p.layer, p.index, float(rows.get(p.name, 0.0)), v - float(rows.get(p.name, 0.0)), v)
-        for p, v in found.items()
-    ]
-    remainders = pd.DataFrame(
-        [(layer, value, total - value) for layer, value in seen.first_order.items()],
-        columns=["layer", "first_order", "remainder"],
-    )
-    return LayersAttribution(pd.DataFrame(table, columns=list(LAYER_COLUMNS)), remainders, total, direct.label)
-
-
-def _without_cap(logits: Float[Tensor, " d_vocab"], cap: float) -> Float[Tensor, " d_vocab"]:
-    """Logits before the model's soft cap, which is what parts add up to.
-
-    Raises:
-        AttributionError: one is so far beyond the cap that it cannot be told from it.
-    """
-    if not cap:
-        return logits
-    found: Tensor = cap * torch.atanh(logits / cap)
-    if not bool(found.isfinite().all()):
-        raise AttributionError(f"a logit has reached the soft cap of {cap:g}, and what it was before cannot be told")
-    return found
-
-
-class _Watched:
-    """Hooks that hold patterns and keep what is written with its graph, while a `with` block lasts."""
-
-    def __init__(self, model: HookedModel, length: int) -> None:
-        self.model, self.length, self.writers = model, length, Writers(model)
-        self.written: dict[Source, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}  # of attention layers, biases included
-        self.streams: dict[int, Tensor] = {}
-        self.queries: dict[int, Tensor] = {}
-        self.first_order: dict[int, float] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Watched:
-        for source, module in watched(self.model):
-            self._put(module.register_forward_hook(self._keep(self.written, source, leaf=source.layer < 0)))
-        for layer, block in enumerate(blocks(self.model)):
-            self._put(block.register_forward_pre_hook(self._stream(layer)))
-            attn = getattr(block, "attn", None)
-            if not isinstance(attn, nn.Module):
-                continue
-            self._put(attention_output(attn).register_forward_hook(self._keep(self.outputs, layer)))
-            for name, hook in (("hook_pattern", _detached), ("hook_q", self._keep(self.queries, layer))):
-                point = getattr(attn, name, None)
-                if isinstance(point, nn.Module):
-                    self._put(point.register_forward_hook(hook))
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._stack.close()
-
-    def _put(self, handle: Any) -> None:
-        self._stack.callback(handle.remove)
-
-    def _keep(self, into: dict[Any, Tensor], key: Any, *, leaf: bool = False) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Any) -> Any:
-            value = output[0] if isinstance(output, tuple) else output
-            if key in into:
-                return None
-            if leaf:  # so that there is a gradient where parameters are frozen
-                value = value.detach().requires_grad_()
-            into[key] = value
-            return value if leaf else None
-
-        return hook
-
-    def _stream(self, layer: int) -> Any:
-        def hook(_m: nn.Module, args: Any) -> None:
-            self.streams[layer] = args[0]
-
-        return hook
-
-    def effects(self, asked: Tensor) -> dict[Part, float]:
-        """Of every part: its gradient times itself, summed over positions.
-
-        Raises:
-            AttributionError: patterns are not held.
-        """
-        places: list[tuple[dict[Any, Tensor], Any]] = [
-            (kept, key) for kept in (self.written, self.outputs, self.streams, self.queries) for key in kept
-        ]
-        every = torch.autograd.grad(asked, [kept[key] for kept, key in places], allow_unused=True)
-        gradients = [torch.zeros_like(k[n]) if g is None else g for g, (k, n) in zip(every, places, strict=True)]
-        by = {(id(kept), key): g for g, (kept, key) in zip(gradients, places, strict=True)}
-
-        def product(kept: dict[Any, Tensor], key: Any) -> float:
-            return float((by[id(kept), key].double() * kept[key].detach().double()).sum())
-
-        size = max(abs(float(asked.detach())), 1e-300)
-        for layer in self.queries:
-            if (
-                float(by[id(self.queries), layer].abs().max()) * float(self.queries[layer].detach().abs().max())
-                > _HELD * size
-            ):
-                raise AttributionError(
-                    f"the attention pattern of layer {layer} cannot be held: this world shows it after it was used. "
-                    "Load the model as a HookedTransformer (TransformerLens 3.9), or use attribute_logits"
-                )
-        self.first_order = {layer: product(self.streams, layer) for layer in self.streams}
-        found: dict[Part, float] = {}
-        for source, value in self.written.items():
-            gradient, bias = by[id(self.written), source].double(), self.writers.bias(source, value.detach().double())
-            flat_value, flat_gradient = (t.detach().double().reshape(self.length, -1) for t in (value, gradient))
-            if source.kind == "attn":
-                z, g = (self.writers.split(source.layer, t) for t in (flat_value, flat_gradient))
-                each = einsum(z, g, "pos head k, pos head k -> head")
-                found |= {head_part(source.layer, h): float(v) for h, v in enumerate(each)}
-                if bias is not None:
-                    lift = by[id(self.outputs), source.layer].double().reshape(self.length, -1)
-                    found[bias_part(source)] = float((lift @ bias).sum())
-                continue
-            own = 0.0 if bias is None else float((flat_gradient @ bias).sum())
-            found[whole_part(source)] = float((flat_value * flat_gradient).sum()) - own
-            if bias is not None:
-                found[bias_part(source)] = own
-        return found
-
-
-def _detached(_m: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return output.detach()

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Bool, Float64, Int
 from markupsafe import Markup
 from torch import Tensor
 
@@ -91,6 +91,75 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
         raise AttributionError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
     found: Tensor = ids.long().to(device_of(model))
     return found
+
+
+def is_index(positions: object) -> bool:
+    return positions is not None and (not isinstance(positions, Tensor | np.ndarray) or positions.ndim == 0)
+
+
+def places_of(positions: Any, length: int) -> list[int]:
+    """The positions of one prompt that are asked for, from 0."""
+    if positions is None:
+        return list(range(length))
+    if isinstance(positions, slice):
+        return list(range(length))[positions]
+    if is_index(positions) and not isinstance(positions, Sequence):
+        return [place(positions, length)]
+    several = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
+    if not several:
+        raise AttributionError("an empty list of positions: give at least one, or None for all")
+    return [place(one, length) for one in several]
+
+
+def of_equal_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts that run together: padding would change what a bidirectional model reads."""
+    groups: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        groups.setdefault(length, []).append(number)
+    return list(groups.values())
+
+
+def row_number(places: Sequence[Sequence[int]], prompt_number: int, k: int) -> int:
+    return sum(len(at) for at in places[:prompt_number]) + k
+
+
+def ids_of_rows(
+    model: HookedModel, target: Any, places: Sequence[Sequence[int]], rows: Sequence[Int[Tensor, " _"]]
+) -> tuple[Int[Tensor, "row token"], Bool[Tensor, " row"]]:
+    """The target of every position asked for, prompt after prompt; and whether there is one."""
+    count = sum(map(len, places))
+    if target is None:
+        if not rows:
+            raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
+        follows = [
+            (int(r[p + 1]), True) if p + 1 < len(r) else (0, False)
+            for r, at in zip(rows, places, strict=True)
+            for p in at
+        ]
+        return torch.tensor([[i] for i, _ in follows]), torch.tensor([k for _, k in follows])
+    return others_of_rows(model, target, places, "target"), torch.ones(count, dtype=torch.bool)
+
+
+def others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str = "against") -> Any:
+    """Token ids [row token] of every position; None and "mean" as they are."""
+    if given is None or (isinstance(given, str) and given == MEAN and what == "against"):
+        return given
+    count = sum(map(len, places))
+    if isinstance(given, str) or (is_index(given) and not isinstance(given, Sequence)):
+        return torch.tensor(token_ids(model, given)).expand(count, -1)
+    try:
+        ids = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given))
+    except (TypeError, ValueError) as error:
+        raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
+    shape = (len(places), len(places[0]))
+    if ids.ndim == 1 and len(places) == 1:
+        ids = ids[None]
+    if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
+        raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
+    flat_ids = ids.reshape(count, -1).long()
+    for one in flat_ids.unique().tolist():
+        token_ids(model, one)
+    return flat_ids
 
 
 def place(
