@@ -8,9 +8,6 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from docutils import nodes
-from docutils.parsers.rst import Directive, directives
-from docutils.statemachine import StringList
 
 from ln_probe import __version__ as release
 
@@ -70,20 +67,23 @@ for _notebook in sorted((_here.parent / "examples").glob("*.py")):
     jupytext.write(_alone, _here / "_extra" / "colab" / f"{_notebook.stem}.ipynb")
 
 
-class Measured(Directive):
-    """A table of committed measurements (measured.py)."""
-
-    required_arguments, has_content = 1, True
-    option_spec = {"where": directives.unchanged}  # noqa: RUF012
-
-    def run(self) -> list[nodes.Node]:
-        text = measured.table(self.arguments[0], list(self.content), self.options.get("where", ""))
-        made = nodes.container()
-        self.state.nested_parse(StringList(text.splitlines()), self.content_offset, made)
-        return list(made.children)
-
-
 def setup(app: object) -> None:
+    from docutils import nodes  # (not there where this file is only read, as by the tests)
+    from docutils.parsers.rst import Directive, directives
+    from docutils.statemachine import StringList
+
+    class Measured(Directive):
+        """A table of committed measurements (measured.py)."""
+
+        required_arguments, has_content = 1, True
+        option_spec = {"where": directives.unchanged}  # noqa: RUF012
+
+        def run(self) -> list[nodes.Node]:
+            text = measured.table(self.arguments[0], list(self.content), self.options.get("where", ""))
+            made = nodes.container()
+            self.state.nested_parse(StringList(text.splitlines()), self.content_offset, made)
+            return list(made.children)
+
     app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
     app.add_directive("measured", Measured)  # type: ignore[attr-defined]
 
