@@ -71,7 +71,9 @@ def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: 
         ignore=shutil.ignore_patterns("checkpoints", "hooks", "pictures", "scripts", "*.png"),
     )
     (tmp_path / "docs").mkdir()
-    shutil.copy(FOLDER.parent / "docs" / "conf.py", tmp_path / "docs")
+    for name in ("conf.py", "measured.py"):
+        shutil.copy(FOLDER.parent / "docs" / name, tmp_path / "docs")
+    shutil.copytree(FOLDER.parent / "bench" / "results", tmp_path / "bench" / "results")
     for repository, address in (("some/one", "github/some/one/blob/gh-pages/colab/{}.ipynb"), (None, "#upload=true")):
         monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
         if repository:
