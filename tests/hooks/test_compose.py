@@ -25,7 +25,8 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*FAST, *ALL[3:])]
+    "name",
+    [pytest.param(n, marks=() if n in FAST else (pytest.mark.slow, pytest.mark.long)) for n in (*FAST, *ALL[3:])],
 )
 def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     model = model_of(name)
@@ -39,6 +40,7 @@ def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAST)
 def test_every_case(name: str) -> None:
     same = compose.SAME if name in EXACT else 1e-5
