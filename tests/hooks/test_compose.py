@@ -16,6 +16,8 @@ EXACT = ("hooked", "gpt2", "opt", "neo", "bloom", "bert")
 FAST = {"hooked": ("scaling", "linearized"), "neox": ("projection in linearized",)}
 ALL = ("hooked", "gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
 
+WHOLE = (pytest.mark.slow, pytest.mark.long)  # minutes each
+
 
 def model_of(name: str) -> Any:
     model = compose.hooked() if name == "hooked" else dict(compose.subjects(name))["bridge"]
