@@ -216,6 +216,8 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         in (results.conclusions[0])
     )
     assert results.conclusions[0].endswith(", 2 seeds.")
+    again = run("longer_inputs", request, command="", ln_probe_version="0")  # finished runs are read, not refused
+    pd.testing.assert_frame_equal(again.summary, results.summary)
 
 
 def test_what_is_kept_says_what_the_page_says() -> None:
