@@ -299,7 +299,7 @@ def stream(
     Args:
         model: any hooked model.
         tokens: one prompt.
-        sites: the model's norms (`find_sites`), and the replacements of norms (`survey`) where they are wanted.
+        sites: the model's norms (`find_sites`), and the replacements of norms (`facts_of`) where they are wanted.
         on_norm: gets a norm's input and output, once per pass, however often it is called. Norms inside attention
             come flattened over heads, [pos·head d_head].
         on_attention: gets an `AttentionInput` when a layer's attention has run.

@@ -164,6 +164,11 @@ def _nothing(*_: object) -> None:
     """A hook that does nothing."""
 
 
+def sounding(store: Mapping[int, Any]) -> list[tuple[int, int]]:
+    """The numbers and identities of the hooks in a dictionary that are not switched off by `silent`."""
+    return [(key, id(hook)) for key, hook in store.items() if hook is not _nothing]
+
+
 def _refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
     """Give a dictionary of hooks other entries; not by its own methods, which note what is added (`sealing`)."""
     OrderedDict.clear(store)

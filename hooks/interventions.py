@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.hooks.default_tokens import default_tokens
+from ln_probe.hooks.default_tokens import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.edits import (
     PARTS,
     Change,
@@ -69,7 +69,7 @@ from ln_probe.hooks.scales import (
     divisors_of,
     mean_sigmas,
 )
-from ln_probe.hooks.sites import class_of, survey
+from ln_probe.hooks.sites import ModelFacts, class_of, facts_of
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     VARIANT_WITHOUT,
@@ -182,7 +182,7 @@ def without(
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with exclusive(hooked), suspended(hooked), quiet(hooked):
-        facts = survey(hooked)
+        facts = facts_of(hooked)
         norms = facts.norms()
         by_site = None if heads is None else _of_heads(hooked, norms, heads, sites, only)
         chosen = choose(norms, sites if by_site is None else list(by_site))
@@ -194,16 +194,17 @@ def without(
             make = partial(_for_heads, by_site)
         elif only is not None:
             make = partial(PartEdit, part=only)
-        prove(hooked, chosen, make=make)
-        no_ops = why_nothing(hooked, chosen, variant)
-        divisors = _divisors(hooked, chosen, variant, scale, tokens, seed)
+        readers = only if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
+        prove(facts, chosen, make=make, readers=readers)
+        no_ops = why_nothing(facts, chosen, variant)
+        divisors = _divisors(facts, chosen, variant, scale, tokens, seed)
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
     _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()
     edits = [make(VariantEdit(s, variant, divisors.get(s.name), positions, label=label)) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
-    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
+    pairs = None if isinstance(readers, str) else readers
     with exclusive(hooked), installed(hooked, edits):  # other threads that want the model wait
         yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
 
@@ -264,13 +265,14 @@ def members(found: Sequence[Site], group: str) -> list[Site]:
     return [s for s in found if group == "all" or _READER_OF_GROUP[group] in s.reads.split("+")]
 
 
-def why_nothing(model: HookedModel, sites: Sequence[Site], variant: str) -> dict[str, str]:
-    """Sites at which a variant changes nothing by construction, and why; costs short passes where projection goes."""
+def why_nothing(facts: ModelFacts, sites: Sequence[Site], variant: str) -> dict[str, str]:
+    """Sites at which a variant changes nothing by construction, and why; costs short passes where projection goes, the
+    first time."""
     reasons = {s.name: reason for s in sites if (reason := no_op(s, variant))}
     rest = [s for s in sites if s.name not in reasons and takes_projection(s, variant)]
     rest = [s for s in rest if not takes_scaling(s, variant)]
     kinds = {s.name: s.kind for s in rest}
-    return reasons | {name: f"{kinds[name]}: {reason}" for name, reason in ignored_means(model, rest).items()}
+    return reasons | {name: f"{kinds[name]}: {reason}" for name, reason in ignored_means(facts, rest).items()}
 
 
 def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
@@ -332,7 +334,7 @@ def _refuse_other_readers(chosen: Sequence[Site], only: str) -> None:
 
 
 def _divisors(
-    model: HookedModel,
+    facts: ModelFacts,
     chosen: Sequence[Site],
     variant: str,
     scale: str | float | Mapping[str, object],
@@ -340,6 +342,7 @@ def _divisors(
     seed: int,
 ) -> Mapping[str, Constant | Resampled]:
     """What each of these sites that scales divides by instead of its sigma."""
+    model = facts.model
     sites = [s for s in chosen if takes_scaling(s, variant)]
     given = None if tokens is None else check_tokens(model, tokens)
     if given is not None and scale not in SCALES:
@@ -347,7 +350,7 @@ def _divisors(
         raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
 
     def sigmas() -> dict[str, Sigmas]:
-        return calibration_sigmas(model, sites, default_tokens(model) if given is None else given)
+        return _default_sigmas(facts, sites) if given is None else calibration_sigmas(model, sites, given)
 
     try:
         if isinstance(scale, str) and scale == OPTIMAL:
@@ -357,6 +360,16 @@ def _divisors(
         raise
     except ValueError as error:
         raise InterventionError(str(error)) from None
+
+
+def _default_sigmas(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, Sigmas]:
+    """The sigmas of norms over the model's default prompts; those of all norms are measured, the first time."""
+    model = facts.model
+    prompts = "default sigmas", id(tokenizer_of(model)), id(bundled_prompts(model))
+    if prompts not in facts.tried:
+        facts.tried[prompts] = calibration_sigmas(model, facts.sites, default_tokens(model))
+    known: dict[str, Sigmas] = facts.tried[prompts]
+    return {s.name: known[s.name] for s in sites}
 
 
 def _optimal(
@@ -412,16 +425,25 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
-def prove(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all) -> None:
-    """Check that an edit of each site reaches the model's output; costs a short forward pass per 30 sites.
+def prove(
+    facts: ModelFacts, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all, readers: object = None
+) -> None:
+    """Check that an edit of each site reaches the model's output; costs a short pass per 30 sites, the first time.
 
-    `make`: what it is made for (some readers alone).
+    Args:
+        facts: of the model; what was proved is kept there.
+        sites: its norms that are to be edited.
+        make: makes an edit for some readers alone.
+        readers: those, for `facts` to know them by; None: all.
 
     Raises:
         LostEditError: it does not; names the site.
         InterventionError: an edit of that kind cannot be made in this architecture.
     """
-    lost = lost_edits(model, sites, make=make)
+    proved: set[str] = facts.tried.setdefault(("reaches the output", readers), set())
+    left = [s for s in sites if s.name not in proved]
+    lost = lost_edits(facts.model, left, make=make)
+    proved |= {s.name for s in left} - set(lost)
     if lost:
         more = f" (and at {len(lost) - 1} more sites)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)
@@ -436,18 +458,19 @@ def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edi
     return found
 
 
-def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
+def ignored_means(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, str]:
     """Sites whose readers do not see the mean that a norm without projection leaves in, and how that is known.
 
     TransformerLens centres the weights that read a norm when it folds the norm into them (`fold_ln`): in such a model
     taking projection away changes nothing, although the norm's output changes.
     """
-    ignored: dict[str, str] = {}
-    sites = [s for s in sites if s.projects]
+    model = facts.model
+    ignored: dict[str, bool] = facts.tried.setdefault(("ignores the mean",), {})
+    left = [s for s in sites if s.projects and s.name not in ignored]
     limit = ignored_below(dtype_of(model))
     with evaluating(model):
-        for at in range(0, len(sites), SITES_AT_ONCE):
-            some = sites[at : at + SITES_AT_ONCE]
+        for at in range(0, len(left), SITES_AT_ONCE):
+            some = left[at : at + SITES_AT_ONCE]
             noise, shift = (
                 _moves(_perturbed(model, [
                     Edit(s, _perturbation(s, row, len(some) + 2, along=along(s)), "sentinel")
@@ -455,9 +478,8 @@ def ignored_means(model: HookedModel, sites: Sequence[Site]) -> dict[str, str]:
                 ]))
                 for along in (lambda _: None, _gain)
             )  # fmt: skip
-            silent = [s for row, s in enumerate(some, start=1) if float(shift[row]) <= limit * float(noise[row])]
-            ignored |= {site.name: MEAN_IGNORED for site in silent}
-    return ignored
+            ignored |= {s.name: float(shift[row]) <= limit * float(noise[row]) for row, s in enumerate(some, start=1)}
+    return {s.name: MEAN_IGNORED for s in sites if ignored.get(s.name)}
 
 
 def _gain(site: Site) -> Tensor:

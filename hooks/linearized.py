@@ -28,7 +28,7 @@ from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, e
 from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.sites import ModelFacts, facts_of
 
 OWN = "own"
 # Relative difference of gradients that rounding explains, through one norm and in the model's own format: at most 1e-7
@@ -67,13 +67,14 @@ class _Linearized:
                 map (both tried out on entering); names it.
         """
         hooked = check_model(model)
-        sites, given = _proved(hooked, sigma)
+        facts, given = _proved(hooked, sigma)
+        sites = facts.norms()
         edits = [LinearEdit(s, None) for s in sites]
         with ExitStack() as stack:
             with suspended(hooked), quiet(hooked):  # (other edits, not these)
                 for edit in edits:
                     edit.install(hooked, stack)
-                _prove_gradients(hooked, sites)
+                _prove_gradients(facts, "in place of the forward")
             for edit in edits:
                 edit.given = given.get(edit.site.name)
             yield tuple(s.name for s in sites)
@@ -87,10 +88,11 @@ class _Linearized:
             TypeError, InterventionError, LostEditError: as above.
         """
         hooked = check_model(model)
-        sites, given = _proved(hooked, sigma)
+        facts, given = _proved(hooked, sigma)
+        sites = facts.norms()
         with suspended(hooked), warnings.catch_warnings(), cast(Any, hooked).hooks(fwd_hooks=_points(sites, {})):
             warnings.simplefilter("ignore")  # a bridge warns that it recomputes the norm: that is what is tried out
-            _prove_gradients(hooked, sites)
+            _prove_gradients(facts, "by hooks")
         return _points(sites, given)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
@@ -106,7 +108,7 @@ class _Linearized:
         def keep(site: Site, _m: Any, args: Any, _kwargs: Any, _output: Any) -> None:
             sigmas.setdefault(site.name, site.sigma(at_least_float32(args[0].detach()))[..., 0])
 
-        with hooks_on([(site.module, partial(keep, site)) for site in _sites(hooked)]):
+        with hooks_on([(site.module, partial(keep, site)) for site in _norms(facts_of(hooked))]):
             run(hooked, tokens if tokens.ndim == 2 else tokens[None])
         return sigmas
 
@@ -114,8 +116,8 @@ class _Linearized:
 linearized = _Linearized()
 
 
-def _sites(model: HookedModel) -> list[Site]:
-    sites = find_sites(model)
+def _norms(facts: ModelFacts) -> list[Site]:
+    sites = facts.norms()
     if not sites:
         raise InterventionError("the model has no normalization: it is linear there already")
     if twice := [s for s in sites if any(isinstance(edit, LinearEdit) for edit in edits_on(s.module))]:
@@ -123,13 +125,14 @@ def _sites(model: HookedModel) -> list[Site]:
     return sites
 
 
-def _proved(model: HookedModel, sigma: Sigma) -> tuple[list[Site], dict[str, Tensor]]:
-    """The norms of a model at which an edit reaches the output, and the sigmas that were given for some of them."""
+def _proved(model: HookedModel, sigma: Sigma) -> tuple[ModelFacts, dict[str, Tensor]]:
+    """The facts of a model at whose norms an edit reaches the output, and the sigmas that were given for some."""
     with suspended(model), quiet(model):
-        sites = _sites(model)
+        facts = facts_of(model)
+        sites = _norms(facts)
         given = _given(sites, sigma)
-        prove(model, sites)
-    return sites, given
+        prove(facts, sites)
+    return facts, given
 
 
 def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
@@ -164,14 +167,18 @@ def _points(sites: Sequence[Site], given: Mapping[str, Tensor]) -> list[tuple[st
     return [(f"{s.name}.hook_scale", _holding(s, given.get(s.name))) for s in sites]
 
 
-def _prove_gradients(model: HookedModel, sites: Sequence[Site]) -> None:
+def _prove_gradients(facts: ModelFacts, how: str) -> None:
     """Each norm alone, its own sigma held: the gradient of its output must be that of the linear map.
+
+    `how`: the way in which sigma is held, for `facts` to know it by.
 
     Raises:
         LostEditError: it is not; names the norm.
     """
-    dtype, device = dtype_of(model), device_of(model)
-    for site in sites:
+    if (proved := ("linear gradients", how)) in facts.tried:
+        return
+    dtype, device = dtype_of(facts.model), device_of(facts.model)
+    for site in facts.norms():
         generator = torch.Generator().manual_seed(0)
         x, g = (torch.randn(1, 2, site.d, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(2))
         x.requires_grad_()
@@ -185,3 +192,4 @@ def _prove_gradients(model: HookedModel, sites: Sequence[Site]) -> None:
                 f"{site.name}: holding sigma was lost: the gradient through this norm differs by {off:.1e} from that "
                 "of the linear map (a compiled module, or another hook on it that changes its output?)"
             )
+    facts.tried[proved] = True

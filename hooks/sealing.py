@@ -54,7 +54,7 @@ def checksum(values: Shaped[Tensor, "*_"]) -> Int64[Tensor, ""]:
     words = found.view(torch.int64)
     whole = len(words) // _ROW * _ROW
     body, rest = words[:whole].view(-1, _ROW), words[whole:]
-    weights = _weights(max(_ROW, len(body))).to(words.device)
+    weights = _weights(1 << max(_ROW, len(body)).bit_length()).to(words.device)
     rows = (body.sum(1) * weights[: len(body)]).sum()
     columns = (body.sum(0) * weights[:_ROW]).sum()
     return 3 * rows + columns + 5 * (rest * weights[: len(rest)]).sum() + len(words)

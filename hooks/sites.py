@@ -2,7 +2,7 @@
 
 A *site* is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
 ("blocks.0.ln1" in every model class). `norm.describe` identifies its formula; one short forward pass shows its readers:
-the modules whose input equals its output. `survey` also lists what attention reads where there is no known norm.
+the modules whose input equals its output. `facts_of` also lists what attention reads where there is no known norm.
 
 *Folded*: the norm's gain and bias were moved into the weights that read it (TransformerLens `fold_ln`), so it has none,
 or a gain of exactly 1. *Centred*: every weight that writes to the residual stream before the norm has mean 0 over
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.components import Wiring, find_wiring
-from ln_probe.hooks.edits import edits_on
+from ln_probe.hooks.edits import edits_on, sounding
 from ln_probe.hooks.model import (
     HookedModel,
     attentions,
@@ -42,6 +42,7 @@ from ln_probe.hooks.model import (
     world,
 )
 from ln_probe.hooks.norm import READERS, Site, SiteError, UnknownNormError, describe
+from ln_probe.hooks.sealing import checksum
 
 STATES = ("raw", "folded", "centred", "folded+centred")
 
@@ -338,12 +339,15 @@ class ModelFacts:
         unknown: modules that stand between the stream and what reads it, and are no norm that ln_probe knows (kind
             "unknown"); one without a module of its own is measured where attention reads it.
         bare: for every block whose attention reads the stream itself, a site of kind "none".
+        tried: what was found out about its norms later and holds as long as these facts: which edits reach the output,
+            where projection is a no-op, the constants of the default prompts.
     """
 
     model: HookedModel
     sites: tuple[Site, ...]
     unknown: tuple[Site, ...] = ()
     bare: tuple[Site, ...] = ()
+    tried: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -403,61 +407,69 @@ def layers_in_words(layers: Sequence[int]) -> str:
 def find_sites(model: object) -> list[Site]:
     """Every norm of `model`, in the order of the forward pass.
 
-    Costs one forward pass over three tokens and one call of each norm. An empty list means that the model has none.
+    Costs a forward pass over three tokens and a call of each norm the first time (`facts_of`). An empty list means that
+    the model has none.
 
     Raises:
         TypeError: not a TransformerLens model.
         SiteError: a norm with NaN parameters, or one that is under an intervention.
         UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
     """
-    return survey(model).norms()
+    return facts_of(model).norms()
 
 
-def survey(model: object) -> ModelFacts:
-    """Find every norm of `model`, and what attention reads where there is no norm that ln_probe knows.
-
-    Costs the same as `find_sites`.
-
-    Raises:
-        TypeError, SiteError: as `find_sites`, but for formulas that are not known.
-    """
-    with exclusive(check_model(model)):
-        return _survey(check_model(model))
-
-
+_TOGETHER = 2**16  # entries of a tensor up to which it is summed together with others, which is faster
 _KEPT = "_ln_probe_facts"  # the attribute of a model that keeps its facts: they live as long as it does
 
 
 def facts_of(model: object) -> ModelFacts:
-    """`survey(model)`, kept until the model's weights, modules or torch hooks change.
+    """The norms of `model`, and what attention reads where there is no norm that ln_probe knows.
+
+    They are kept until the model's weights, modules, configuration or torch hooks change.
 
     Raises:
-        TypeError, SiteError: as `survey`.
+        TypeError, SiteError: as `find_sites`, but for formulas that are not known.
     """
     hooked = check_model(model)
     module, kept = cast(nn.Module, hooked), vars(hooked)
-    if _KEPT not in kept or kept[_KEPT][0] != _state(module):
-        surveyed = survey(hooked)
-        kept[_KEPT] = (_state(module), surveyed)  # (a bridge puts torch hooks on itself in its first pass)
-    facts: ModelFacts = kept[_KEPT][1]
-    return facts
+    with exclusive(hooked):
+        _refuse_edited(hooked)
+        if _KEPT not in kept or kept[_KEPT][0] != _state(module):
+            found = _survey(hooked)
+            kept[_KEPT] = (_state(module), found)  # (a bridge puts torch hooks on itself in its first pass)
+        facts: ModelFacts = kept[_KEPT][1]
+        return facts
 
 
 def _state(model: nn.Module) -> tuple[object, ...]:
-    """What shows that a model's weights, modules or torch hooks are others than before."""
-    weights = [(p.data_ptr(), p._version, p.dtype, p.shape) for p in (*model.parameters(), *model.buffers())]
-    hooks = [(id(m), *m._forward_hooks, *m._forward_pre_hooks) for m in model.modules()]
-    return tuple(weights), tuple(hooks)
+    """What shows that a model's weights, modules, configuration or torch hooks are others than before."""
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() <= _TOGETHER:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
+    large = [t for t in tensors if t.numel() > _TOGETHER]
+    sums = [int(checksum(t)) for t in (*large, *(torch.cat(some) for some in alike.values()))]
+    modules = [
+        (id(m), id(m.__dict__.get("forward")), *sounding(m._forward_hooks), *sounding(m._forward_pre_hooks))
+        for m in model.modules()
+    ]
+    settings = {k: v for k, v in vars(cast(Any, model).cfg).items() if isinstance(v, bool | int | float | str)}
+    return sums, weights, modules, settings
 
 
-def _survey(model: HookedModel) -> ModelFacts:
-    norms = site_modules(model)
-    for name, module in norms.items():
+def _refuse_edited(model: HookedModel) -> None:
+    for name, module in site_modules(model).items():
         if active := [e for e in edits_on(module) if not e.suspended]:
             raise SiteError(
                 f"{name} is under an intervention ({active[0].label}), so the model cannot be looked at as it is: "
                 "leave the `with` block first"
             )
+
+
+def _survey(model: HookedModel) -> ModelFacts:
+    norms = site_modules(model)
     others = _others(model, norms)
     seen = _ShortPass(model, norms, others)
     writing = writing_weights(model) if norms else []

@@ -60,7 +60,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
 from ln_probe.hooks.scales import mean_sigmas
-from ln_probe.hooks.sites import layers_in_words, survey
+from ln_probe.hooks.sites import facts_of, layers_in_words
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.observers import BackgroundWorker, GuardedObserver, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
@@ -108,7 +108,7 @@ class Passes:
             name_tokens(model, settings.vocab)
         self.model, self.settings = model, settings
         self.probes = chosen(settings.probes if probes is None else probes)
-        found = survey(model)
+        found = facts_of(model)
         self.left_out = [s.name for s in (*found.sites, *found.unknown) if in_missing_head(model, s.module)]
         self.found = replace(
             found,

@@ -47,6 +47,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
+from ln_probe.hooks.sites import facts_of
 from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEdit
 
 MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
@@ -139,7 +140,7 @@ class EditedRuns:
         self.gradients: list[dict[str, Any]] = []
         self.too_steep: list[str] = []  # the primary contrasts with a derivative that holds over smaller steps alone
         self.lost = lost_edits(model, sites)
-        self.nothing = {variant: why_nothing(model, sites, variant) for variant in VARIANTS}
+        self.nothing = {variant: why_nothing(facts_of(model), sites, variant) for variant in VARIANTS}
         groups = [(g, tuple(members(sites, g))) for g in GROUPS]
         chosen = [(g, found) for g, found in groups if found] + [(s.name, (s,)) for s in sites]
         self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS.values()]

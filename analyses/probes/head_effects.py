@@ -52,6 +52,7 @@ from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant
+from ln_probe.hooks.sites import facts_of
 from ln_probe.hooks.variants import SCALING_FROZEN, VariantEdit, edits_of_norms
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
@@ -121,7 +122,9 @@ class HeadRuns:
         self.heads = {
             layer: [h for h in range(head_count(model, layer)) if heads is None or h in heads] for layer in self.sites
         }
-        self.nothing = {v.name: why_nothing(model, list(self.sites.values()), v.name) for v in edits_of_norms()}
+        self.nothing = {
+            v.name: why_nothing(facts_of(model), list(self.sites.values()), v.name) for v in edits_of_norms()
+        }
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()

@@ -15,7 +15,7 @@ from ln_probe.analyses import constants
 from ln_probe.analyses.constants import EmpiricalQueries
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.sites import survey
+from ln_probe.hooks.sites import facts_of
 
 NOT_CAUSAL = ("decomposition", "selectability", "uniformity")
 TOKENS = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(4))
@@ -94,7 +94,7 @@ def check_over_the_empirical_set(model: Any, layer: int = 0) -> None:
     report = ln_probe.analyze(
         model, TOKENS, progress=False, keys="all", probes=("selectability",), heads=[0, 3], layers=[layer]
     )
-    found = survey(model)
+    found = facts_of(model)
     seen: list[Any] = []
     for row in TOKENS:
         stream(model, row, found.read, on_attention=lambda s: seen.append(s), layers=[layer])
@@ -144,7 +144,7 @@ def test_norm_free_gpt2_is_measured_over_the_queries_that_occurred(make_bridge: 
         for name, parameter in model.named_parameters():
             if "ln_" in name and name.endswith("weight"):
                 parameter.mul_(1e6)
-    assert {s.kind for s in survey(model).sites} == {"projection_only"}
+    assert {s.kind for s in facts_of(model).sites} == {"projection_only"}
     check_over_the_empirical_set(model)
 
 

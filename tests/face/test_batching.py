@@ -15,7 +15,7 @@ import ln_probe
 from ln_probe import passes
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 from ln_probe.hooks.capture import looks_ahead, stream, stream_together
-from ln_probe.hooks.sites import find_sites, survey
+from ln_probe.hooks.sites import facts_of, find_sites
 
 LENGTHS = (12, 10, 11, 2, 12, 12)  # the fourth is far shorter: it goes alone
 PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal")
@@ -97,13 +97,13 @@ def test_prompts_of_a_model_that_looks_ahead_are_not_padded(
 @pytest.mark.parametrize("arch", [*KINDS, "bert"])
 def test_who_looks_ahead(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
-    assert looks_ahead(model, survey(model).read) == (arch == "bert")
+    assert looks_ahead(model, facts_of(model).read) == (arch == "bert")
 
 
 def test_who_looks_ahead_without_norms_and_with_a_vocabulary_of_two(make_hooked: Callable[..., Any]) -> None:
     for direction in ("causal", "bidirectional"):
         model = make_hooked(normalization_type=None, d_vocab=2, attention_dir=direction)
-        assert looks_ahead(model, survey(model).read) == (direction == "bidirectional")
+        assert looks_ahead(model, facts_of(model).read) == (direction == "bidirectional")
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "olmo2", "bloom"])
