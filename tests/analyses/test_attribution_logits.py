@@ -260,6 +260,6 @@ def test_real_checkpoints(mgm: Path) -> None:
 @pytest.mark.slow
 def test_smollm2(smollm2: Path) -> None:
     model = ln_probe.load_model(smollm2)
-    found = attribute_logits(model, "The capital of France is", target=" Paris", against=" London").check()
+    found = attribute_logits(model, "The capital of France is", -1, target=" Paris", against=" London").check()
     assert found.total > 0
     assert len(found.table) == 1 + 30 * (9 + 1) + 1
