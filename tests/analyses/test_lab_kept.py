@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from ln_probe.analyses.lab.keeping import joined, rebuilt, with_seeds
-from ln_probe.analyses.lab.results import SIGNIFICANT, SUMMARY_FILE, Results, folder, interval, kept, png, table_at
+from ln_probe.analyses.lab.primary import FILE, main_effects, primary_contrasts
+from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, folder, interval, kept, png, table_at
 
 THERE = kept()
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
-QUOTED = 111  # conclusions that the page repeats word by word
 
 
 @cache
@@ -30,10 +30,10 @@ def made_again(experiment: str) -> Results:
 _NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 # "93 [90, 95]", with its unit and Holm's p where they follow
 FIGURE = re.compile(
-    rf"(?P<bold>\*\*)?({_NUMBER}) \[({_NUMBER}), ({_NUMBER})\]°?(?: (?:points|nats))?\)?\**"
-    rf"(?: \((?:\d+ seeds, )?Holm ({_NUMBER}))?"
+    rf"({_NUMBER})\s\[({_NUMBER}),\s({_NUMBER})\]°?(?:\s(?:points|nats))?(?:\s\((?:\d+ seeds,\s)?Holm\s({_NUMBER}))?"
 )
 OF_ROWS = (("mean", "ci_low", "ci_high"), ("factor", "low", "high"), ("c", "c_low", "c_high"))
+PRIMARY = ["estimate", "low", "high", "p_holm"]
 
 
 def kept_intervals() -> np.ndarray:
@@ -48,6 +48,7 @@ def kept_intervals() -> np.ndarray:
     for _, part in networks.groupby(["task", "model", "norm", "norm_site", "phase"]):
         center, low, high = interval(part["exact_to"].to_numpy(float))
         rows.append(np.array([[center, max(low, 0), min(high, part["tested_n"].iloc[0]), np.nan]]))
+    rows.append(pd.read_csv(FILE)[PRIMARY].to_numpy(float))
     return np.concatenate(rows)
 
 
@@ -63,21 +64,37 @@ def said_by(rows: np.ndarray, figures: tuple[str, ...]) -> bool:
     return False
 
 
-def test_figures_of_the_page_are_those_of_the_kept_tables() -> None:
-    abouts = [json.loads((folder(name) / "results.json").read_text()) for name in THERE]
-    conclusions = {sentence for about in abouts for sentence in about["conclusions"]}
-    lines = PAGE.read_text().splitlines()
-    own = [line for line in lines if line.removeprefix("- ") not in conclusions]
-    assert len(lines) - len(own) == QUOTED, "conclusions in results.json that the page repeats word by word"
-    rows, text = kept_intervals(), "\n".join(own)
-    figures = [(tuple(f for f in m.groups()[1:] if f is not None), m) for m in FIGURE.finditer(text)]
-    assert len(figures) > 750
-    assert [m[0] for figure, m in figures if not said_by(rows, figure)] == []
-    bold = [(f, m) for f, m in figures if m["bold"] and len(f) == 4]
-    assert [m[0] for f, m in bold if float(f[3]) >= SIGNIFICANT] == [], "bold is what Holm's p lets be told"
-    changed = [re.sub(r"\d(?=\D*$|e.*$)", lambda m: str((int(m[0]) + 5) % 10), f[0], count=1) for f, _ in figures]
-    noticed = [not said_by(rows, (other, *f[1:])) for other, (f, _) in zip(changed, figures, strict=True)]
+def test_figures_in_the_text_of_the_page_are_those_of_the_kept_tables() -> None:
+    rows = kept_intervals()
+    figures = [tuple(f for f in m.groups() if f is not None) for m in FIGURE.finditer(PAGE.read_text())]
+    assert len(figures) > 40
+    assert [" ".join(f) for f in figures if not said_by(rows, f)] == []
+    changed = [re.sub(r"\d(?=\D*$|e.*$)", lambda m: str((int(m[0]) + 5) % 10), f[0], count=1) for f in figures]
+    noticed = [not said_by(rows, (other, *f[1:])) for other, f in zip(changed, figures, strict=True)]
     assert np.mean(noticed) > 0.95
+
+
+def test_primary_contrasts_are_made_of_the_values_of_every_seed() -> None:
+    made, kept_table = primary_contrasts(), pd.read_csv(FILE)
+    pd.testing.assert_frame_equal(made, kept_table, check_dtype=False, rtol=1e-5)
+    depth = table_at(folder("depth"), "terms").query("norm_order == 'both' and depth == 'all' and outcome == 'reach'")
+    for term in ("scaling", "projection"):  # the same contrast by other code
+        there = depth.query(f"side == 'beyond' and term == '{term}'").iloc[0]
+        here = made.query(f"experiment == 'depth' and contrast == '{term}'").iloc[0]
+        assert 100 * there[["mean", "ci_low", "ci_high"]].to_numpy(float) == pytest.approx(
+            here[["estimate", "low", "high"]].to_numpy(float), abs=1e-3
+        )
+
+
+def test_main_effects_of_a_two_by_two_design() -> None:
+    norms = ("layernorm", "scaling_only", "projection_only", "none")
+    values = pd.DataFrame({"norm": norms * 2, "seed": [0] * 4 + [1] * 4, "value": [7.0, 5, 4, 1, 8, 6, 2, 0]})
+    effects = main_effects(values)
+    assert effects["scaling"].tolist() == [3.5, 6.0]
+    assert effects["projection"].tolist() == [2.5, 2.0]
+    pairs = main_effects(values[values["norm"].isin(("layernorm", "projection_only"))])
+    assert set(pairs) == {"scaling"}
+    assert pairs["scaling"].tolist() == [3.0, 6.0]
 
 
 @pytest.mark.parametrize("experiment", THERE)

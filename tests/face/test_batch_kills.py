@@ -121,7 +121,7 @@ def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expec
             continue
         number = next(numbers)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=900)
         if process.returncode == 0:  # it was over before the signal came
             process = batch.start(out)
             break

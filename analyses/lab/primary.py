@@ -1,0 +1,157 @@
+"""Main effects of scaling and of projection in every experiment with kept results:
+
+    python -m ln_probe.analyses.lab.primary        # writes published/primary_contrasts.csv
+
+With all four norms of a 2 x 2 design the main effect of scaling is the mean of LayerNorm and scaling alone minus the
+mean of projection alone and no norm; that of projection likewise. Where a design has no model without a norm, it is
+LayerNorm minus the norm that lacks the term. Each seed gives one value. Each experiment is a family of tests. Outcomes
+and contrasts were named after most seeds had been seen, so Holm's adjustment corrects for their number, not for their
+choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pandas as pd
+from scipy import stats  # type: ignore[import-untyped]
+
+from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, folder, interval, paired_p, table_at
+from ln_probe.analyses.probes.statistics import holm
+
+FILE = PUBLISHED_FOLDER / "primary_contrasts.csv"
+EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
+SCALING, PROJECTION = "scaling", "projection"
+# What each norm has of the two terms.
+TERMS = {
+    "layernorm": (SCALING, PROJECTION),
+    "scaling_only": (SCALING,),
+    "projection_only": (PROJECTION,),
+    "none": (),
+}
+
+Differences = Mapping[str, "pd.Series[float]"]  # a value per seed, by contrast
+
+
+def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
+    """Both main effects per seed.
+
+    Args:
+        values: columns `norm`, `seed` and `value`; several rows of a norm and seed are averaged.
+    """
+    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
+    effects = {}
+    for term in (SCALING, PROJECTION):
+        if "none" in cells:
+            having, lacking = ([n for n in TERMS if (term in TERMS[n]) is has] for has in (True, False))
+        else:
+            having, lacking = ["layernorm"], [n for n in cells if n != "layernorm" and term not in TERMS[n]]
+        if lacking:
+            effects[term] = (
+                cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
+            ).dropna()
+    return effects
+
+
+def _rows(experiment: str, table: str, **where: object) -> pd.DataFrame:
+    values = table_at(folder(experiment), table)
+    for column, wanted in where.items():
+        values = values[values[column].isin(wanted if isinstance(wanted, list) else [wanted])]
+    return values
+
+
+def _majority() -> Differences:
+    at = {"measure": "train_loss", "step": 1000}
+    full = _rows("majority", "curves", radius="sqrt(d)", **at)
+    base, short = (
+        _rows("majority", "curves", norm="scaling_only", radius=radius, **at).set_index("seed")["value"]
+        for radius in ("sqrt(d)", "1/sqrt(d) for values")
+    )
+    return {**main_effects(full), "value vectors of norm 1/√d instead of √d": (short - base).dropna()}
+
+
+def _depth() -> Differences:
+    bins = [f"exact_match_{span}" for span in ("101_150", "151_200", "201_250")]
+    values = _rows("depth", "exact_match", positions="none", measure=bins)
+    values = values[values["k"] == values["depth"] + 3]
+    both = values.groupby("seed")["norm_order"].nunique()
+    return main_effects(values[values["seed"].isin(both.index[both == 2])])
+
+
+def _counting(model: str, site: str) -> Differences:
+    values = _rows("counting", "values", task="L5", model=model, measure="accuracy_1024", norm_site=[site, "none"])
+    return main_effects(values)
+
+
+def _approximation() -> Differences:
+    values = _rows("approximation", "errors", measure="relative_mse", lr=0.01, dot_product=False)
+    model = ["target", "kernel", "heads", "width", "norm_order"]
+    whole = values.groupby(model)["norm"].nunique().eq(len(TERMS)).rename("whole")
+    values = values.join(whole, on=model)
+    return main_effects(values[values["whole"]].assign(value=lambda t: np.log10(t["value"])))
+
+
+def _removed() -> Differences:
+    values = _rows("remove_norm", "seeds", measure="valid_loss", model=["removed", "kept"])
+    cells = values.pivot(index="seed", columns="model", values="value")
+    return {"all norms replaced by constants, fine-tuned": cells["removed"] - cells["kept"]}
+
+
+# Experiment, outcome, unit, factor to that unit, and the differences per seed.
+OUTCOMES: tuple[tuple[str, str, str, float, Callable[[], Differences]], ...] = (
+    ("majority", "training loss at step 1000", "nats", 1, _majority),
+    ("majority_in_space", "test accuracy", "points", 100, lambda: main_effects(
+        _rows("majority_in_space", "scores", measure="test_accuracy", radius="sqrt(d)"))),
+    ("language_model", "keys that are unselectable in head space", "points", 100, lambda: main_effects(
+        _rows("language_model", "seeds", measure="unselectable_fraction", space="head", step=1500,
+              divisor=["-", "1"]))),
+    ("language_model_bundled", "held-out loss", "nats", 1, lambda: main_effects(
+        _rows("language_model_bundled", "seeds", measure="valid_loss"))),
+    ("language_model_bundled", "keys that are unselectable in head space", "points", 100, lambda: main_effects(
+        _rows("language_model_bundled", "seeds", measure="unselectable_fraction"))),
+    ("encoder", "masked loss, narrow", "nats", 1, lambda: main_effects(
+        _rows("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
+              norm=["layernorm", "scaling_only", "projection_only"]))),
+    ("encoder_passages", "accuracy, narrow", "points", 100, lambda: main_effects(
+        _rows("encoder_passages", "values", measure="valid_accuracy", shape="narrow"))),
+    ("remove_norm", "held-out loss", "nats", 1, _removed),
+    ("depth", "exact match one block beyond the theory, 101 to 250 letters", "points", 100, _depth),
+    ("counting", "accuracy on L5 at 1024 letters, norm on the LSTM's state", "points", 100,
+     lambda: _counting("lstm", "state")),
+    ("counting", "accuracy on L5 at 1024 letters, transformer", "points", 100,
+     lambda: _counting("transformer", "blocks")),
+    ("approximation", "log10 of the trained error, mean over models", "decades", 1, _approximation),
+)  # fmt: skip
+
+
+def primary_contrasts() -> pd.DataFrame:
+    """One row per experiment, outcome and contrast.
+
+    Returns:
+        `estimate` with its 95 % CI (Student's t over seeds), `p`, and `p_holm` over the rows of the same experiment;
+        `bound`: the larger end, in absolute value, of the 90 % CI, so that two one-sided tests at 5 % exclude larger
+        effects; `seeds`, and how many of them have the sign of the estimate (`agreeing`).
+    """
+    rows = []
+    for experiment, outcome, unit, factor, differences in OUTCOMES:
+        for contrast, per_seed in differences().items():
+            values = per_seed.to_numpy(float) * factor
+            estimate, low, high = interval(values)
+            half = (
+                float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1)) * values.std(ddof=1) / np.sqrt(len(values))
+            )
+            rows.append({
+                "experiment": experiment, "outcome": outcome, "unit": unit, "contrast": contrast,
+                "estimate": estimate, "low": low, "high": high, "p": paired_p(values),
+                "bound": abs(estimate) + half, "seeds": len(values),
+                "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
+            })  # fmt: skip
+    table = pd.DataFrame(rows)
+    table.insert(table.columns.get_loc("p") + 1, "p_holm", table.groupby("experiment")["p"].transform(holm))
+    return table
+
+
+if __name__ == "__main__":
+    primary_contrasts().to_csv(FILE, index=False, float_format="%.6g")
+    print(pd.read_csv(FILE).drop(columns="outcome").to_string())
