@@ -51,7 +51,7 @@ class Constants:
         groups: group of each prompt, numbered in the order of their first prompts.
         sums: sum of sigma of each prompt and norm, at position 0 and elsewhere.
         counts: how many sigmas each is a sum of.
-        source: where the constants come from, in words.
+        source: where the constants come from, as text.
         given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or a
             prompt's own means where there is one group only.
     """
@@ -239,7 +239,7 @@ def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
 
 # ---------------------------------------------------------------------------------------------------------- key samples
 
-# Keys drawn per head where nobody says how many: a fraction is then known to about ± 0.12, a median to between the
+# Keys drawn per head where no number is given: a fraction is then known to about ± 0.12, a median to between the
 # 37th and the 63rd percentile.
 DEFAULT_SAMPLE = 64
 
@@ -377,7 +377,7 @@ class Calibration:
     """What the first pass finds out.
 
     Attributes:
-        norms: a row per norm that was looked at (columns of the `layernorms` table).
+        norms: a row per measured norm (columns of the `layernorms` table).
         constants: of every prompt: what replaces the sigma of each norm.
         radii: rho of each layer whose queries are bounded, by head.
         unsupported: why head space is left out, by layer.

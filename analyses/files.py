@@ -1,4 +1,4 @@
-"""Files: written so that nobody sees half of one, listed with their checksums, and read within bounds.
+"""Files: written so that no reader sees half of one, listed with their checksums, and read within bounds.
 
 Three rules hold for every file of ln_probe:
 

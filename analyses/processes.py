@@ -56,7 +56,7 @@ def check_stopped() -> None:
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Keep signals from processes that are started meanwhile, until they `follow_parent`."""
+    """Keep signals from processes that are started while this lasts, until they `follow_parent`."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

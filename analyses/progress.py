@@ -34,7 +34,7 @@ class Progress:
     """What a process is doing.
 
     Attributes:
-        what: the stage, in words; empty if there is none.
+        what: the stage, as text; empty if there is none.
         done, total: how much of it is done, and of how much; NaN if that is not known.
         unit: of both; "B" are bytes.
         since: when the stage began, in seconds of `time.time`.
@@ -168,7 +168,7 @@ class ProgressLine:
             if time.monotonic() >= self._next and (text := self.status()):
                 try:
                     self.say(f"{clock(time.monotonic() - self.begun)}  {text}")
-                except (OSError, ValueError):  # nobody reads any more; the work continues
+                except (OSError, ValueError):  # the reader is gone; the work continues
                     return
 
 
@@ -189,7 +189,7 @@ def left_of(found: Progress) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In words; "?" if it is not known."""
+    """As text; "?" if it is not known."""
     if math.isnan(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -95,7 +95,7 @@ class Table:
     Attributes:
         name: in `Report.tables`, and of its parquet file.
         title: above it on a page.
-        about: what a row is, in a sentence.
+        about: one sentence on what a row is.
         key: the columns that tell rows apart: no two rows have the same values in all of them.
         columns: all of them, in order.
     """
@@ -279,7 +279,7 @@ def reference(tables: Iterable[Table]) -> str:
     for table in tables:
         said += [f"## `{table.name}`", "", table.about, ""]
         if table.key:
-            said += [f"Rows are told apart by {', '.join(f'`{k}`' for k in table.key)}.", ""]
+            said += [f"Rows are identified by {', '.join(f'`{k}`' for k in table.key)}.", ""]
         said += ["| column | type | unit | meaning |", "|---|---|---|---|"]
         said += [
             f"| `{c.name}` | {c.kind} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |" for c in table.columns

@@ -21,7 +21,7 @@ from compose import every_outcome, hooked, subjects
 
 ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
 COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
-# Rotary tables and norms of some bridges are in float32, whatever the model's format.
+# Rotary tables and norms of some bridges are in float32 for any format of the model.
 SAME = 1e-5
 
 

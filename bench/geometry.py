@@ -77,7 +77,7 @@ def each(decide: Callable[[np.ndarray, int], object], keys: np.ndarray, sample: 
 
 
 def speed(repeats: int = REPEATS) -> None:
-    """Time per key of a verdict with its certificate; margins are timed beside it."""
+    """Time per key of a verdict with its certificate; margins are timed with it."""
     print(f"\nspeed: one thread, medians of {repeats} repeats in μs per key. (a) HiGHS feasibility,")
     print(f"(b) reflections and Chebyshev centre, both on {SAMPLE} of the same keys per repeat")
     row("keys", "n", "d", "hidden", "(a)", "(b)", "verdict", "+ margin", "(a)/verdict", "goal", "(b)/verdict")

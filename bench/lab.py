@@ -5,7 +5,7 @@
     compiled   one row per distinct token, in the lab's compiled sweep (what `MajorityTask` does)
 
 Forward, backward and Adam. The three alternate in every repeat, so that a busy machine slows all alike; processor time
-is given beside the clock's. Then plain and compiled are trained from the same weights on the same batches, and the
+is given next to the clock's. Then plain and compiled are trained from the same weights on the same batches, and the
 largest relative difference of their losses is reported.
 """
 

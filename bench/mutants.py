@@ -3,8 +3,8 @@
 A seeded sample of the mutants that cosmic-ray's operators make of `analyses/geometry`, `analyses/probes`, `hooks/sites`
 and `hooks/variants`, spread over the files in proportion to how many each has, a fifth of it in compiled loops. Left
 out: annotations, `if TYPE_CHECKING`, `__all__`, and what does not compile. Strings are not mutated. Each mutant meets
-the fast tests of `TESTS` that execute its lines, the quickest first, until one fails. What was changed, what came of it
-and which test failed are a row of `bench/mutants.csv`; of what survived somebody says why (`why`: a kind of WHY, or
+the fast tests of `TESTS` that execute its lines, the quickest first, until one fails. What was changed, the outcome
+and which test failed are a row of `bench/mutants.csv`; survivors have a reason (`why`: a kind of WHY, or
 "open"), and that stays as long as it survives.
 
 Nothing is written to the tree: a process with the libraries loaded forks one for each mutant, in which the import
@@ -15,7 +15,7 @@ Needs `pip install cosmic-ray coverage`.
 
     python bench/mutants.py --map                             which test executes which lines (minutes)
     python bench/mutants.py --map tests/hooks/test_sites.py   these anew
-    python bench/mutants.py                                   draws, runs; goes on where it was interrupted
+    python bench/mutants.py                                   draws, runs; resumes
     python bench/mutants.py --again                           what was not killed nor explained, with more of the tests
     python bench/mutants.py --again tests/hooks/test_sites.py   with these
     python bench/mutants.py --table
@@ -201,7 +201,7 @@ class Watching:
 
 
 def in_child(work: Callable[[], Any], seconds: float) -> Any:
-    """What `work` returns in a process of its own: None if it ended otherwise, "timeout" if it was stopped."""
+    """What `work` returns in a separate process: None if it ended otherwise, "timeout" if it was stopped."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -304,7 +304,7 @@ def touched(mutant: Mutant) -> tuple[range, set[str]]:
     end = inner.body[0].lineno - 1 if getattr(inner, "body", None) else inner.end_lineno
     top = not any(isinstance(n, ast.FunctionDef) for n in around)
     names = {n.id for n in ast.walk(inner) if isinstance(n, ast.Name)} if top else set()
-    if isinstance(inner, ast.FunctionDef | ast.ClassDef):  # a default value, a decorator: whatever calls it
+    if isinstance(inner, ast.FunctionDef | ast.ClassDef):  # a default value, a decorator: any test that calls it
         return range(inner.body[0].lineno, int(inner.end_lineno or 0) + 1), set()
     return range(inner.lineno, max(end, inner.lineno) + 1), names
 
@@ -320,7 +320,7 @@ def chosen(mutant: Mutant, found: Any, budget: float) -> list[str]:
     seen = mutant.loop or mutant.operator.endswith("RemoveDecorator")  # of a compiled function no line is seen
     told = (found["uncompiled"] if seen else found["compiled"]).items()
     fitting = [(s, t) for t, (s, told_lines) in told if any(set(told_lines.get(f, ())) & at for f, at in where.items())]
-    if not fitting:  # a decorator, a constant that nothing here uses: whatever executes the file
+    if not fitting:  # a decorator, a constant that nothing here uses: any test that executes the file
         fitting = [(seconds, test) for test, (seconds, told_lines) in told if mutant.file in told_lines]
     spent, tests = 0.0, list[str]()
     for seconds, test in sorted(fitting):

@@ -298,7 +298,7 @@ def _say_deviations(deviations: Mapping[Target, Sequence[str]]) -> None:
 
 
 def work(run: Run, schedule: Schedule, display: Display, execution: Execution, workers: int | None) -> None:
-    """Have all units of the schedule done; exits where nobody can go on."""
+    """Have all units of the schedule done; exits where no process can continue."""
     from ln_probe.batch.pool import LocalEngine, StoppedError, drive
 
     if not len(schedule):
@@ -392,7 +392,7 @@ def end(
             for why in whys:
                 typer.echo(f"{target.label}: {why}", err=True)
         _say_deviations(deviations)
-        more = f"; {len(earlier)} of earlier commands beside them" if earlier else ""
+        more = f"; {len(earlier)} of earlier commands next to them" if earlier else ""
         typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
     raise typer.Exit(SOME_FAILED if failures or probes or deviations else DONE)
 
@@ -478,7 +478,7 @@ def lab_run(
     from ln_probe.page.lab import write_lab_page
 
     page = write_lab_page(folder)
-    typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} beside it", err=True)
+    typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} next to it", err=True)
     raise typer.Exit(exits.SOME_FAILED if results.diverged else exits.DONE)
 
 

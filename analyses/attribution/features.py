@@ -36,7 +36,7 @@ class Features:
         directions: the decoder's row of each feature.
         activations: [batch pos feature], or [pos feature] for one prompt.
         names: of each feature; by default `feature 0`, `feature 1`, …
-        bias: what the decoder adds whatever is active; None: nothing.
+        bias: what the decoder adds for any activations; None: nothing.
         top: features named one by one, those with the largest |activation|·|direction| at the positions asked for.
 
     Example:

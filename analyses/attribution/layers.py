@@ -61,7 +61,7 @@ class LayersAttribution:
         remainders: a row per block: `layer`, `first_order` (the gradient at the stream before it times the stream) and
             `remainder` (logit − first_order: biases written later, and what later MLPs bend).
         total: the logit (or difference).
-        label: what was asked for, in words.
+        label: what was asked for, as text.
     """
 
     table: pd.DataFrame

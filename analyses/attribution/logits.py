@@ -85,7 +85,7 @@ class LogitAttribution:
         scale: what the error is relative to: the largest |logit| at that position.
         bound: relative error that rounding explains in the model's format: 1e-5 in float32, 1e-11 in float64, four
             units of relative precision in half precision (0.03 in bfloat16, 0.004 in float16).
-        label: what was asked for, in words.
+        label: what was asked for, as text.
         sigma: what the final norm divided by; NaN if the model has none.
         soft_cap: cap of the model's logits: the sum is of the logit before it; 0 if there is none.
     """
@@ -152,7 +152,7 @@ class LogitAttributions:
         total: what they add up to; own: the model's own logit; scale: what the error is relative to.
         bound: relative error that rounding explains, as in `LogitAttribution`.
         at: the position of every entry, counted from the beginning of its prompt; -1 where there is none.
-        label: what was asked for, in words.
+        label: what was asked for, as text.
         soft_cap: cap of the model's logits: sums are of the logits before it; 0 if there is none.
     """
 

@@ -47,7 +47,7 @@ class ScoreAttribution:
         total: the score; own: from the model's own norm outputs, another way.
         scale: what the error is relative to: the largest |score| of that query; bound: what rounding explains of it.
         weight: attention paid to the key.
-        label: what was asked for, in words.
+        label: what was asked for, as text.
     """
 
     pairs: pd.DataFrame

@@ -225,7 +225,7 @@ def _of_text(model: HookedModel, text: str) -> int:
 
 
 def token_names(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
-    """Tokens in words: their text, or their ids without a tokenizer."""
+    """Tokens as text, or their ids without a tokenizer."""
     shown = [repr(names(i)) if names is not None else str(i) for i in ids[:4]]
     return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
 

@@ -169,7 +169,7 @@ class KeyGeometry:
         margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`. With a set of queries: the best score
             gap to *all* other keys that a query of the set gives, center and bias included; negative if none puts the
             key on top. Without one: the distance to the hull of all other keys, which is the best gap of a query of
-            unit length (a bias is one more coordinate, in units of its own RMS, in which the hull reaches down without
+            unit length (a bias is one more coordinate, in units of its RMS, in which the hull reaches down without
             end). Near-copies compete with their true position; a key with an exact copy has no positive margin. NaN for
             a single key and where margins were not asked for. The bracket is 1 % of the margin wide, and wider only
             where a margin is lost in rounding or the budget ends.

@@ -6,7 +6,7 @@ representatives in place of keys.
 
 Claims are proved of the given float64 numbers. A sum of m products, in any order and with or without fused
 multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, §3.1). So every score carries a bound of its own error (`noise`), which is taken off lower
+Numerical Algorithms, 2002, §3.1). So every score carries a bound of its error (`noise`), which is taken off lower
 bounds and added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding
 and that of the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and
 any shift common to all keys cancels. Keys are first brought to their own units (`inputs.Units`), which rounds

@@ -35,7 +35,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline"
 # Arrays that compiled loops write stand this many numbers away from all others in memory: more than one step of an
 # unrolled loop on 512-bit registers. Before it writes, such a loop checks how far apart its arrays lie and takes a
 # scalar path if that is less, which rounds otherwise: without the distance, the same keys gave weights that differed in
-# the tenth digit from call to call, with whatever addresses the allocator had to give.
+# the tenth digit from call to call, with the addresses that the allocator happened to give.
 _APART = 64
 
 _WEEK = 7 * 24 * 3600.0

@@ -147,7 +147,7 @@ class GivenSet:
     def _in_own_units(
         self,
     ) -> tuple[Float64[np.ndarray, "key d"], Float64[np.ndarray, " key"] | None, Int32[np.ndarray, " d"], int]:
-        """Centred keys, each coordinate in a unit of its own, and the bias, with the exponents of these units."""
+        """Centred keys, each coordinate in a separate unit, and the bias, with the exponents of these units."""
         key_power = np.frexp(np.abs(self.keys).max(axis=0))[1].astype(np.int32)
         keys = np.ldexp(self.keys, -key_power)
         keys -= keys.mean(axis=0)

@@ -35,7 +35,7 @@ class AttentionLayer:
     """Keys, queries and attention of one layer on one prompt, under every variant of the norm before it.
 
     The queries of all variants are the intact model's. Everything is computed when it is first asked for, and kept only
-    while the layer is looked at.
+    while the layer is measured.
 
     Args:
         seen: what the pass shows of the layer.
@@ -43,7 +43,7 @@ class AttentionLayer:
             space then).
         calibration: of the model.
         prompt: the prompt's number: its constants replace sigma.
-        wanted: heads looked at; None: all.
+        wanted: heads that are measured; None: all.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AttentionLayer:
 
     @property
     def site(self) -> Site:
-        """The norm that attention reads, or what stands in for one."""
+        """The norm that attention reads, or its replacement."""
         return self.seen.site
 
     @property
@@ -82,7 +82,7 @@ class AttentionLayer:
 
     @cached_property
     def chosen(self) -> list[int]:
-        """The heads looked at; empty without head space."""
+        """The measured heads; empty without head space."""
         if self.heads is None:
             return []
         every = range(self.heads.n_heads)
@@ -128,7 +128,7 @@ class AttentionLayer:
         return self._sets["reachable", position]
 
     def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Center and directions of the chosen heads' queries at a position, whatever their length."""
+        """Center and directions of the chosen heads' queries at a position, regardless of their length."""
         assert self.heads is not None
         if ("any", position) not in self._sets:
             self._sets["any", position] = self._of_chosen(*self.heads.query_directions(self.site, position))

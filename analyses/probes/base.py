@@ -31,7 +31,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.variants import SCALING_FROZEN
 
-# Ranks of findings. An effect: told from chance, and larger than a named threshold. Described: what the prompts show,
+# Ranks of findings. An effect: significant, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
 EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
@@ -64,7 +64,7 @@ class Needs:
         attention: every attention layer that reads a norm (`Observer.attention`).
         variants: that it makes keys and attention under every variant: much memory, given back after each layer.
         output: every prompt itself, to run the model on it as it likes (`Observer.prompt`).
-        calibration: constants, query radii and the norms' statistics; whoever sees prompts has it too.
+        calibration: constants, query radii and the norms' statistics; observers of prompts have it too.
     """
 
     norms: bool = False
@@ -79,7 +79,7 @@ class Needs:
 
     @property
     def nothing(self) -> bool:
-        """The model's weights are enough: measured once, whatever the prompts."""
+        """The model's weights are enough: measured once, independent of the prompts."""
         return not (self.prompts or self.calibration)
 
 
@@ -89,8 +89,8 @@ class View:
 
     Attributes:
         model: in evaluation mode.
-        sites: its norms; calibrated: those of them that belong to the layers looked at.
-        layers: looked at; heads: likewise, None: all.
+        sites: its norms; calibrated: those of them that belong to the measured layers.
+        layers: measured; heads: likewise, None: all.
         calibration: of the first pass; None for a probe that needs nothing but weights.
         name_of: the string of a token id.
         meaningless: why nothing that is computed from the model's outputs or its head means anything; empty if it does.
@@ -125,7 +125,7 @@ class Observer:
     """Watches prompts and makes a piece of them. Only what the probe needs is called.
 
     Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
-    Beside a model on a GPU an observer that looks at attention does so in another thread, one call after the other,
+    With a model on a GPU an observer that looks at attention does so in another thread, one call after the other,
     while the model goes on; what it is given stays as it is.
     """
 
@@ -142,17 +142,17 @@ class Observer:
         """All of this prompt has been seen."""
 
     def piece(self) -> Piece:
-        """What is kept of all prompts that were watched."""
+        """The record of all prompts that were watched."""
         return Piece()
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What `finish` knows beside the pieces.
+    """What `finish` knows in addition to the pieces.
 
     Attributes:
         calibration: of the model.
-        layers: looked at; None: all.
+        layers: measured; None: all.
         token: the string at (prompt, position).
         keys: "hardest" or "all" rows of tables about keys; seed: of samples.
     """
@@ -166,7 +166,7 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What came of all pieces: frames by table name, and what a reader has to know, in sentences."""
+    """The result of all pieces: frames by table name, and sentences that a reader has to know."""
 
     tables: Mapping[str, Any]  # frames; whether they are is asked, with everything else, when they are checked
     notes: tuple[str, ...] = ()
@@ -213,10 +213,10 @@ class Marks:
 
 @dataclass(frozen=True)
 class Shape:
-    """What can be told of a model and its prompts before it is loaded; NaN where it cannot.
+    """What is known of a model and its prompts before it is loaded; NaN where it cannot.
 
     Attributes:
-        layers, heads: looked at, and of each layer.
+        layers, heads: that are measured, and of each layer.
         lengths: of the prompts, in tokens.
         vocabulary, width: number of tokens, and d_model.
     """
@@ -265,7 +265,7 @@ class Probe:
     absent: ClassVar[str] = ""
 
     def start(self, view: View) -> Observer:
-        """Somebody to watch the prompts; called once for every part of them, and once for weights alone."""
+        """An observer of the prompts; called once for every part of them, and once for weights alone."""
         return Observer()
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> Found:

@@ -137,7 +137,7 @@ HEADS = declare(
     entropy_ratio (float): attention entropy over log(visible keys), mean over queries; NaN where uniformity was not
         measured
     uniform_angle_deg (float, degrees): mean angle of gain·(W_K q) to the all-ones direction: 0 would attend uniformly
-        whatever the keys (without a bias per key; with rotary positions, only if so for every key's); NaN without
+        for any keys (without a bias per key; with rotary positions, only if so for every key's); NaN without
         projection (a random direction's angle is in the provenance)
     score_spread (float, nats): mean standard deviation of a query's scores over the keys it sees
     score_spread_floor (float, nats): least spread that a query at the end of the reachable set could have (those
@@ -147,7 +147,7 @@ HEADS = declare(
     """,
     _INTERVALS,
     """
-    by_theorem (text): why no key is unselectable here whatever was learned (at most d + 1 affinely independent keys,
+    by_theorem (text): why no key can be unselectable here for any weights (at most d + 1 affinely independent keys,
         a sphere); empty if one could be or is
     no_op (text): why the variant changes nothing here by construction; empty if it does change something
     """,
@@ -204,7 +204,7 @@ CAUSAL = declare(
     ("sites", "variant"),
     """
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): what is left there: intact, no_scaling, no_projection or neither
+    variant (text): which terms remain: intact, no_scaling, no_projection or neither
     family (text): which rows its p-values are Holm-adjusted with: primary ({attention, all} × {scaling frozen,
         projection removed}), or an exploratory family; empty for intact
     loss (float, nats per token, or the user's loss): mean loss; NaN where it is not applicable
@@ -264,7 +264,7 @@ CAUSAL_PROMPTS = declare(
     prompt (int): number of the prompt, from 0
     group (int): its prompt group
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): what is left there: no_scaling, no_projection or neither
+    variant (text): which terms remain: no_scaling, no_projection or neither
     predicted (int): tokens that are predicted: all but the first; 1 under a loss of the user's
     loss (float, nats per token, or the user's loss): mean loss of the intact model on this prompt
     delta_loss (float, as loss): its change
@@ -356,7 +356,7 @@ HEAD_EFFECTS = declare(
     """
     layer (int): block whose attention it is
     head (int): head
-    variant (text): what is left of the norm for this head: no_scaling, no_projection or neither
+    variant (text): which terms remain for this head: no_scaling, no_projection or neither
     delta_loss (float, nats per token): change of the mean next-token loss, by running the edited model; NaN where
         only estimated
     delta_loss_low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer
@@ -390,10 +390,10 @@ SINKS = declare(
         2024)
     emerges_at (text): the first norm at which |Px| exceeds 10 times the median; empty if at none
     emerges_in (int): the layer of that norm; NaN if at none
-    writer (text): what wrote it: the parts between the norm before and that norm; empty where that cannot be told
+    writer (text): what wrote it: the parts between the norm before and that norm; empty where that is unknown
     writer_share (float, share): share of the vector's squared length there along what was written between: <P
         written, P x> / |P x|²
-    longest_at (text): the norm at which it is longest beside the median
+    longest_at (text): the norm at which it is longest relative to the median
     length_ratio (float): |Px| there over the prompt's median
     sigma (float): its divisor there; NaN where the norm does not scale
     length_before (float, L2 norm): |x| there
@@ -402,7 +402,7 @@ SINKS = declare(
     sink (bool): whether, in some layer, over 30 % of (head, query) give it over 0.3 of their attention
     sink_layer (int): the layer in which most do; NaN without a query that sees it
     sink_rate (float, share): share of (head, query) of that layer that do (Gu et al. 2025)
-    received (float, share): mean attention that queries of all layers looked at give it
+    received (float, share): mean attention that queries of all measured layers give it
     uniform (float, share): the same if attention were uniform: mean over these queries of 1 / visible keys, to
         compare with
     received_no_scaling (float, share): the same over the layers from the one where it emerges on, if its own key
@@ -434,7 +434,7 @@ SINK_HEADS = declare(
 TOKEN_SIZES = declare(
     "token_sizes",
     "Sizes by position",
-    "A row per norm and stretch of positions: how long vectors are there.",
+    "A row per norm and range of positions: how long vectors are there.",
     ("site", "first"),
     """
     site (text): the norm's name in the model
@@ -545,7 +545,7 @@ PAIRED = declare(
     model (text): what the report is called
     against (text): the first report
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): what is left there: no_scaling, no_projection or neither
+    variant (text): which terms remain: no_scaling, no_projection or neither
     difference (float, nats per token): delta_loss of this model minus that of the first
     low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN
         as in `causal`

@@ -3,7 +3,7 @@
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  mu = mean(x),  sigma = sqrt(mean((Px)²) + eps)
 
 (Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) The probe sees
-no prompt of its own: the first pass takes these statistics of every norm, because the constants that replace sigma come
+no separate prompt: the first pass takes these statistics of every norm, because the constants that replace sigma come
 from them. Statistics are running sums in float64, so a corpus costs no more memory than a forward pass.
 """
 

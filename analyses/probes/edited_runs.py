@@ -287,7 +287,7 @@ class EditedRuns:
 
     def _edits(self, row: _Row, constants: Mapping[str, Constant], length: int) -> list[Edit]:
         positions = Positions()
-        positions.shape = (1, length)  # of its own row of the batch
+        positions.shape = (1, length)  # of this row of the batch
         return [
             VariantEdit(s, row.variant.name, constants.get(s.name) if row.variant.takes_scaling(s) else None, positions)
             for s in row.members

@@ -88,7 +88,7 @@ class HeadRuns:
         constants: what replaces sigma, by site; or a function that gives this for the number of a prompt
             (`Constants.of`).
         pooled: the constants that leading heads are chosen with; None: `constants`, which are then the same for all.
-        layers, heads: looked at (heads None: all).
+        layers, heads: that are measured (heads None: all).
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
         objective: the loss.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
@@ -332,7 +332,7 @@ def _mapped(change: Any, output: Any) -> Any:
 # Of the default ones, for a head costs a pass for each of three terms: a sign test (p = 2^-11 if all twelve agree)
 # survives Holm's correction over the 72 heads that are run at most, under one term.
 PROMPTS = 12
-MATTERS = 0.001  # nats per token: a smaller effect of one head is not spoken of
+MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
 _EXACT_HEADS = 72  # about: `EXACT_WORK` asks for weights, which are not known before loading
 
 
@@ -421,7 +421,7 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
         }
         rows.append(row)
     made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
-    # (For the heads under one term: nobody looks for the one smallest of all terms.)
+    # (For the heads under one term: the smallest over all terms is not needed.)
     return made.assign(p_adjusted=made.groupby("variant")["p_adjusted"].transform(lambda p: holm(p.to_list())))
 
 
@@ -437,7 +437,7 @@ def agreement(effects: pd.DataFrame) -> list[str]:
 
 
 def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
-    """Whether the sign test speaks of a cost: more prompts are worse than better."""
+    """Whether the sign test shows a loss increase: more prompts are worse than better."""
     return rows["prompts_worse"] > rows["prompts"] / 2
 
 

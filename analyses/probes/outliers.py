@@ -35,11 +35,11 @@ _INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 @dataclass
 class _Outlier:
-    """What is known of one outlier token of one prompt.
+    """One outlier token of one prompt.
 
     Attributes:
         emerges: the first norm at which it is one.
-        writer: what wrote it, in words; empty where that cannot be told.
+        writer: what wrote it, as text; empty where that is unknown.
         writer_share: <P written, P x> / |P x|² there; NaN likewise.
         dimensions: those that make most of it where it is longest.
     """
@@ -52,7 +52,7 @@ class _Outlier:
 
 @dataclass(frozen=True)
 class Longest:
-    """Per token, where it is longest beside the median of its prompt."""
+    """Per token, where it is longest relative to the median of its prompt."""
 
     ratio: Float[Tensor, " pos"]
     site: list[str]
@@ -208,7 +208,7 @@ def outlier_tokens(
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
-        tokens: [batch pos], or a list of rows of their own lengths; at least LEAST_TOKENS of them a row: fewer have no
+        tokens: [batch pos], or a list of rows of several lengths; at least LEAST_TOKENS of them a row: fewer have no
             outliers. Behind the end of a shorter row masks are False and sizes NaN.
 
     Raises:

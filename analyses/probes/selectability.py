@@ -316,7 +316,7 @@ def at_any_position(
 
 
 def _measures(geometry: KeyGeometry | SomeKeys, last: int) -> Measures:
-    """What is kept of every key; `verdict` as an index into NAMES, the others as in the `keys` table."""
+    """The record of every key: `verdict` as an index into NAMES, the others as in the `keys` table."""
     nothing = np.full(geometry.verdict.shape, np.nan)
     code = geometry.verdict if isinstance(geometry, SomeKeys) else (geometry.verdict[..., None] == NAMES).argmax(-1)
     first = geometry.first_unselectable_at
@@ -391,7 +391,7 @@ def _produced(heads: pd.DataFrame) -> str:
 
 
 def _lead(margin: float) -> str:
-    """A score gap in words; a margin below 0 is no lead."""
+    """A score gap as text; a margin below 0 is no lead."""
     return f"{number(abs(margin))} nats {'below the best other key' if margin < 0 else 'above all others'}"
 
 

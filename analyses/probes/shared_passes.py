@@ -211,7 +211,7 @@ def _unknown() -> Sums:
 
 @contextmanager
 def _reading(model: HookedModel, *, skip: bool) -> Iterator[list[Tensor]]:
-    """What the unembedding reads meanwhile; with `skip` it computes nothing, and returns a column of what it read."""
+    """The unembedding's inputs while this lasts; with `skip` it computes nothing, and returns a column of its input."""
     found: list[Tensor] = []
     module = getattr(model, "unembed", None)
 
@@ -251,11 +251,11 @@ class _RowEdit(Edit):
         return self._by_row(x, y, lambda edit, mine: edit.after(x[mine], y[mine]))
 
     def _by_row(self, x: Tensor, y: Tensor, of_row: Callable[[Edit, slice], Tensor]) -> Tensor:
-        """Rows lead, whatever follows them: [batch pos d], [batch head pos d_head], or flattened."""
+        """Rows are the first axis: [batch pos d], [batch head pos d_head], or flattened."""
         if x.shape[0] % self.rows:
             raise LostEditError(
                 f"{self.site.name}: its input {list(x.shape)} does not hold {self.rows} rows of a batch, so edits of "
-                "several rows cannot be told apart"
+                "several rows cannot be distinguished"
             )
         size = x.shape[0] // self.rows
         out = y.clone(memory_format=torch.contiguous_format)
@@ -304,7 +304,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------- next-token distributions
 
-# Logits that are looked at together: 6 MB, which stay in the cache.
+# Logits that are processed together: 6 MB, which stay in the cache.
 _LOGITS = 1_500_000
 _NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
 # Logits made here may differ from the model's by this many units in the last place of the largest, times √d_model.

@@ -172,7 +172,9 @@ class _Prompt:
         weight = rows[..., positions].double()
         rest = torch.ones(self.length, len(wanted), dtype=rows.dtype, device=rows.device)
         rest[positions, torch.arange(len(wanted), device=rows.device)] = 0.0
-        others = torch.matmul(rows, rest).double()  # summed without the weight: what is left beside 0.9999 is exact too
+        others = torch.matmul(
+            rows, rest
+        ).double()  # summed without the weight: the remainder next to 0.9999 is exact too
         # e^Δ over- and underflows: both sides are divided by the larger of them.
         top = delta.clamp_min(0.0)
         lifted = weight * (delta - top).exp()
@@ -186,7 +188,7 @@ class _Prompt:
             sums.count += float(sees.sum()) * len(chosen)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """What is kept of the prompt."""
+        """The record of the prompt."""
         layers = sorted(self.received.much)
         rates = {layer: self._rates(layer) for layer in layers}
         best = torch.stack([rates[i].nan_to_num(-1.0) for i in layers]) if layers else torch.zeros(0, self.length)

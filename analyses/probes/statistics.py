@@ -1,4 +1,4 @@
-"""What can be said of a mean over prompts: intervals and p with simulated coverage, and a sign test for fewer prompts.
+"""Inference on a mean over prompts: intervals and p with simulated coverage, and a sign test for fewer prompts.
 
 The mean change of a loss is a ratio, the sum of the prompts' changes over the sum of their tokens. Its interval is a
 bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio: Cochran 1977, section 2.11): resampled
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int64
 from scipy import stats  # type: ignore[import-untyped]
 
 # Ends then err by under 1 % of the width, and p is fine enough for Holm's adjustment: the smallest is 1.25e-4, so that
-# one of 399 can be told from chance; one of twelve is with up to 32 resamples on the other side of 0.
+# one of 399 can be significant; one of twelve is with up to 32 resamples on the other side of 0.
 RESAMPLES = 20_000
 # Of many prompts fewer are drawn, so that their counts take 40 MB at most; never fewer than LEAST_RESAMPLES.
 MOST_COUNTS, LEAST_RESAMPLES = 5_000_000, 2000
@@ -38,7 +38,7 @@ SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True)
 class MeanInference:
-    """What can be said of a mean over prompts.
+    """Inference on a mean over prompts.
 
     Attributes:
         low, high: ends of its 95 % interval; NaN where there is none.
@@ -167,7 +167,7 @@ def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
 def holm(
     p: Sequence[float] | Float[np.ndarray, " test"], looked_at: Sequence[bool] | None = None
 ) -> Float[np.ndarray, " test"]:
-    """p-values adjusted for all of them being looked at (Holm 1979); NaN stay NaN.
+    """p-values adjusted for their number (Holm 1979); NaN stay NaN.
 
     Args:
         looked_at: which of the NaN count as tests that tell nothing; None: none does.

@@ -38,7 +38,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, two digits where it is small."""
+    """A share in %, two digits where it is small."""
     if 0 < share < 1e-5:
         return "less than 0.001 %"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -50,13 +50,13 @@ def signed(value: float) -> str:
 
 
 def signed_percent(share: float) -> str:
-    """A change in per cent: "+7.6 %", "-190 %"."""
+    """A change in %: "+7.6 %", "-190 %"."""
     text = percent(abs(share))
     return text if share == 0 or text.startswith("less") else f"{'-' if share < 0 else '+'}{text}"
 
 
 def quoted(text: str, most: int = 60) -> str:
-    """The same in quotes; what has no character of its own is escaped."""
+    """The same in quotes; what is no printable character is escaped."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}… ({len(text)} characters)"
 
 

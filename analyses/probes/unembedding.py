@@ -132,10 +132,10 @@ def measure(
     queries = final_queries(site)
     checker = LargeChecker(rows, lift, queries)
     seen, offset = checker.measured.rows, checker.measured.offset
-    if queries is None:  # a length has no meaning of its own here: that of the tokens' rows themselves
+    if queries is None:  # a length has no meaning here: that of the tokens' rows themselves
         seen, offset = checker.judged.rows[:, : checker.plain] * (checker.size * checker.unit), None
     screened = pointed(seen, offset)
-    # What cannot be told from the hardest by the screening is computed again, so that the order is the exact one.
+    # What the screening cannot distinguish from the hardest is computed again, so that the order is the exact one.
     ease, doubt = screened.log_weight.copy(), screened.doubt
     known = np.isfinite(doubt)
     around = np.where(known, doubt, 0.0)
@@ -185,7 +185,7 @@ def _hardest(tokens: pd.DataFrame) -> list[str]:
         text = "Every token can be the most likely one"
     if not tokens["attainable"].isna().all():
         low = tokens.iloc[int(np.nanargmin(tokens["attainable"].to_numpy(float)))]
-        hardest = f"the hardest of those looked at ({visible(low['token'])})"
+        hardest = f"the hardest of those measured ({visible(low['token'])})"
         if low["attainable"] > 0.5:
             text += f", and even {hardest} can get {percent(low['attainable'])} of the probability"
         else:

@@ -208,7 +208,7 @@ def score_spread(
 def angle_to_uniform(
     heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
 ) -> Float[Tensor, "query head"]:
-    """Angle in degrees (0–90) of gain * (W_K q) to the ones-vector; q before rotary positions.
+    """Angle in degrees (0–90) of gain * (W_K q) to the all-ones direction; q before rotary positions.
 
     A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
     their mean over visible keys is given.
@@ -304,7 +304,7 @@ def spread_floor(
         low, high = torch.where(longer, middle, low), torch.where(longer, high, middle)
     shift = torch.where(hard, 0.0, high)
     rest = u(shift)[:, 1:].square().sum(-1)
-    # What is left of b along each: b (m − smallest) / (its eigenvalue + m − …); along the first what |u| = 1 leaves.
+    # The remainder of b along each: b (m − smallest) / (its eigenvalue + m − …); along the first what |u| = 1 leaves.
     divisor = above + shift[:, None]
     left_over = along * torch.where(divisor > 0, (shift - values[:, 0].square())[:, None] / divisor, 1.0)
     first = (along[:, 0].abs() - values[:, 0] * (1 - rest).clamp_min(0.0).sqrt()).abs()
@@ -314,7 +314,7 @@ def spread_floor(
 
 
 def _differences(k: Float[Tensor, "head key d_head"]) -> Float[Tensor, "head key-1 d_head"]:
-    """Coordinates of the centred keys in an orthonormal basis of what is orthogonal to the ones-vector (Helmert's):
+    """Coordinates of the centred keys in an orthonormal basis orthogonal to the all-ones direction (Helmert's):
     as many as there are directions, where the centred keys are one more, and a rounding error apart from dependent."""
     count = torch.arange(1, k.shape[1], dtype=k.dtype)[:, None]
     return (k[:, :-1].cumsum(1) - count * k[:, 1:]) / (count * (count + 1)).sqrt()
@@ -350,7 +350,7 @@ def measure_uniformity(
         q: queries as attention sees them.
         k: keys as attention sees them (of any variant).
         queries: center and axes of the reachable ones at the last position, or None.
-        angle: `mean_angle` of these queries, whatever the keys.
+        angle: `mean_angle` of these queries, for any keys.
     """
     nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
     entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
@@ -382,7 +382,7 @@ def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -
 
 
 def random_angle(d: int, *, seed: int = 0, draws: int = 2000) -> float:
-    """Mean angle in degrees (0–90) of random directions of R^d to the ones-vector: what an unrelated query shows."""
+    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
     v = torch.randn(draws, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
     return float(torch.rad2deg(torch.acos(cosine)).mean())

@@ -47,7 +47,7 @@ from ln_probe.hooks.norm import Site
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
 # |sum of a token's shares - 1| that rounding explains. Dot products with heads are of the model's own precision, and
-# parts can be many times longer than their sum; a part that is missing leaves a share of its own (1e-2 or more).
+# parts can be many times longer than their sum; a component that is missing leaves a share of 1e-2 or more.
 # Measured, as means over tokens: at most 2e-8 on tiny float32 models of eight architectures.
 SHARES_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
 SHARES_CLOSE_HALF = 0.2  # the stream itself is rounded at every write
@@ -57,7 +57,7 @@ _PASSES = 2.0  # what a prompt costs (`bench/attribution.py`)
 
 class WritersProbe(Probe):
     name = "writers"
-    summary = "which parts set sigma, and which write on the ones-vector"
+    summary = "components that set sigma, and that write along the all-ones direction"
     tables = (WRITERS,)
     needs = Needs(output=True)
     interleaved = True
@@ -172,12 +172,12 @@ class _Prompt:
         def hook(_m: nn.Module, args: Any) -> None:
             if site.name not in self.done:  # HookedTransformer calls a norm for queries, keys and values
                 self.done.add(site.name)
-                x = flat(args[0], self.length)[:, : site.d]  # (of the first head, where each has an input of its own)
+                x = flat(args[0], self.length)[:, : site.d]  # (of the first head, where each has a separate input)
                 self.inputs[site.name] = x if x.dtype in (torch.float32, torch.float64) else x.float()
                 if site in self.of.sites and site.name not in self.of.wiring.open:
                     self._measure(site, x.dtype)
                 if site.name not in self.of.within:
-                    del self.inputs[site.name]  # nobody reads what this norm puts into the stream
+                    del self.inputs[site.name]  # what this norm puts into the stream is not read
 
         return hook
 

@@ -80,14 +80,18 @@ def reachable() -> Figure:
 
 
 def uniform() -> Figure:
-    """One query along the ones-vector: attention over keys before and after projection."""
+    """One query along the all-ones direction: attention over keys before and after projection."""
     keys = np.random.default_rng(5).normal(size=(12, 16)) + 0.8
     projected = keys - keys.mean(1, keepdims=True)
     query = np.ones(16) / 4
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, vectors, title, colour in zip(
-        panels, (keys, projected), ("with the mean left in", "projected off the ones-vector"), (PINK, BLUE), strict=True
+        panels,
+        (keys, projected),
+        ("with the mean left in", "projected off the all-ones direction"),
+        (PINK, BLUE),
+        strict=True,
     ):
         weights = np.exp(vectors @ query)
         axes.bar(range(len(keys)), weights / weights.sum(), color=colour)

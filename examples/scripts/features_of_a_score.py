@@ -10,7 +10,7 @@ model = ln_probe.load_model("lm-layernorm")
 tokens = make_prompts(model, ["The lamp was lit before the ships came home."]).tokens[0]
 _, cache = model.run_with_cache(tokens[None])
 x = cache["blocks.1.hook_resid_pre"]
-directions = torch.linalg.svd(x[0] - x[0].mean(0), full_matrices=False)[2]  # stands for the decoder of a trained SAE
+directions = torch.linalg.svd(x[0] - x[0].mean(0), full_matrices=False)[2]  # in place of a trained SAE's decoder
 features = Features("blocks.1.hook_resid_pre", directions, x @ directions.T)
 found = ln_probe.attribute_scores(model, tokens, 1, 0, -1, 2, "mean", features).check()
 print(found.top(6).round(3).to_string())

@@ -48,7 +48,7 @@ def test_every_column_is_described(table: Table) -> None:
 def test_the_column_reference_is_made_of_the_declarations() -> None:
     file = Path(__file__).parents[2] / "docs" / "columns.md"
     assert file.read_text() == columns.document(), "run: python -m ln_probe.analyses.probes.columns > docs/columns.md"
-    assert reference([PAIRS]).splitlines()[4] == "Rows are told apart by `a`, `b`."
+    assert reference([PAIRS]).splitlines()[4] == "Rows are identified by `a`, `b`."
 
 
 def test_every_table_of_a_real_report_is_as_declared(make_bridge: Callable[..., Any]) -> None:
