@@ -72,10 +72,13 @@ from ln_probe.hooks.scales import (
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
+    RENAMED,
     VARIANT_WITHOUT,
+    VARIANTS,
     VariantEdit,
     ignored_below,
     no_op,
+    present_name,
     takes_projection,
     takes_scaling,
 )
@@ -94,7 +97,7 @@ class Intervention(OneLine):
     """What `without` does while it lasts.
 
     Attributes:
-        variant: "no_scaling", "no_projection" or "neither".
+        variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
         divisors: the constants at position 0 and elsewhere, by site (the means, of resampled sigmas); empty where
             scaling stays.
@@ -171,6 +174,8 @@ def without(
             weights that ignore the mean).
         UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
     """
+    if what in RENAMED:  # in 0.2 tables called without "both" so
+        what = VARIANTS[present_name(what, "without")].without
     if what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked = check_model(model)

@@ -370,7 +370,7 @@ def loss_and_gradients(
         sites: the norms that are edited; those that do not scale have no constant.
         tokens: ids of one prompt [pos], or of several of equal length [batch pos].
         constants: of each of these norms that scales, by site name; each positive.
-        variant: "no_scaling" or "neither".
+        variant: "no_scaling" or "both_removed".
         objective: the loss; None: the next-token loss.
 
     Returns:
@@ -449,7 +449,7 @@ def frozen_sites(sites: Sequence[Site], variant: str) -> list[Site]:
         return frozen
     raise ValueError(
         f"variant {variant!r} replaces the sigma of none of these {len(sites)} norms, so there are no constants to "
-        'fit: use "no_scaling" or "neither", and norms that scale'
+        'fit: use "no_scaling" or "both_removed", and norms that scale'
     )
 
 

@@ -3,7 +3,7 @@
     intact           Px / sigma
     no_scaling       Px / c           c = the site's mean sigma over other prompts: two numbers, one for position 0
     no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
-    neither           x / c
+    both_removed      x / c
 
 before gain and bias. Everything that measures, draws or describes variants iterates over the registry `VARIANTS`.
 `VariantEdit` gives a norm one of them.
@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.edits import Edit, LostEditError, Positions, held
 from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
@@ -122,7 +123,7 @@ PROJECTION_REMOVED = Variant(
     standard=True,
 )
 BOTH_REMOVED = Variant(
-    "neither",
+    "both_removed",
     frozenset({"scaling", "projection"}),
     "both removed",
     "#cc79a7",
@@ -133,6 +134,8 @@ BOTH_REMOVED = Variant(
     standard=True,
 )
 
+# Names of variants in ln_probe 0.2, and those of today.
+RENAMED = {"neither": BOTH_REMOVED.name}
 # All variants by name, in the order of tables and pictures; and their names by what `without` calls them.
 VARIANTS: dict[str, Variant] = {}
 VARIANT_WITHOUT: dict[str, str] = {}
@@ -154,6 +157,21 @@ def register(variant: Variant) -> Variant:
 
 for _variant in (INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED):
     register(_variant)
+
+
+def present_name(name: str, place: str) -> str:
+    """The name of a variant today; of another text, that text.
+
+    Args:
+        name: what may be a name of ln_probe 0.2.
+        place: where it was found, for the warning.
+
+    Warns:
+        DeprecationWarning: the variant has been renamed.
+    """
+    if name in RENAMED:
+        deprecated(f"the variant {name!r} ({place})", repr(RENAMED[name]), "0.3", "0.5", level=2)
+    return RENAMED.get(name, name)
 
 
 def edits_of_norms(*, standard: bool | None = None) -> list[Variant]:

@@ -35,7 +35,7 @@ from ln_probe.analyses.probes.causal import family, with_today_statistics
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
-from ln_probe.hooks.variants import frozen_scaling
+from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
 
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
@@ -301,6 +301,9 @@ def load_report(folder: str | Path) -> Report:
     Raises:
         FileNotFoundError: no such folder, no report.json (unfinished, or not a report), or a table is missing.
         ValueError: a file is damaged, of another format, or a table is not what the report says it is.
+
+    Warns:
+        DeprecationWarning: it has names of variants that are others today.
     """
     folder = Path(folder)
     path = folder / REPORT_FILE
@@ -335,6 +338,10 @@ def load_report(folder: str | Path) -> Report:
             continue
         _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
+    if any(t["variant"].isin(RENAMED).any() for t in tables.values() if "variant" in t):
+        tables = {name: _with_present_names(table) for name, table in tables.items()}
+        for name in RENAMED:
+            present_name(name, f"in {folder}, read under its name of today")
     earlier = [
         name
         for name in ("heads", "keys")
@@ -357,6 +364,11 @@ def load_report(folder: str | Path) -> Report:
     return Report(
         tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
     )
+
+
+def _with_present_names(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with the variants' names of today."""
+    return table.assign(variant=table["variant"].replace(RENAMED)) if "variant" in table else table
 
 
 def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:

@@ -150,10 +150,10 @@ def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too(make_br
         with without(model, "scaling", sites="all", scale=best):
             optimal = float(model(PROMPTS[0][None], return_type="loss"))
     base = (rows["loss"] - rows["delta_loss"]).iloc[0]
-    assert rows.loc[("attention", "neither"), "delta_loss_uniform"] == pytest.approx(one - base, abs=1e-10)
+    assert rows.loc[("attention", "both_removed"), "delta_loss_uniform"] == pytest.approx(one - base, abs=1e-10)
     assert rows.loc[("all", "no_scaling"), "delta_loss_optimal"] == pytest.approx(optimal - base, abs=1e-10)
     assert rows["delta_loss_optimal"].notna().sum() == 1
-    scaling = rows.index.get_level_values("variant").isin(["no_scaling", "neither"])
+    scaling = rows.index.get_level_values("variant").isin(["no_scaling", "both_removed"])
     group = rows.index.get_level_values("sites").isin(GROUPS)
     assert rows.loc[group & scaling, "delta_loss_uniform"].notna().all()
     assert rows.loc[~(group & scaling), "delta_loss_uniform"].isna().all()
@@ -166,8 +166,8 @@ def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[...
     early, late = (effects.measure(n, PROMPTS[2]) for n in (SINGLE_NORM_PROMPTS - 1, SINGLE_NORM_PROMPTS))
     assert set(early["sites"]) - set(late["sites"]) == {s.name for s in sites}
     counts = tabulated([early, late]).set_index(["sites", "variant"])["prompts"]
-    assert counts.loc[("all", "neither")] == 2
-    assert counts.loc[("ln_final", "neither")] == 1
+    assert counts.loc[("all", "both_removed")] == 2
+    assert counts.loc[("ln_final", "both_removed")] == 1
     assert "causal: single norms were edited on the first 1 of 2 prompts" in noted([early, late])
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..
     assert (kept["kl"] == 0).all()
     assert (kept["no_op"] == "rmsnorm: it has no projection").all()
     assert (rows.xs("no_scaling", level="variant")["no_op"] == "").all()
-    one, two = rows.xs("no_scaling", level="variant"), rows.xs("neither", level="variant")
+    one, two = rows.xs("no_scaling", level="variant"), rows.xs("both_removed", level="variant")
     pd.testing.assert_frame_equal(one[NUMBERS], two[NUMBERS])
 
 

@@ -58,7 +58,7 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
             row("all", "no_scaling", 0.327, 0.05),
             row("attention", "no_projection", 0.001, 0.003),
             row("all", "no_projection", -0.007, 0.02, p_mean=0.9),
-            row("all", "neither", 0.33, 0.05),
+            row("all", "both_removed", 0.33, 0.05),
         )
     )
     assert [f.text for f in found] == [
@@ -96,7 +96,7 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
             row("mlp", "no_scaling", 0.14),
             row("final", "no_scaling", 0.4),
             row("mlp", "no_projection", 0.001),
-            row("all", "neither", 0.62),
+            row("all", "both_removed", 0.62),
         )
     )
     assert [f.text.split(" the loss")[0] for f in found] == [

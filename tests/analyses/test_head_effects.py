@@ -22,7 +22,7 @@ from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import edits_of_norms
 
-TERM = {"no_scaling": "scaling", "no_projection": "projection", "neither": "both"}
+TERM = {"no_scaling": "scaling", "no_projection": "projection", "both_removed": "both"}
 PROMPTS = torch.tensor([[3, 17, 4, 4, 29, 11, 8, 40], [1, 2, 3, 5, 8, 13, 21, 34]])
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
@@ -62,7 +62,7 @@ def test_exact_effects_are_those_of_without(arch: str, make_bridge: Callable[...
     for layer, head, variant in [
         (0, 0, "no_scaling"),
         (1, 3, "no_scaling"),
-        (0, 2, "neither"),
+        (0, 2, "both_removed"),
         (1, 1, "no_projection"),
     ]:
         if found.loc[(layer, head, variant), "no_op"]:
@@ -83,7 +83,7 @@ def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
     tokens = PROMPTS[1]
     first = runs._first(tokens)
     found = runs.measure(0, tokens).set_index(["layer", "head", "variant"])["estimate"]
-    for layer, head, variant in [(0, 1, "no_scaling"), (1, 2, "neither"), (0, 3, "no_projection")]:
+    for layer, head, variant in [(0, 1, "no_scaling"), (1, 2, "both_removed"), (0, 3, "no_projection")]:
         change = first.edited[layer, variant] - first.z[layer]
         ends = []
         for step in (1e-4, -1e-4):
@@ -163,7 +163,7 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
     rng, rows = np.random.default_rng(0), []
     for prompt in range(prompts):
         for head in range(64):
-            for variant in ("no_scaling", "no_projection", "neither"):
+            for variant in ("no_scaling", "no_projection", "both_removed"):
                 change = 0.5 if (head, variant) == (11, "no_scaling") else 0.001 * rng.normal()
                 rows.append((prompt, head // 16, head % 16, variant, 2.0 + change, change, 2.0, 1, ""))
     made = table([pd.DataFrame(rows, columns=list(head_effects.COLUMNS))])

@@ -151,7 +151,7 @@ def test_margins_are_leads_or_none(queries: str, who: str) -> None:
 
 
 def test_keys_that_cannot_be_selected_are_counted() -> None:
-    counts = {"intact": (8000, 0.25), "no_scaling": (8000, 0.75), "neither": (8000, 0.0)}
+    counts = {"intact": (8000, 0.25), "no_scaling": (8000, 0.75), "both_removed": (8000, 0.0)}
     table = heads(
         *(
             {"layer": i, "variant": v, "keys": n, "unselectable_fraction": u, "unreachable_fraction": (1 + u) / 2}
@@ -205,7 +205,7 @@ def test_the_most_uniform_head_is_named() -> None:
     table = heads(
         {"layer": 1, "head": 2, "variant": "intact", "entropy_ratio": 0.9, "uniform_angle_deg": 80.0},
         {"layer": 3, "head": 4, "variant": "intact", "entropy_ratio": 0.5, "uniform_angle_deg": 70.0},
-        {"layer": 3, "head": 4, "variant": "neither", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
+        {"layer": 3, "head": 4, "variant": "both_removed", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
     )
     assert uniformity._most_uniform(table, 84.6) == [
         "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention; the queries "
@@ -434,12 +434,12 @@ def test_sums_of_prompts_become_rates_per_token() -> None:
     nothing = np.zeros((4, 0, 2))
     constants = Constants((), np.array([0, 1, 0, 2]), nothing, nothing)
     (row,) = causal.by_prompt([
-        pd.DataFrame([sums("intact"), sums("neither", nll=24.0, kl=6.0, agree=3.0, entropy=4.0)])
+        pd.DataFrame([sums("intact"), sums("both_removed", nll=24.0, kl=6.0, agree=3.0, entropy=4.0)])
     ], constants).to_dict("records")  # fmt: skip
     assert row == {
-        "prompt": 3, "group": 2, "sites": "all", "variant": "neither", "predicted": 8, "loss": 2.0, "delta_loss": 1.0,
-        "shift": 0.0, "delta_loss_uniform": 0.25, "delta_loss_optimal": 0.5, "kl": 1.5, "top1_agreement": 0.75,
-        "entropy_change": 0.5,
+        "prompt": 3, "group": 2, "sites": "all", "variant": "both_removed", "predicted": 8, "loss": 2.0,
+        "delta_loss": 1.0, "shift": 0.0, "delta_loss_uniform": 0.25, "delta_loss_optimal": 0.5,
+        "kl": 1.5, "top1_agreement": 0.75, "entropy_change": 0.5,
     }  # fmt: skip
     one = causal.by_prompt([pd.DataFrame([sums("intact"), sums("no_projection", predicted=0)])], constants)
     assert one[["loss", "delta_loss_uniform", "delta_loss_optimal"]].isna().all(axis=None)

@@ -43,7 +43,7 @@ def test_variants_by_definition(make_bridge: Callable[..., Any]) -> None:
         ("intact", projected / sigma),
         ("no_scaling", projected / 2.5),
         ("no_projection", x / sigma),
-        ("neither", x / 2.5),
+        ("both_removed", x / 2.5),
     ):
         np.testing.assert_allclose(out[name], expected, rtol=1e-9, atol=1e-9)
     assert list(out) == list(VARIANTS)
@@ -68,7 +68,7 @@ def test_constants_must_be_positive(make_bridge: Callable[..., Any]) -> None:
 def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
     rms = find_sites(make_bridge("llama"))[0]
     assert no_op(rms, "no_projection") == "rmsnorm: it has no projection"
-    assert [no_op(rms, v) for v in ("intact", "no_scaling", "neither")] == ["", "", ""]
+    assert [no_op(rms, v) for v in ("intact", "no_scaling", "both_removed")] == ["", "", ""]
     layernorm = find_sites(make_bridge("gpt2"))[0]
     assert [no_op(layernorm, v) for v in VARIANTS] == [""] * 4
     centred = Site(**{**vars(layernorm), "state": "centred"})

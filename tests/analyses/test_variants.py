@@ -143,5 +143,5 @@ def test_two_variants_that_do_the_same_are_one_computation() -> None:
 
 
 def test_names_are_taken_once() -> None:
-    with pytest.raises(ValueError, match="there is a variant 'neither' already"):
-        register(VARIANTS["neither"])
+    with pytest.raises(ValueError, match="there is a variant 'both_removed' already"):
+        register(VARIANTS["both_removed"])

@@ -200,7 +200,7 @@ def page_of() -> Callable[[Report], str]:
 @pytest.fixture(scope="session")
 def causal() -> pd.DataFrame:
     """A made-up table of interventions: three groups of norms, three variants."""
-    changes = {"intact": 0.0, "no_scaling": 0.3, "no_projection": -0.01, "neither": 0.31}
+    changes = {"intact": 0.0, "no_scaling": 0.3, "no_projection": -0.01, "both_removed": 0.31}
     rows = [
         {
             "sites": sites,

@@ -22,7 +22,7 @@ def test_every_figure_is_that_of_its_table(report: Report) -> None:
     for row in table.to_dict("records"):
         place = (row["layer"], row["head"])
         assert row["delta_loss"] == effects.loc[(*place, "no_scaling"), "delta_loss"]
-        assert row["delta_loss_neither"] == effects.loc[(*place, "neither"), "delta_loss"]
+        assert row["delta_loss_both_removed"] == effects.loc[(*place, "both_removed"), "delta_loss"]
         assert row["exact"]
         intact, frozen = (heads.loc[(*place, v)] for v in ("intact", "no_scaling"))
         assert row["entropy_change"] == frozen["entropy_ratio"] - intact["entropy_ratio"]

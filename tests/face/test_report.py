@@ -113,6 +113,16 @@ def test_attainable_attention_of_an_earlier_report_is_that_of_the_last_position(
     assert any("attainable attention was of queries at the last position" in note for note in report.notes)
 
 
+def test_the_variant_neither_of_earlier_reports_is_both_removed() -> None:
+    assert (pd.read_parquet(OLD / "heads.parquet")["variant"] == "neither").any()
+    with pytest.warns(DeprecationWarning, match=r"the variant 'neither' \(in .*report_0_1_0, read under its name of"):
+        report = ln_probe.load_report(OLD)
+    for table in (report.heads, report.keys, report.causal):
+        assert set(table["variant"]) == {"intact", "no_scaling", "no_projection", "both_removed"}
+    compared = ln_probe.compare([report, report], names=["a", "b"])
+    assert "both_removed" in compared.heads.index.get_level_values("variant")
+
+
 def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     report = ln_probe.load_report(OLD)
     assert {n: len(t) for n, t in report.tables.items()} == {
@@ -125,13 +135,13 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
         gone = ["delta_loss_tail", "divisor", "matched"] if table.name == "causal" else []
         assert report.tables[table.name].columns.tolist() == [*table.names, *gone]
         if len(report.tables[table.name]):
-            written = pd.read_parquet(OLD / f"{table.name}.parquet")
+            written = pd.read_parquet(OLD / f"{table.name}.parquet").replace({"variant": {"neither": "both_removed"}})
             since = [c for c in table.names if c not in written]
             assert since == LATER.get(table.name, [])
             read = report.tables[table.name]
             if table.name == "causal":  # its effects had one constant, and intervals that covered too little
                 assert read[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
-                scaled = read["variant"].isin(["no_scaling", "neither"])
+                scaled = read["variant"].isin(["no_scaling", "both_removed"])
                 for unknown in ("delta_loss", "loss", "kl", "top1_agreement", "entropy_change"):
                     assert (read[unknown].isna() == scaled).all()
                     if unknown != "delta_loss":

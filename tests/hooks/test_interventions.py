@@ -240,3 +240,12 @@ def test_what_has_nothing_to_take_away(make_hooked: Callable[..., Any]) -> None:
         pass
     with pytest.raises(TypeError, match="load it first"), without("gpt2", "scaling"):
         pass
+
+
+def test_the_old_name_of_both_removed_warns(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    with (
+        pytest.warns(DeprecationWarning, match="the variant 'neither' .without. is deprecated since ln_probe 0.3"),
+        without(model, "neither", scale=2.0) as what,
+    ):
+        assert what.variant == "both_removed"

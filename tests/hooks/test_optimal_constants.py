@@ -64,7 +64,7 @@ def loss_by_hand(model: Any, sites: list[Site], constants: dict[str, Constant], 
         def edited(_m: Any, args: Any, _y: Any) -> torch.Tensor:
             rows = torch.full_like(args[0][..., :1], constants[site.name].rest)
             rows[:, 0] = constants[site.name].first
-            return site.affine(site.normalize(args[0], keep_mean=variant == "neither", divisor=rows))
+            return site.affine(site.normalize(args[0], keep_mean=variant == "both_removed", divisor=rows))
 
         return edited
 
@@ -74,7 +74,7 @@ def loss_by_hand(model: Any, sites: list[Site], constants: dict[str, Constant], 
         return float(Objective().sums(model(TOKENS, return_type="logits"), TOKENS).sum())
 
 
-@pytest.mark.parametrize("variant", ["no_scaling", "neither"])
+@pytest.mark.parametrize("variant", ["no_scaling", "both_removed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_finite_differences(
     name: str, variant: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
