@@ -1,7 +1,7 @@
 """User's hooks at a norm's hook points under every edit, of every model class and architecture: `tests/compose.py`.
 
 Prints how many cases are equal to the model edited by hand, refused, or lost; `--out FILE.csv` writes a row per model
-and edit (rows of another TransformerLens version stay). Exit status 1 if a hook is lost. About two minutes a model.
+and edit (other rows of the file stay). Exit status 1 if a hook is lost. About two minutes a model.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAME = 1e-5
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architectures", nargs="*", help="of tests/architectures.py; none: ten of them")
-    parser.add_argument("--out", type=Path, help="write the table to this file")
+    parser.add_argument("architectures", nargs="*", help='of tests/architectures.py, or "hooked"; none: all of these')
+    parser.add_argument("--out", type=Path, help="write the table to this file, after each model")
     asked = parser.parse_args()
-    models = [("HookedTransformer", "gpt2", m) for m in [hooked()] if m is not None and not asked.architectures]
-    for architecture in asked.architectures or ARCHITECTURES:
-        models += [("TransformerBridge", architecture, model) for _, model in subjects(architecture)]
-    rows = []
-    for model_class, architecture, model in models:
+    lost = False
+    for name in asked.architectures or ("hooked", *ARCHITECTURES):
+        model = hooked() if name == "hooked" else dict(subjects(name))["bridge"]
+        if model is None:
+            continue
         counts: dict[str, Counter[str]] = {}
         which: dict[str, list[str]] = {}
         for case, outcome in every_outcome(model, same=SAME):
@@ -42,26 +42,22 @@ def main() -> int:
             counts.setdefault(case[0], Counter())[kind] += 1
             if kind != "equal":
                 which.setdefault(case[0], []).append(f"{' '.join(case[1:])}: {outcome}")
+        of = version("transformer-lens"), type(model).__name__, "gpt2" if name == "hooked" else name
+        rows = []
         for edit, count in counts.items():
             numbers = [str(count[kind]) for kind in ("equal", "refused", "lost")]
-            values = (
-                version("transformer-lens"),
-                model_class,
-                architecture,
-                edit,
-                *numbers,
-                "; ".join(which.get(edit, ())),
-            )
+            values = (*of, edit, *numbers, "; ".join(which.get(edit, ())))
             rows.append(dict(zip(COLUMNS, values, strict=True)))
             print(", ".join(values[:7]), *which.get(edit, ()), sep="\n    ", flush=True)
-    if asked.out:
-        kept = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
-        kept = [r for r in kept if r["transformer_lens"] != version("transformer-lens")]
-        with asked.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows([*kept, *rows])
-    return int(any(int(row["lost"]) for row in rows))
+            lost |= count["lost"] > 0
+        if asked.out:
+            kept = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
+            kept = [r for r in kept if tuple(r[c] for c in COLUMNS[:3]) != of]
+            with asked.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows([*kept, *rows])
+    return int(lost)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ no model class is imported here.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from itertools import chain
 from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -53,6 +55,15 @@ def check_model(model: object) -> HookedModel:
         )
     check_weights(model)
     return cast(HookedModel, model)
+
+
+def same_weights(model: nn.Module) -> Any:
+    """A copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
+
+    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
+    """
+    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, dict(shared))
 
 
 _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -7,11 +7,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
+from ln_probe.hooks.model import same_weights
 from ln_probe.loading.convert import (
     CLASS_OF_WORLD,
     Processing,
@@ -270,15 +270,6 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(ordinary), (1, length), generator=generator)
     return torch.tensor(ordinary)[picks].to(device)
-
-
-def same_weights(model: nn.Module) -> Any:
-    """A copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
-
-    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
-    """
-    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, dict(shared))
 
 
 def own_rounding(

@@ -13,7 +13,7 @@ import transformers
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.loading.verify import same_weights
+from ln_probe.hooks.model import same_weights
 
 TOKENS = torch.arange(3, 21)[None]
 

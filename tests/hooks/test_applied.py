@@ -1,0 +1,76 @@
+"""An edit made permanent: a Hugging Face folder whose norms compute the edited form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ln_probe
+from ln_probe.hooks import apply, find_sites, without
+from ln_probe.hooks.edits import InterventionError
+
+RETRAINED = Path(__file__).parents[2] / "examples" / "retrained" / "lm-layernorm-seed0"
+TOKENS = torch.arange(3, 23).view(2, 10)
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest of b."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
+    architecture: str, make_bridge: Callable[..., Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_bridge(architecture)
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, "scaling", sites="all", scale="uniform") as edit:
+            wanted = model(TOKENS)
+        applied = apply(model, "scaling")
+        assert torch.equal(model(TOKENS), intact)
+        assert applied.sites == edit.sites
+        assert applied.divisors == edit.divisors
+        folder = applied.save(tmp_path / "free")
+        again = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert largest(again(TOKENS).logits, wanted) < 1e-5
+        assert largest(wanted, intact) > 1e-2
+        loaded: Any = ln_probe.load_model(folder)
+        assert largest(loaded(TOKENS), wanted) < 1e-5
+    assert not any(s.scales for s in find_sites(loaded))
+
+
+def test_what_has_no_standard_form_is_refused(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"what": "both"}, r"has no standard form without projection: a LayerNorm always subtracts the mean"),
+        ({"what": "projection"}, r"has no standard form without projection"),
+        ({"what": "scaling", "sites": "attention"}, r"blocks\.0\.ln2 would still scale: a config holds one eps"),
+        ({"what": "scaling", "scale": "frozen"}, r"blocks\.0\.ln1 has a constant of its own at position 0"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(InterventionError, match=message):
+            apply(model, **arguments)
+
+
+def test_a_model_without_a_hugging_face_model_is_refused(make_hooked: Callable[..., Any]) -> None:
+    with pytest.raises(InterventionError, match=r"a HookedTransformer holds no Hugging Face model to edit: load the"):
+        apply(make_hooked(), "scaling", scale=2.0)
+
+
+def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = ln_probe.load_model(RETRAINED)
+    applied = apply(model, "scaling", tokens=TOKENS)
+    again = AutoModelForCausalLM.from_pretrained(applied.save(tmp_path / "free")).eval()
+    with torch.no_grad(), without(model, "scaling", sites="all", scale="uniform", tokens=TOKENS):
+        assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
+    with pytest.raises(InterventionError, match="the model has no standard form: GPT-2 has no unembedding bias"):
+        apply(ln_probe.load_model("lm-layernorm"), "scaling", scale=2.0)
