@@ -36,7 +36,9 @@ BUILT_IN = {
     ),
     "sinks": (f"{_HERE}.sinks:Sinks", "where attention falls, which tokens are outliers, and where they come from"),
     "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),
-    "writers": (f"{_HERE}.writers:WritersProbe", "components that set sigma, and that write along the all-ones direction"),
+    "writers": (
+        f"{_HERE}.writers:WritersProbe", "components that set sigma, and that write along the all-ones direction",
+    ),
     "attribution": (
         f"{_HERE}.writers:Attribution", "which parts write the next token's logit, through the final norm",
     ),
