@@ -67,7 +67,7 @@ class Batch:
 
     def finish(self, out: Path, limit: int | None = None) -> tuple[int, str]:
         process = self.start(out, limit)
-        said, _ = process.communicate(timeout=900)
+        said, _ = process.communicate(timeout=3000)
         return process.returncode, said
 
 
@@ -121,7 +121,7 @@ def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expec
             continue
         number = next(numbers)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=900)
+        said, _ = process.communicate(timeout=3000)
         if process.returncode == 0:  # it was over before the signal came
             process = batch.start(out)
             break
@@ -129,7 +129,7 @@ def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expec
         killed.append(f"{number.name} with {len(workers)} workers, {there}")
         assert wait_for(20, lambda gone=workers: not any(map(alive, gone))), "workers outlived their driver"
         process = batch.start(out)
-    said, _ = process.communicate(timeout=900)
+    said, _ = process.communicate(timeout=3000)
     assert process.returncode == 0, said
     assert tables(out) == expected
     return killed
@@ -162,7 +162,7 @@ def test_a_killed_worker_is_replaced(whole: tuple[Batch, dict[str, bytes]], tmp_
     driver = psutil.Process(process.pid)
     assert wait_for(120, lambda: workers_of(driver))
     workers_of(driver)[0].kill()
-    said, _ = process.communicate(timeout=900)
+    said, _ = process.communicate(timeout=3000)
     assert process.returncode == 0, said
     assert "the worker process ended" in said
     assert tables(tmp_path / "out") == expected
