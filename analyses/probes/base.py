@@ -320,7 +320,9 @@ class Failure:
 
 NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or of entropy, is not pointed out
 
-NOT_SIZE_MATCHED = "no_projection is not size-matched: its vectors are longer by 1/sqrt(1 - mean_share)"
+NOT_SIZE_MATCHED = (
+    "with projection removed vectors are longer by 1/sqrt(1 - mean_share), so no_projection is not size-matched"
+)
 
 
 def asked_layers(provenance: Mapping[str, Any]) -> list[int] | None:

@@ -432,7 +432,8 @@ def agreement(effects: pd.DataFrame) -> list[str]:
         both = rows[(rows["no_op"] == "") & rows["delta_loss"].notna() & rows["estimate"].notna()]
         if len(both) >= 3 and both["delta_loss"].nunique() > 1 and both["estimate"].nunique() > 1:
             rho = float(stats.spearmanr(both["delta_loss"], both["estimate"]).statistic)
-            said.append(f"estimates and exact effects of {variant} over {len(both)} heads: rank correlation {rho:.2f}")
+            measured = f"first-order estimates and exact effects of {variant} over {len(both)} heads"
+            said.append(f"{measured}: rank correlation {rho:.2f}")
     return said
 
 

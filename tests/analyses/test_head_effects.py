@@ -190,7 +190,9 @@ def test_agreement_needs_heads_that_were_run() -> None:
             "no_op": "",
         }
     )
-    assert agreement(made) == ["estimates and exact effects of no_scaling over 3 heads: rank correlation 0.50"]
+    assert agreement(made) == [
+        "first-order estimates and exact effects of no_scaling over 3 heads: rank correlation 0.50"
+    ]
     assert agreement(made.iloc[:2]) == []
 
 

@@ -248,7 +248,7 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
 def test_how_well_estimates_order_heads() -> None:
     table = pd.DataFrame([head_row(i, 0.1 * i, 0.0, estimate=-1.0 * i) for i in range(3)])
     assert head_effects.agreement(table) == [
-        "estimates and exact effects of no_scaling over 3 heads: rank correlation -1.00"
+        "first-order estimates and exact effects of no_scaling over 3 heads: rank correlation -1.00"
     ]
     assert not head_effects.agreement(table.iloc[:2])
     assert not head_effects.agreement(table.assign(estimate=1.0))
