@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.components import END, Record, SplitError, Wiring, flat, outside_attention, watched
-from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, hooks_on, n_layers, run, tensors_in
+from ln_probe.hooks.components import END, Record, SplitError, Wiring, outside_attention, watched
+from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, flat, hooks_on, n_layers, run, tensors_in
 from ln_probe.hooks.norm import Site, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer

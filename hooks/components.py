@@ -30,10 +30,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
-    ABSENT,
     HookedModel,
     blocks,
+    child_of,
     dtype_of,
+    flat,
     hooks_on,
     probe_tokens,
     run,
@@ -81,45 +82,36 @@ class Part:
     index: int = -1
 
 
-def _child(owner: object, *path: str) -> nn.Module | None:
-    for name in path:
-        try:
-            owner = getattr(owner, name, None)
-        except ABSENT:
-            return None
-    return owner if isinstance(owner, nn.Module) else None
-
-
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
     """Every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
     for name in EMBEDDINGS:
         # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
         # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
-        own = _child(model, name)
+        own = child_of(model, name)
         scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
-        module = own if scaled else _child(own, "hook_out") or _child(model, f"hook_{name}")
+        module = own if scaled else child_of(own, "hook_out") or child_of(model, f"hook_{name}")
         # The laboratory's sinusoidal positions are a table without a module.
         table = name == "pos_embed" and isinstance(getattr(model, "positions", None), Tensor)
         if module is not None and (name == "embed" or own is not None or table):
             yield Source(name), module
     for layer, block in enumerate(blocks(model)):
-        if (z := _child(block, "attn", "hook_z")) is not None:
+        if (z := child_of(block, "attn", "hook_z")) is not None:
             yield Source("attn", layer), z
-        mlp = _child(block, "mlp")
+        mlp = child_of(block, "mlp")
         # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
-        if (out := _child(mlp, "out", "hook_out") or mlp) is not None:
+        if (out := child_of(mlp, "out", "hook_out") or mlp) is not None:
             yield Source("mlp", layer), out
 
 
 def attention_output(attn: nn.Module) -> nn.Module:
     """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
-    return _child(attn, "o", "hook_out") or attn
+    return child_of(attn, "o", "hook_out") or attn
 
 
 def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
     """Where an MLP's neurons show what they give, and what each writes per unit; None where there is no such place."""
-    mlp = _child(blocks(model)[layer], "mlp")
-    point, out = _child(mlp, "hook_post"), weight_of(mlp, "W_out")
+    mlp = child_of(blocks(model)[layer], "mlp")
+    point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
     return None if point is None or out is None or out.ndim != 2 else (point, out)
 
 
@@ -136,7 +128,7 @@ class Writers:
         Raises:
             SplitError: the layer shows none.
         """
-        W_O = weight_of(_child(blocks(self.model)[layer], "attn"), "W_O")
+        W_O = weight_of(child_of(blocks(self.model)[layer], "attn"), "W_O")
         if W_O is None or W_O.ndim != 3:
             raise SplitError(
                 f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be told apart"
@@ -146,7 +138,7 @@ class Writers:
     def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
         """b_O of an attention layer, b_out of an MLP; None where there is none (some worlds show zeros then)."""
         name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
-        bias = None if name is None else weight_of(_child(blocks(self.model)[source.layer], source.kind), name)
+        bias = None if name is None else weight_of(child_of(blocks(self.model)[source.layer], source.kind), name)
         if bias is None or bias.numel() != self.d_model or not bool(bias.any()):
             return None
         return bias.to(like).reshape(-1)
@@ -168,15 +160,6 @@ class Writers:
 
 class SplitError(ValueError):
     """What a norm reads is not the sum of the parts that are known (names the place and how much is missing)."""
-
-
-def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
-    """A module's output, a row per position of one prompt after the other, whichever way the world lays it out."""
-    value: Tensor = output[0] if isinstance(output, tuple) else output
-    value = value.detach()
-    if batch > 1 and (value.shape[:2] == (1, length) or (value.ndim == 2 and len(value) == length)):
-        value = value.reshape(1, length, -1).expand(batch, -1, -1)  # a bridge shows positions once for all prompts
-    return value.reshape(batch * length, -1)
 
 
 TOKENS = 8  # of the short pass: with d_model 8 still 64 equations for some ten unknowns

@@ -166,6 +166,25 @@ def weight_of(owner: object, name: str) -> Tensor | None:
 ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
+def child_of(owner: object, *path: str) -> nn.Module | None:
+    """The module at a path of attributes; None where there is none."""
+    for name in path:
+        try:
+            owner = getattr(owner, name, None)
+        except ABSENT:
+            return None
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
+    """A module's output, a row per position of one prompt after the other, whichever way the world lays it out."""
+    value: Tensor = output[0] if isinstance(output, tuple) else output
+    value = value.detach()
+    if batch > 1 and (value.shape[:2] == (1, length) or (value.ndim == 2 and len(value) == length)):
+        value = value.reshape(1, length, -1).expand(batch, -1, -1)  # a bridge shows positions once for all prompts
+    return value.reshape(batch * length, -1)
+
+
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The floating-point tensors among the arguments of a module's call."""
     return [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]

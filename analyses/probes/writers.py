@@ -37,12 +37,11 @@ from ln_probe.hooks.components import (
     Split,
     SplitError,
     find_wiring,
-    flat,
     outside_attention,
     record,
     watched,
 )
-from ln_probe.hooks.model import run, weight_of
+from ln_probe.hooks.model import flat, run, weight_of
 from ln_probe.hooks.norm import Site
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
