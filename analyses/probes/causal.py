@@ -137,8 +137,8 @@ def change(row: Any, unit: str = _NATS) -> str:
         return f"{'raises' if delta > 0 else 'lowers'} the loss by {size} ({interval}; {_p(row)}){small}"
     if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
         return (
-            f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}, equivalence bound "
-            f"±{number(bound)})"
+            f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}; 90 % CI within "
+            f"±{number(bound)}, the equivalence bound)"
         )
     return f"does not significantly change the loss ({signed(delta)} {unit}, {interval}; {_p(row)})"
 
@@ -191,11 +191,11 @@ def _single(tested: pd.DataFrame, unit: str) -> list[Finding]:
     rows = sorted(alone.to_dict("records"), key=lambda r: -abs(r["delta_loss"]))
     for wanted, rank, how in (
         (is_effect, EFFECT, "significantly"),
-        (is_direction, DESCRIBED, "in one direction on significantly more prompts than in the other"),
+        (is_direction, DESCRIBED, "with a significant sign test over prompts"),
     ):
         if some := [r for r in rows if wanted(r)]:
             named = "; ".join(f"{r['sites']} {change(r, unit)}" for r in some[:SHOWN])
-            which = f"; the {SHOWN} largest" if len(some) > SHOWN else ""
+            which = f"; the {SHOWN} largest of them" if len(some) > SHOWN else ""
             text = (
                 f"Exploratory: of {len(alone)} norms frozen one at a time, {len(some)} "
                 f"{'changes' if len(some) == 1 else 'change'} the loss by {LEAST_CHANGE:g} or more, {how}{which}: "
@@ -227,7 +227,7 @@ def _no_interval(row: Any) -> str:
     """Why there is no interval, and what the prompts' signs say instead."""
     groups = row["prompts"] if pd.isna(row["groups"]) else row["groups"]
     why = (
-        f"no CI with fewer than {statistics.PROMPTS_NEEDED}"
+        f"no CI with fewer than {statistics.PROMPTS_NEEDED} prompts"
         if groups < statistics.PROMPTS_NEEDED
         else "no CI, because a few prompts carry the mean"
     )

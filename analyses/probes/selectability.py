@@ -449,8 +449,11 @@ def _selectable(heads: pd.DataFrame, space: str, picture: str) -> list[Finding]:
     text = f"{_compared(shares, f'{count:,} keys, {place}', 'cannot be selected by any query')}.{known}"
     reach = _shares(heads, space, "unreachable_fraction")
     if reach:
-        unable = f"cannot be selected by any query {_produced(heads)}"
-        text += f" {_compared(reach, '', unable)}."
+        if all(abs(reach[v] - shares.get(v, math.nan)) < 5e-4 for v in reach):
+            text += f" Restricting queries to those {_produced(heads)} changes none of these shares."
+        else:
+            unable = f"cannot be selected by any query {_produced(heads)}"
+            text += f" {_compared(reach, '', unable)}."
     return [Finding(text, picture, NO_EFFECT if "not a finding" in known else DESCRIBED, size=size)]
 
 

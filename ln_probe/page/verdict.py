@@ -104,12 +104,16 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
     )
     yield f"Intact loss {number(base_loss(first))} {unit} on {prompts}{many}{f', {source}' if source else ''}."
     if about.get("constants"):
-        yield f"Frozen scaling divides by constants instead of sigma: {about['constants']}."
+        yield (
+            f"Frozen scaling divides by constants instead of sigma. Mean constants (primary): {about['constants']}; "
+            "loss-optimal constants: those that minimize the loss on the other half of the prompts."
+        )
     if any(math.isfinite(float(r["delta_loss_low"])) for r in rows.values()):
         tests = sum(not _idle(r) for r in rows.values())
         yield (
             "Bars: mean loss change with its unadjusted 95 % CI over prompt groups, which includes the choice of mean "
-            f"constants; p-values are Holm-adjusted over {counted(tests, 'primary contrast')}."
+            "constants but not the seed of training; p-values are Holm-adjusted over "
+            f"{counted(tests, 'primary contrast')}."
         )
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."

@@ -67,7 +67,7 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
         "(+0.02 nats/token, 95 % CI -0.01 to +0.05; Holm-adjusted p = 0.44).",
         "Removing projection at every norm does not significantly change the loss (-0.007 nats/token, 95 % CI -0.027 "
         "to +0.013; Holm-adjusted p = 0.9). At the norms that attention reads alone it does not change the loss by "
-        "more than 0.01 nats/token (+0.001, equivalence bound ±0.0034).",
+        "more than 0.01 nats/token (+0.001; 90 % CI within ±0.0034, the equivalence bound).",
     ]
     assert [f.rank for f in found] == [EFFECT, NO_EFFECT]
 
@@ -118,12 +118,12 @@ def test_too_few_prompts_give_a_mean_and_a_direction() -> None:
     assert finding.rank == NO_EFFECT
     assert finding.text == (
         "Removing projection at every norm changes the loss by +0.5 nats/token on average (median prompt +0.4) on 20 "
-        "prompts: no CI with fewer than 32."
+        "prompts: no CI with fewer than 32 prompts."
     )
     (finding,) = sentences(table(row("all", "no_projection", 0.5, **FEW)))
     assert finding.rank == DESCRIBED
     assert finding.text.endswith(
-        "on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32)."
+        "on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 prompts)."
     )
     (finding,) = sentences(table(row("all", "no_scaling", 0.5, **FEW | {"prompts": 64, "groups": 20})))
     assert "on 64 prompts in 20 groups: it falls" in finding.text
@@ -150,7 +150,8 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
     assert finding.rank == EFFECT
     assert finding.text.startswith(
         "Exploratory: of 5 norms frozen one at a time, 4 change the loss by 0.01 or more, significantly; the 3 "
-        "largest: blocks.4.ln1 raises the loss by 0.4 nats/token (95 % CI +0.38 to +0.42; Holm-adjusted p = 0.002); "
+        "largest of them: blocks.4.ln1 raises the loss by 0.4 nats/token (95 % CI +0.38 to +0.42; Holm-adjusted "
+        "p = 0.002); "
         "blocks.3.ln1 "
     )
     few = [

@@ -100,7 +100,7 @@ def majority(contrast: str, step: int = 1000) -> str:
         "records"
     )
     assert row["seeds"] == 10
-    return f"{change(row['mean'], row['ci_low'], row['ci_high'], 2)} nats (Holm {row['p_holm']:.2g})"
+    return f"{change(row['mean'], row['ci_low'], row['ci_high'], 2)} nats (Holm p = {row['p_holm']:.2g})"
 
 
 BUNDLED = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
@@ -128,7 +128,7 @@ def figures_of_readme() -> list[str]:
 
 def test_readme_states_what_the_tables_hold() -> None:
     readme = (TOP / "README.md").read_text(encoding="utf-8")
-    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm [\d.e-]+\))?", readme)
+    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm p = [\d.e-]+\))?", readme)
     assert len(stated) > 20
     assert [text for text in stated if text not in figures_of_readme()] == []
     losses = [
