@@ -409,7 +409,7 @@ def nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:
 
 @app.command()
 def env() -> None:
-    """Versions, TransformerLens's worlds, devices: what a report of a fault should say."""
+    """Versions, TransformerLens's worlds, devices: what to paste into a bug report."""
     from ln_probe.report import environment
 
     typer.echo("\n".join(f"{name}: {found}" for name, found in environment().items()))

@@ -190,7 +190,7 @@ def _hardest(tokens: pd.DataFrame) -> list[str]:
             text += f", and even {hardest} can get {percent(low['attainable'])} of the probability"
         else:
             text += (
-                f"; {hardest} can get at most {percent(low['attainable_upper'])} of the probability, from any "
+                f"; {hardest} can receive at most {percent(low['attainable_upper'])} of the probability, from any "
                 "residual vector"
             )
     return [text + "."]
