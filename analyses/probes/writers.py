@@ -56,7 +56,7 @@ _PASSES = 2.0  # what a prompt costs (`bench/attribution.py`)
 
 class WritersProbe(Probe):
     name = "writers"
-    summary = "components that set sigma or write along the all-ones direction"
+    summary = "components that set sigma, and that write along the all-ones direction"
     tables = (WRITERS,)
     needs = Needs(output=True)
     interleaved = True
