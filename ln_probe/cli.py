@@ -221,7 +221,7 @@ def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output)
             run = run_of(options, settings, into.out, scratch)
         except (FileNotFoundError, ValueError, ConnectionError) as error:
             raise refuse(str(error)) from error
-        lengths = prompt_lengths(run.corpus, scratch / run.corpus.folder)
+        lengths = prompt_lengths(run.corpus, scratch / run.corpus.name)
     count = processes.workers or default_workers(run, targets)
     costs = [(t, None if t.error else cost(run, t, lengths)) for t in targets]
     there = {t: sum(run.path(t, u).is_file() for u in run.units()) for t in targets if not t.error}

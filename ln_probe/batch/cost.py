@@ -14,7 +14,7 @@ from ln_probe.analyses.files import read_json
 from ln_probe.analyses.probes.base import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.batch.run import Run
-from ln_probe.batch.shards import DEFAULT, ShardedCorpus, shard_file
+from ln_probe.batch.shards import DEFAULT, ShardedCorpus
 from ln_probe.batch.suite import Target, hub_info
 from ln_probe.prompt_sources import SAMPLED
 
@@ -80,19 +80,17 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     )
 
 
-def prompt_lengths(corpus: ShardedCorpus, folder: Path) -> list[float]:
+def prompt_lengths(corpus: ShardedCorpus, file: Path) -> list[float]:
     """Tokens of each prompt before they are cut: counted, or guessed from the length of the text."""
     from ln_probe.hooks.default_tokens import SAMPLED_TOKENS
 
     if corpus.given == SAMPLED:
         return [float(SAMPLED_TOKENS)] * corpus.count
-    found: list[float] = []
-    for shard in range(corpus.shards):
-        path = shard_file(folder, shard)
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            entry = json.loads(line)
-            found.append(len(entry["tokens"]) if "tokens" in entry else len(entry["text"]) / _CHARACTERS_PER_TOKEN)
-    return found
+    with file.open(encoding="utf-8") as lines:
+        return [
+            len(entry["tokens"]) if "tokens" in entry else len(entry["text"]) / _CHARACTERS_PER_TOKEN
+            for entry in map(json.loads, lines)
+        ]
 
 
 def shape_of(target: Target) -> dict[str, float]:

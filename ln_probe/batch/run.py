@@ -2,7 +2,7 @@
 
     OUT/index.html, OUT/<model>/              the reports
     OUT/.ln_probe/run.json                    what the folder is about
-                  corpus/<key>/00000.jsonl …  the prompts, in shards
+                  corpus/<key>.jsonl          the prompts, one a line
                   tokens/<key>/00000 …        the same as token ids, once per tokenizer
                   units/<key>/prompts-00000 …    results, until the report is made
                   done/<model>.json           whose report OUT/<model>/ is, and what its files are
@@ -54,7 +54,7 @@ from ln_probe.settings import Settings
 
 WORK_FOLDER = ".ln_probe"
 INDEX_FILE = "index.html"
-FORMAT = 4
+FORMAT = 5
 CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 
 # Results of different versions of these are not mixed in one report.
@@ -130,9 +130,9 @@ class Run:
         return self.out / WORK_FOLDER
 
     @property
-    def corpus_folder(self) -> Path:
-        """Where the shards of the prompts lie."""
-        return self.work / "corpus" / self.corpus.folder
+    def corpus_file(self) -> Path:
+        """Where the prompts are, one a line."""
+        return self.work / "corpus" / self.corpus.name
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -363,14 +363,14 @@ def _check_places(run: Run, targets: Sequence[Target], holders: Sequence[Target]
 def others(out: Path, part: Slice) -> Callable[[Path], bool]:
     """Which files of a run's folder may be another slice's: all, but for this one's locks and prompts of no run."""
     try:
-        prompts = str(_read(out / WORK_FOLDER / RUN_FILE)["corpus"]["folder"])
+        prompts = str(_read(out / WORK_FOLDER / RUN_FILE)["corpus"]["name"])
     except (ValueError, KeyError, TypeError):
         prompts = ""
     run = (out / WORK_FOLDER / RUN_FILE).exists()
 
     def kept(path: Path) -> bool:
         corpus = path.relative_to(out / WORK_FOLDER).parts[:1] == ("corpus",)
-        return run and not path.name.startswith(part.lock) and not (corpus and prompts not in path.parts)
+        return run and not path.name.startswith(part.lock) and not (corpus and path.stem != Path(prompts).stem)
 
     return kept
 

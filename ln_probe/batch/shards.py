@@ -1,4 +1,4 @@
-"""The prompts of a run in shards on disk, as texts and as token ids: read once, tokenized once for each tokenizer."""
+"""The prompts of a run on disk, as texts and, in shards, as token ids: read once, tokenized once for each tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.files import read_json, sha256_of_file, verify, with_checksum, write_atomically
+from ln_probe.analyses.files import read_json, replacing, sha256_of_file, verify, with_checksum, write_atomically
 from ln_probe.batch import results
 from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_prompts, bundled_texts, tokenizer_of
 from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 PER_SHARD = 4
 # Into so many shards few prompts are divided as well, so that all workers have something to do.
 SHARDS = 8
-INDEX_FILE = "shards.txt"
 # The bundled prompts, a bundled model's own windows, or sampled prompts for a model without a tokenizer.
 DEFAULT = "default"
 WINDOWS = 64  # of a bundled model's own; shards beyond a model's prompts are empty
 
 
 class AlteredError(ValueError):
-    """The shards on disk are not what was read when the run began."""
+    """The prompts on disk are not what was read when the run began."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class ShardedCorpus:
         sha256: hash of all of them, however they are divided; empty for prompts that come from the model.
         per_shard: prompts in a shard.
         file_sha256: of the file they were read from, to notice that it has changed; empty for a data set.
-        folder: of the shards, among those of the run.
-        index_sha256: of the shards' index (a line with hash and number of prompts for each); empty without shards.
+        name: of the file that the run keeps them in; empty for prompts that come from the model.
         most: of sampled prompts, no more than so many; None: all that are drawn.
     """
 
@@ -64,8 +62,7 @@ class ShardedCorpus:
     sha256: str
     per_shard: int
     file_sha256: str = ""
-    folder: str = ""
-    index_sha256: str = ""
+    name: str = ""
     most: int | None = None
 
     @property
@@ -74,46 +71,41 @@ class ShardedCorpus:
 
 
 def divide(given: str | None, home: Path, per_shard: int | None = None, limit: int | None = None) -> ShardedCorpus:
-    """Read the prompts, one after another, into shards under `home`; what is there already is not read again.
+    """Read the prompts, one after another, into a file under `home`; what is there already is not read again.
 
     Args:
         given: file or data set; "sampled"; None for the bundled prompts.
-        home: folder of the shards; they go into one below it, named by what is asked for.
-        per_shard: prompts in each; None: PER_SHARD, and fewer of a file that has not enough for SHARDS of them.
+        home: folder of the file, which is named by what is asked for.
+        per_shard: prompts in each shard; None: PER_SHARD, and fewer of a file that has not enough for SHARDS of them.
         limit: no more than so many prompts.
 
     Raises:
         FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
-    name = hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]
-    folder = home / name
+    file = home / f"{hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]}.jsonl"
     sampled, usual = SAMPLED_SEQUENCES[MEASURED], per_shard or PER_SHARD
     sampled = sampled if limit is None else min(sampled, limit)
     if given == SAMPLED:
         return ShardedCorpus(SAMPLED, SAMPLED, sampled, "", usual, most=limit)
     if given is None:
         texts = bundled_texts()[:limit]
-        _, digest, index = _write(texts, folder, usual)
+        _, digest = _write(texts, file)
         count = max(len(texts), sampled, WINDOWS if limit is None else min(WINDOWS, limit))
-        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, folder=name, index_sha256=index, most=limit)
-    found: Iterable[Entry] = entries(given) if limit is None else islice(entries(given), limit)
+        return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, name=file.name, most=limit)
     file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
-    held = _held(folder, file_sha256)
+    held = _held(file, file_sha256)
     if held is not None:
         return held
-    iterator = iter(found)
-    if per_shard is None:
-        first = list(islice(iterator, SHARDS * PER_SHARD))
-        per_shard, iterator = max(1, -(-len(first) // SHARDS)), chain(first, iterator)
-    count, digest, index = _write(iterator, folder, per_shard)
+    count, digest = _write(islice(entries(given), limit), file)
     if not count:
         raise ValueError(f"no prompts ({given} is empty): give at least one")
     if not is_dataset(given) and _sha256(Path(given)) != file_sha256:
         raise ValueError(f"{given} changed while it was being read: wait until nobody writes it, and try again")
     source = given if is_dataset(given) else Path(given).name
-    corpus = ShardedCorpus(given, source, count, digest, per_shard, file_sha256, name, index)
-    write_atomically(folder / "corpus.json", with_checksum(vars(corpus)))
+    size = per_shard or min(PER_SHARD, -(-count // SHARDS))
+    corpus = ShardedCorpus(given, source, count, digest, size, file_sha256, file.name)
+    write_atomically(file.with_suffix(".json"), with_checksum(vars(corpus)))
     return corpus
 
 
@@ -121,52 +113,61 @@ def _sha256(path: Path) -> str:
     return sha256_of_file(path) if path.is_file() else ""
 
 
-def _held(folder: Path, file_sha256: str) -> ShardedCorpus | None:
-    """What an earlier command read, if it is whole and its file has not changed."""
-    file = folder / "corpus.json"
+def _held(file: Path, file_sha256: str) -> ShardedCorpus | None:
+    """What an earlier command read, if it is whole and its source has not changed."""
     try:
-        corpus = ShardedCorpus(**verify(read_json(file), str(file)))
-        if corpus.file_sha256 != file_sha256:
-            return None
-        for shard in range(corpus.shards):
-            read_shard(folder, corpus, shard)
+        corpus = ShardedCorpus(**verify(read_json(file.with_suffix(".json")), str(file)))
+        whole = corpus.file_sha256 == file_sha256 and sha256_of_file(file) == corpus.sha256
     except (OSError, ValueError, TypeError):
         return None
-    return corpus
+    return corpus if whole else None
 
 
-def read_shard(folder: Path, corpus: ShardedCorpus, shard: int) -> list[Entry]:
+def _write(found: Iterable[Entry], file: Path) -> tuple[int, str]:
+    """Write a prompt a line; their number, and the hash of the file."""
+    digest, count = hashlib.sha256(), 0
+    with replacing(file) as aside, aside.open("wb") as lines:
+        for entry in found:
+            line = json.dumps({"text": entry} if isinstance(entry, str) else {"tokens": entry}).encode() + b"\n"
+            lines.write(line)
+            digest.update(line)
+            count += 1
+    return count, digest.hexdigest()
+
+
+def read_shard(file: Path, corpus: ShardedCorpus, shard: int) -> list[Entry]:
     """The prompts of one shard, as they were when the run began; none of one that has no texts.
 
     Raises:
-        AlteredError: the shard or the index is damaged, missing or another corpus's.
+        AlteredError: the file is damaged, missing or another corpus's.
     """
-    expected = _index(folder / INDEX_FILE, corpus)
-    if shard >= len(expected):  # the models without a tokenizer have sampled prompts there
-        return []
-    digest, count = expected[shard]
-    file = shard_file(folder, shard)
-    content = _bytes(file, corpus)
+    try:
+        places = _places(file, corpus)
+        if shard >= len(places):  # the models without a tokenizer have sampled prompts there
+            return []
+        start, size, digest = places[shard]
+        with file.open("rb") as lines:
+            lines.seek(start)
+            content = lines.read(size)
+    except OSError as error:
+        raise _altered(file, corpus, error.strerror or str(error)) from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise _altered(file, corpus, "its content is not what was written")
-    found = [json.loads(line) for line in content.splitlines()]
-    assert len(found) == count, "hashed and counted together"
-    return [entry["text"] if "text" in entry else entry["tokens"] for entry in found]
+    return [entry["text"] if "text" in entry else entry["tokens"] for entry in map(json.loads, content.splitlines())]
 
 
 @lru_cache(maxsize=4)  # read once, not once for every shard
-def _index(file: Path, corpus: ShardedCorpus) -> list[tuple[str, int]]:
-    content = _bytes(file, corpus)
-    if hashlib.sha256(content).hexdigest() != corpus.index_sha256:
+def _places(file: Path, corpus: ShardedCorpus) -> list[tuple[int, int, str]]:
+    """Where each shard begins in the file, its size in bytes and its hash."""
+    places, start, digest = [], 0, hashlib.sha256()
+    with file.open("rb") as lines:
+        while content := b"".join(islice(lines, corpus.per_shard)):
+            digest.update(content)
+            places.append((start, len(content), hashlib.sha256(content).hexdigest()))
+            start += len(content)
+    if digest.hexdigest() != corpus.sha256:
         raise _altered(file, corpus, "its content is not what was written")
-    return [(digest, int(count)) for digest, count in (line.split() for line in content.decode().splitlines())]
-
-
-def _bytes(file: Path, corpus: ShardedCorpus) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _altered(file, corpus, error.strerror or str(error)) from error
+    return places
 
 
 def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
@@ -174,27 +175,6 @@ def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
         f"{file} is not what was read from {corpus.source} when the run began ({why}): run the same command again, "
         "which reads the prompts anew"
     )
-
-
-def _write(found: Iterable[Entry], folder: Path, per_shard: int) -> tuple[int, str, str]:
-    """Shards and their index; the number of prompts, the hash of all of them, and that of the index."""
-    digest, total = hashlib.sha256(), 0
-    index: list[str] = []
-    iterator = iter(found)
-    while part := list(islice(iterator, per_shard)):
-        lines = [json.dumps({"text": e} if isinstance(e, str) else {"tokens": e}) for e in part]
-        content = "".join(f"{line}\n" for line in lines).encode()
-        write_atomically(shard_file(folder, len(index)), content)
-        digest.update(content)
-        total += len(part)
-        index.append(f"{hashlib.sha256(content).hexdigest()} {len(part)}\n")
-    written = "".join(index).encode()
-    write_atomically(folder / INDEX_FILE, written)
-    return total, digest.hexdigest(), hashlib.sha256(written).hexdigest()
-
-
-def shard_file(folder: Path, shard: int) -> Path:
-    return folder / f"{shard:05d}.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +270,7 @@ class TokenShards:
             # More were drawn where sequences are short: the last shard takes the rest.
             end = None if shard == self.run.corpus.shards - 1 else first + size
             rows, given = made.tokens[first:end], made.given[first:end]
-        elif texts := read_shard(self.run.corpus_folder, self.run.corpus, shard):
+        elif texts := read_shard(self.run.corpus_file, self.run.corpus, shard):
             try:
                 made = of_entries(model, texts, source, max_tokens=settings.max_tokens)
             except ValueError as error:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ln_probe.batch.shards import divide, read_shard, shard_file
+from ln_probe.batch.shards import divide, read_shard
 from ln_probe.prompt_sources import DatasetName, check_source, entries
 
 TEXTS = ["one two", "three\u2028four", "fünf 🙂 </s>", "six"]
@@ -96,7 +96,7 @@ def test_shards_hold_every_prompt_once_in_order(
     for size in (one, two):
         corpus = divide(str(file), home / "corpus", size)
         assert corpus.count == len(prompts)
-        parts = [list(entries(shard_file(home / "corpus" / corpus.folder, k))) for k in range(corpus.shards)]
+        parts = [read_shard(home / "corpus" / corpus.name, corpus, k) for k in range(corpus.shards)]
         assert [p for part in parts for p in part] == prompts
         assert all(len(part) == size for part in parts[:-1])
         assert 0 < len(parts[-1]) <= size
@@ -112,7 +112,7 @@ def test_few_prompts_are_divided_too(tmp_path: Path, count: int, each: int) -> N
     file.write_text("".join(json.dumps({"text": f"{k}"}) + "\n" for k in range(count)))
     corpus = divide(str(file), tmp_path / "shards")
     assert (corpus.count, corpus.per_shard, corpus.shards) == (count, each, -(-count // each))
-    read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.folder, corpus, k)]
+    read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.name, corpus, k)]
     assert read == [str(k) for k in range(count)]
 
 
@@ -123,9 +123,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     file.write_text("one\n\ntwo and a half")
     after = divide(str(file), tmp_path / "corpus", 1)
     assert before.sha256 != after.sha256
-    assert before.folder == after.folder
-    shard = shard_file(tmp_path / "corpus" / after.folder, 0)
-    shard.write_text("damaged")
+    assert before.name == after.name
+    held = tmp_path / "corpus" / after.name
+    held.write_text("damaged")
     assert divide(str(file), tmp_path / "corpus", 1) == after
-    assert list(entries(shard)) == ["one"]
+    assert list(entries(held)) == ["one", "two and a half"]
     assert divide(str(file), tmp_path / "corpus", 1, limit=1).count == 1

@@ -63,9 +63,8 @@ KINDS = (
     Kind("weights without a hash", "plain/model.safetensors", sealed=False),
     Kind("lab.json", "m/lab.json"),
     Kind("prompts", "prompts.jsonl"),
-    Kind("corpus shard", "out/.ln_probe/corpus/*/00001.jsonl", "during"),
-    Kind("corpus index", "out/.ln_probe/corpus/*/shards.txt", "during"),
-    Kind("corpus.json", "out/.ln_probe/corpus/*/corpus.json", "during"),
+    Kind("corpus", "out/.ln_probe/corpus/*.jsonl", "during"),
+    Kind("what it is", "out/.ln_probe/corpus/*.json", "during"),
     Kind("token shard", "out/.ln_probe/tokens/*/00001.safetensors", "during"),
     Kind("calibration", "out/.ln_probe/units/*/calibration-*.safetensors", "during"),
     Kind("piece", "out/.ln_probe/units/*/prompts-00000.safetensors", "during"),
@@ -119,7 +118,7 @@ class Home:
         else:
             theirs = sorted(other.glob(self.kind.pattern))[0]
             shutil.copy(theirs, file)
-        shards._index.cache_clear()  # as in a new process
+        shards._places.cache_clear()  # as in a new process
         return file
 
 

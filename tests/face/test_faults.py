@@ -96,9 +96,9 @@ def test_c01_a_loaded_model_is_no_view_of_its_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["altered", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lost", "another's", "index"))]
+    "fault", ["altered", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lost", "another's", "order"))]
 )
-def test_c02_a_corpus_shard_that_is_not_what_was_read(
+def test_c02_prompts_that_are_not_what_was_read(
     fault: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, bytes]
 ) -> None:
     line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
@@ -106,18 +106,17 @@ def test_c02_a_corpus_shard_that_is_not_what_was_read(
 
     right = shards.read_shard
 
-    def spoiled(folder: Path, corpus: Any, shard: int) -> Any:
-        second = shards.shard_file(folder, 1)
+    def spoiled(file: Path, corpus: Any, shard: int) -> Any:
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         if fault == "lost":
-            second.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         elif fault == "altered":
-            second.write_text('{"tokens": [1, 2, 3]}\n')
+            file.write_text("".join([lines[0], '{"tokens": [1, 2, 3]}\n', *lines[2:]]))
         elif fault == "another's":
-            shutil.copy(shards.shard_file(folder, 0), second)
+            file.write_text("".join([lines[0], lines[0], *lines[2:]]))
         else:
-            (folder / shards.INDEX_FILE).write_text("")
-            shards._index.cache_clear()
-        return right(folder, corpus, shard)
+            file.write_text("".join(lines[::-1]))
+        return right(file, corpus, shard)
 
     with monkeypatch.context() as patched:
         patched.setattr(shards, "read_shard", spoiled)
@@ -126,7 +125,6 @@ def test_c02_a_corpus_shard_that_is_not_what_was_read(
     assert "is not what was read from prompts.jsonl when the run began" in said
     assert "run the same command again, which reads the prompts anew" in said
     assert tables(tmp_path / "out") == {}
-    shards._index.cache_clear()
     assert report(*line)[0] == 0
     assert tables(tmp_path / "out") == undisturbed
 
