@@ -171,13 +171,14 @@ def _in_heads(attended: AttentionLayer, variant: str, prompt: int) -> Measures:
     """Keys as attention sees them, of the chosen heads."""
     every = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     _, most = spread(attended, variant)
+    bias = attended.key_bias  # made on the model's device, and once: not by the threads
 
     def one(place: int) -> Measures:
         head, keys = attended.chosen[place], every[place]
         drawn = attended.drawn(prompt, head)
 
         def measured(keys: np.ndarray, start: int, only: Drawn, last: int) -> Measures:
-            lift = None if attended.key_bias is None else attended.key_bias[place, start : start + len(keys)]
+            lift = None if bias is None else bias[place, start : start + len(keys)]
             return _in_head(attended, place, keys, lift, only, last)
 
         found = _over_sets(attended, keys, drawn, measured)

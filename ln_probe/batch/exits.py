@@ -51,6 +51,13 @@ def last_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}\nThis is a fault of ln_probe; {TRACEBACK}=1 shows where it is."
 
 
+def why_failed(error: BaseException) -> str:
+    """What to say of an error that costs a checkpoint its report."""
+    if out_of_memory(error):
+        return f"not enough memory ({error}): use fewer --workers, a smaller --batch-size or --max-tokens"
+    return f"{type(error).__name__}: {error}"
+
+
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, is about memory that could not be had."""
     seen: list[BaseException] = []

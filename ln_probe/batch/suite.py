@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.probes.text import quoted, whole_number
+from ln_probe.batch.exits import why_failed
 from ln_probe.loading.hub import Description
 from ln_probe.report import slug
 
@@ -92,7 +93,7 @@ def suite(
         try:
             chosen += [(n, r, "") for n, r in _versions(name, steps)]
         except Exception as error:  # one model must not take the others with it
-            chosen.append((name, None, _said(error)))
+            chosen.append((name, None, why_failed(error)))
     targets, taken = [], set[str]()
     for name, version, wrong in chosen:
         folder = _folder(name, version, taken)
@@ -103,14 +104,10 @@ def suite(
         try:
             identity, parameters = _identify(name, version, allow_pickle)
         except Exception as problem:
-            targets.append(Target(name, version, folder, error=_said(problem)))
+            targets.append(Target(name, version, folder, error=why_failed(problem)))
         else:
             targets.append(Target(name, version, folder, identity, parameters))
     return targets
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _few(steps: Sequence[int]) -> str:
@@ -249,9 +246,6 @@ def _lab_step(revision: str | None) -> int | None:
 @cache
 def hub_info(target: Target) -> Description:
     """Of a name on the hub; empty for anything else, and where the hub does not tell (loading will say why)."""
-    import os
-    from pathlib import Path
-
     from ln_probe.loading import hub
     from ln_probe.models import bundled_models, kind_of
 

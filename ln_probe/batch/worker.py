@@ -23,7 +23,7 @@ from ln_probe.analyses.geometry.compiled import use_processors
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import results
-from ln_probe.batch.exits import out_of_memory
+from ln_probe.batch.exits import why_failed
 from ln_probe.batch.results import (
     DAMAGED,
     DONE,
@@ -103,7 +103,7 @@ class Worker:
         except BaseException as error:
             check_contained(error)
             self._forget()
-            return Outcome(FAILED, _message(error), time.perf_counter() - start)
+            return Outcome(FAILED, why_failed(error), time.perf_counter() - start)
         return Outcome(DONE, "", time.perf_counter() - start, tokens)
 
     def _do(self, target: Target, unit: Unit) -> int:
@@ -257,12 +257,6 @@ class Worker:
         passes = self._load(target)
         probe = next(p for p in passes.probes if p.name == unit.probe)
         return packed({probe.name: passes.weigh(probe)}), 0
-
-
-def _message(error: BaseException) -> str:
-    if out_of_memory(error):
-        return f"not enough memory ({error}): use fewer --workers, a smaller --batch-size or --max-tokens"
-    return f"{type(error).__name__}: {error}"
 
 
 def _all_of(hashes: Iterable[str]) -> str:

@@ -142,5 +142,9 @@ def test_b06_a_limit_on_memory(gigabytes: float, workers: int, tmp_path: Path) -
     )
     assert "Traceback" not in done.stderr
     assert "fault of ln_probe" not in done.stderr
+    if done.returncode == 127:  # the C library ends a process without room for a thread's variables: none can catch it
+        assert "cannot allocate memory for thread-local data: ABORT" in done.stderr
+        assert not ln_probe.load_report(tmp_path / "out" / "m").failures  # it was complete
+        return
     assert done.returncode in (0, 1), done.stderr
-    assert done.returncode == 0 or "memory" in done.stderr, done.stderr
+    assert done.returncode == 0 or "memory" in done.stderr.lower(), done.stderr
