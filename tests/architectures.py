@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 D, HEADS, VOCAB, CONTEXT = 32, 4, 50, 32
+
+
+def cases(*quick: Any, slow: Iterable[Any]) -> list[Any]:
+    """Return the cases of a parametrized test: those that always run, then those that only `make slow` runs."""
+    return [*quick, *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
+
 
 _LLAMA = {
     "hidden_size": D,

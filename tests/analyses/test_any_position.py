@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.geometry.api import attainable_attention
@@ -204,9 +205,7 @@ class _Comparing(Observer):
 ARCHITECTURES = ["gpt2", "neox", "llama", "bloom"]
 
 
-@pytest.mark.parametrize(
-    "arch", [*ARCHITECTURES, *(pytest.param(a, marks=pytest.mark.slow) for a in ("mistral", "neo", "qwen3"))]
-)
+@pytest.mark.parametrize("arch", cases(*ARCHITECTURES, slow=["mistral", "neo", "qwen3"]))
 def test_no_key_received_more_than_it_can_get(arch: str, make_bridge: Callable[..., Any]) -> None:
     bounds = Bounds()
     report = ln_probe.analyze(make_bridge(arch), TOKENS, probes=["selectability", bounds], keys="all", progress=False)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import cases
 from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
@@ -71,19 +72,7 @@ def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
     assert (np.abs(some.attainable - full.attainable[only]) <= 0.0101).all()
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "gpt2",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in (
-                "mistral",
-                "bloom",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("arch", cases("gpt2", slow=["mistral", "bloom"]))
 def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     full = ln_probe.analyze(model, TOKENS, heads=[0, 2], layers=[1], **HOW).keys.set_index(PLACE)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import cases
 from scipy.optimize import linprog
 
 import ln_probe
@@ -89,19 +90,7 @@ def in_hull(keys: np.ndarray, i: int) -> bool:
     return bool(linprog(np.zeros(len(others)), A_eq=A, b_eq=np.append(keys[i], 1.0), method="highs").status == 0)
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "gpt2",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in (
-                "neox",
-                "llama",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("arch", cases("gpt2", slow=["neox", "llama"]))
 def test_tables_agree_with_an_lp_on_the_models_own_keys(arch: str, make_bridge: Callable[..., Any]) -> None:
     """d_head 8, 32 tokens: head-space verdicts of the intact variant against HiGHS on the cached keys."""
     model = make_bridge(arch)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import cases
 
 from ln_probe.analyses.probes import shared_passes
 from ln_probe.analyses.probes.edited_runs import EditedRuns
@@ -26,7 +27,7 @@ def measured(model: Any) -> pd.DataFrame:
     return EditedRuns(model, sites, constants, optimal=lambda _group, _prompt: best).measure(0, TOKENS)
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "qwen3", *(pytest.param(a, marks=pytest.mark.slow) for a in ("neox", "opt"))])
+@pytest.mark.parametrize("arch", cases("gpt2", "qwen3", slow=["neox", "opt"]))
 def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge(arch, torch.float32)
     together = measured(model)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import cases
 from jaxtyping import Float
 
 import ln_probe
@@ -169,10 +170,7 @@ def test_directions_are_those_of_no_coordinate(make_hooked: Callable[..., Any]) 
         assert sets[0].in_span()[0].shape[1] == (8 if factor else 5)
 
 
-@pytest.mark.parametrize(
-    "arch",
-    ["gpt2", "neox", *(pytest.param(a, marks=pytest.mark.slow) for a in ("llama", "bloom", "mistral", "neo", "bert"))],
-)
+@pytest.mark.parametrize("arch", cases("gpt2", "neox", slow=["llama", "bloom", "mistral", "neo", "bert"]))
 def test_tiny_models_of_several_architectures(arch: str, make_bridge: Callable[..., Any]) -> None:
     check(make_bridge(arch), TOKENS)
 

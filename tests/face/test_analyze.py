@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
@@ -110,22 +111,7 @@ def test_norms_in_a_lower_precision_are_a_note(make_bridge: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "gpt2",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in (
-                "neox",
-                "llama",
-                "gemma",
-                "qwen3",
-                "bert",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("arch", cases("gpt2", slow=["neox", "llama", "gemma", "qwen3", "bert"]))
 def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_bridge(arch, dtype), torch.arange(1, 21)[None], progress=False)
     assert set(report.heads["space"]) == {"normalized", "head"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
@@ -40,23 +41,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert all(torch.equal(b, two["buffers"][n]) for n, b in one["buffers"].items())
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "gpt2",
-        "llama",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in (
-                "neox",
-                "opt",
-                "bloom",
-                "gemma3",
-                "bert",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("arch", cases("gpt2", "llama", slow=["neox", "opt", "bloom", "gemma3", "bert"]))
 def test_it_is_measured_and_handed_back_unchanged(
     arch: str, make_hugging_face: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
@@ -226,18 +227,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
 
 
 @pytest.mark.parametrize(
-    "column",
-    [
-        "margin_median",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in (
-                "unselectable_fraction",
-                "attainable_last_p05",
-                "entropy_ratio",
-            )
-        ),
-    ],
+    "column", cases("margin_median", slow=["unselectable_fraction", "attainable_last_p05", "entropy_ratio"])
 )
 def test_some_unknown_numbers(column: str, report: Report) -> None:
     heads = report.heads.copy()
