@@ -101,11 +101,11 @@ def _check(model: HookedRootModule, precision: Precision) -> None:
 
 
 def install(model: HookedRootModule, precision: Precision) -> None:
-    """Let a lab model compute in fixed precision from now on (rounding down), whoever runs it.
+    """Let a lab model compute in fixed precision from now on (rounding down).
 
-    The hooks are permanent ones, which `reset_hooks` leaves. What is inside a norm is not rounded: a norm is told by
-    its answers to vectors of any size, and on a coarse grid it would be none. So its divisor and result have to be
-    numbers of the grid by themselves: a compiled program's are on every word, if `precision.absorbs` the eps.
+    The hooks are permanent ones, which `reset_hooks` leaves. What is inside a norm is not rounded: norms are identified
+    by their answers to vectors of any size, and on a coarse grid none would be found. So a norm's divisor and result
+    have to be numbers of the grid by themselves: a compiled program's are for every word, if `precision.absorbs` eps.
 
     Raises:
         ValueError: as `fixed_precision`.

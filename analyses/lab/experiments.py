@@ -28,8 +28,8 @@ class Experiment:
         module, function: what runs it.
         summary: a line for `lab list`.
         source: the publication it repeats.
-        seeds, quick_seeds: how many by default.
         duration, quick_duration: with the default seeds, as text; on one core unless they say otherwise.
+        seeds, quick_seeds: how many by default.
         needs_text: whether the user has to give text files.
         tables: kept tables with the values of every seed, from which all results are regenerated; the first lists
             the runs. Empty: nothing is kept.
@@ -40,10 +40,10 @@ class Experiment:
     module: str
     summary: str
     source: str
-    seeds: int
-    quick_seeds: int
     duration: str
     quick_duration: str
+    seeds: int = 3
+    quick_seeds: int = 1
     needs_text: bool = False
     function: str = "run"
     tables: tuple[str, ...] = ()
@@ -94,7 +94,6 @@ EXPERIMENTS = {
         "majority in 3 dimensions: keys and queries before and after each term, as points to look at from all sides",
         "Brody, Alon & Yahav 2023, figures 1a and 1b",
         seeds=5,
-        quick_seeds=1,
         duration="15 minutes",
         quick_duration="1 minute",
         tables=("coordinates", "scores"),
@@ -105,7 +104,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.majority.random_keys",
         "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
-        seeds=3,
         quick_seeds=2,
         duration="5 minutes",
         quick_duration="1 minute",
@@ -115,7 +113,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.language_model.published_language_model",
         "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
         "Brody, Alon & Yahav 2023, section 4.2",
-        seeds=3,
         quick_seeds=2,
         duration="20 minutes",
         quick_duration="2 minutes",
@@ -128,8 +125,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.language_model.encoder",
         "encoders of BERT's shape on masked text, without scaling and without projection: loss and unselectable keys",
         "Brody, Alon & Yahav 2023, section 4.2, with encoders",
-        seeds=3,
-        quick_seeds=1,
         duration="about 25 minutes (24 runs of 1 minute)",
         quick_duration="2 minutes",
         needs_text=True,
@@ -141,8 +136,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.language_model.encoder_passages",
         "these encoders fine-tuned to tell which of the texts a passage is from: what leaving out a term costs",
         "Brody, Alon & Yahav 2023, in place of SST-2",
-        seeds=3,
-        quick_seeds=1,
         duration="about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)",
         quick_duration="2 minutes",
         needs_text=True,
@@ -155,7 +148,6 @@ EXPERIMENTS = {
         "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
         "Brody, Alon & Yahav 2023, section 4.2",
         seeds=1,
-        quick_seeds=1,
         duration="90 minutes",
         quick_duration="3 minutes",
         needs_text=True,
@@ -168,8 +160,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.language_model.bundled_seeds",
         "the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys",
         "the shape and schedule of the bundled models",
-        seeds=3,
-        quick_seeds=1,
         duration="about 4 hours (8 runs of half an hour)",
         quick_duration="2 minutes",
         needs_text=True,
@@ -178,10 +168,8 @@ EXPERIMENTS = {
     ),
     "depth": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
-        "which L_k (k alternating blocks) each depth learns, under four norms, beside the theory's prediction",
+        "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        seeds=3,
-        quick_seeds=1,
         duration="about 2 hours with --jobs 2 (156 runs of 30-100 seconds)",
         quick_duration="2 minutes",
         tables=("exact_match",),
@@ -192,8 +180,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.crasp.depth_deep",
         "depths 4 to 6 on L6 to L8, without positions and with rotary and ALiBi",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        seeds=3,
-        quick_seeds=1,
         duration="about an hour (21 runs of 2-3 minutes)",
         quick_duration="2 minutes",
         tables=("exact_match",),
@@ -201,10 +187,8 @@ EXPERIMENTS = {
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",
-        "relative attention on sums of inputs: trained error beside the least-squares optimum, with a norm and without",
+        "relative attention on sums of inputs: trained error and the least-squares optimum, with a norm and without",
         "Wang & E 2024, section 6",
-        seeds=3,
-        quick_seeds=1,
         duration="about 50 minutes with --jobs 2 (402 runs of 15 seconds)",
         quick_duration="2 minutes",
         tables=("errors",),
@@ -214,8 +198,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.approximation.approximation_text",
         "layers against heads, and attention with the dot product or without, on text",
         "Wang & E 2024, section 6 (1a and 3b)",
-        seeds=3,
-        quick_seeds=1,
         duration="about 2 hours with --jobs 2 (54 runs of 1-6 minutes)",
         quick_duration="1 minute",
         needs_text=True,
@@ -224,8 +206,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.approximation.approximation_text",
         "the second of these alone, with a tenth of the steps: three sizes with the dot product and without",
         "Wang & E 2024, section 6 (3b)",
-        seeds=3,
-        quick_seeds=1,
         duration="5 minutes (18 runs of 8-25 seconds)",
         quick_duration="1 minute",
         needs_text=True,
@@ -238,18 +218,14 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.approximation.longer_inputs",
         "logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000, trained and least squares",
         "Wang & E 2024, section 6 (4a and 4b)",
-        seeds=3,
-        quick_seeds=1,
         duration="2 minutes (36 runs of 3 seconds)",
         quick_duration="20 seconds",
         tables=("errors", "solved"),
     ),
     "adaptive_memory": Experiment(
         "ln_probe.analyses.lab.approximation.adaptive_memory",
-        "a memory whose place the last input chooses: heads, FFN and dot product, beside the least possible error",
+        "a memory whose place the last input chooses: heads, FFN and dot product, and the least possible error",
         "Wang & E 2024, adaptive memory (no experiment of it alone)",
-        seeds=3,
-        quick_seeds=1,
         duration="10 minutes (36 runs of 15 seconds)",
         quick_duration="1 minute",
         tables=("errors",),
@@ -257,10 +233,9 @@ EXPERIMENTS = {
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.crasp.compiler",
-        "C-RASP programs as transformer weights beside the interpreter, and which operations need a norm",
+        "C-RASP programs as transformer weights against the interpreter, and which operations need a norm",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
         seeds=1,
-        quick_seeds=1,
         duration="20 minutes",
         quick_duration="2 minutes",
         tables=("agreement", "operations", "lengths"),
@@ -269,8 +244,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
-        seeds=3,
-        quick_seeds=1,
         duration="about 75 minutes with --jobs 2 (189 runs, 15 s to 4 min)",
         quick_duration="2 minutes",
         tables=("values",),
@@ -280,8 +253,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.counting.counting_traces",
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
-        seeds=3,
-        quick_seeds=1,
         duration="about 90 minutes (45 runs of 1-5 minutes)",
         quick_duration="1 minute",
         tables=("networks", "dimensions", "traces", "readings", "moves"),
@@ -290,10 +261,8 @@ EXPERIMENTS = {
     ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",
-        "the bundled lm-layernorm fine-tuned while its norms become constants, beside the same with its norms kept",
+        "the bundled lm-layernorm fine-tuned while its norms become constants, and the same with its norms kept",
         "Heimersheim 2024; Baroni et al. 2025",
-        seeds=3,
-        quick_seeds=1,
         duration="about 30 minutes (6 runs of 5 minutes)",
         quick_duration="1 minute",
         needs_text=True,
@@ -307,7 +276,6 @@ EXPERIMENTS = {
         "distinct states of saturated cells over length: LSTM and ifo-pooling grow, the others do not (no training)",
         "Merrill et al. 2020, sections 2 and 3",
         seeds=5,
-        quick_seeds=1,
         duration="10 minutes",
         quick_duration="10 seconds",
         tables=("values", "growth"),
@@ -317,7 +285,6 @@ EXPERIMENTS = {
         "QRNNs as weighted automata, and how many states an automaton for each saturated cell needs (no training)",
         "Merrill et al. 2020",
         seeds=5,
-        quick_seeds=1,
         duration="3 minutes",
         quick_duration="15 seconds",
         tables=("values", "errors"),
@@ -326,8 +293,6 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
         "Merrill et al. 2020, section 5",
-        seeds=3,
-        quick_seeds=1,
         duration="about 90 minutes (24 runs of 4 minutes)",
         quick_duration="1 minute",
         tables=("values",),

@@ -69,7 +69,7 @@ def check_added(experiment: str, added: Path, settings: Mapping[str, Any]) -> tu
     other = sorted(k for k in told if _plain(settings[k]) != _plain(found["settings"][k]))
     if other:
         said = "; ".join(f"{k}: {settings[k]} kept, {found['settings'][k]} added" for k in other)
-        raise ValueError(f"{added} was made with other settings than what is kept of {experiment}: {said}")
+        raise ValueError(f"{added} was made with other settings than the kept results of {experiment}: {said}")
     lost = tuple(found.get("diverged", ()))
     if lost and experiment in _COUNTS_MISSES:
         raise ValueError(f"{added} has runs that diverged, which {experiment} counts as misses: {'; '.join(lost)}")

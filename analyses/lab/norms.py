@@ -45,7 +45,7 @@ class Norm(nn.Module):
 
     Raises:
         ValueError: unknown kind; radius, divisor or d_model not positive; eps negative; a divisor for a norm that
-            scales, or beside a radius.
+            scales, or together with a radius.
     """
 
     divisor: Float[Tensor, ""] | None
@@ -99,7 +99,7 @@ class Norm(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody listens at one of its hook points."""
+        """Whether a hook is attached to one of its hook points."""
         return bool(self.hook_scale._forward_hooks or self.hook_normalized._forward_hooks)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

@@ -24,19 +24,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.probes.statistics import holm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 LEVEL = 0.95
 SIGNIFICANT = 0.05  # of Holm's p over all contrasts that an experiment's sentences report: significant below it
@@ -220,11 +218,29 @@ def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[s
     return pairs.assign(value=pairs["value"] - pairs.pop("value_reference"))
 
 
-def interval_text(row: Mapping[Any, Any], scale: float = 1.0, digits: int = 3, sign: bool = False) -> str:
-    """Center and interval of a row of a summary, "0.12 [0.10, 0.14]"; the center alone for a single seed."""
-    plus = "+" if sign else ""
-    center, low, high = (f"{scale * float(row[c]):{plus}.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
-    return center if np.isnan(row["ci_low"]) else f"{center} [{low}, {high}]"
+MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
+
+
+def interval_text(
+    row: Mapping[Any, Any] | pd.Series, form: str = ".3f", scale: float = 1.0, columns: Sequence[str] = MEAN
+) -> str:
+    """Format the center and the interval of a row, "0.12 [0.10, 0.14]"; the center alone for a single seed.
+
+    Args:
+        row: of a summary.
+        form: format of each number.
+        scale: what each number is multiplied with: 100 for %.
+        columns: of the center and of both ends.
+    """
+    center, low, high = (f"{scale * float(row[c]):{form}}" for c in columns)
+    return center if np.isnan(row[columns[1]]) else f"{center} [{low}, {high}]"
+
+
+def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return differences of logarithms (`contrasted`) as factors: `keys`, FACTOR, `seeds`, `p`, `p_holm`."""
+    of = {c: np.exp(differences[c].astype(float)) for c in MEAN}
+    renamed = differences.assign(**of).rename(columns=dict(zip(MEAN, FACTOR, strict=True)))
+    return renamed[[*keys, *FACTOR, "seeds", "p", "p_holm"]]
 
 
 def effects(
@@ -303,6 +319,27 @@ def write_results(
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
     for name in before - _written(out):
         (out / name).unlink(missing_ok=True)
+
+
+def panels(
+    count: int, width: float, height: float, *, columns: int | None = None, shared: bool = False, margin: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure of panels in rows; the places that the last row has left over stay empty.
+
+    Args:
+        count: how many panels.
+        width, height: of a panel, in inches.
+        columns: most panels side by side; None: all.
+        shared: whether all have the same vertical axis.
+        margin: added to the figure's width.
+    """
+    columns = max(1, min(columns or count, count))
+    rows = max(1, -(-count // columns))
+    figure = Figure(figsize=(width * columns + margin, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
+    for unused in axes[count:]:
+        unused.set_axis_off()
+    return figure, axes[:count]
 
 
 def png(figure: Figure) -> bytes:

@@ -186,7 +186,7 @@ def why_diverged(run: Path) -> str:
     try:
         return str(read_json(path)["message"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it to go on from the last state") from error
+        raise ValueError(f"{path} is damaged ({error}): delete it to resume from the last state") from error
 
 
 def hashes_beside(run: Path) -> dict[str, str]:

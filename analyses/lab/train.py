@@ -49,6 +49,7 @@ from ln_probe.analyses.lab.run_folder import (
     check,
     check_evaluations,
     checkpoint_path,
+    checkpoint_steps,
     claim,
     hashes_beside,
     load_tensors,
@@ -155,7 +156,10 @@ class Task(Protocol):
     def batch(self, step: int, size: int, seed: int) -> Any: ...
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
     def evaluate(self, model: nn.Module) -> dict[str, float]: ...
-    def write_files(self, out: Path) -> None: ...
+
+    def write_files(self, out: Path) -> None:
+        """Write into the run's folder what its model needs besides weights; nothing by default."""
+        return
 
 
 class DivergedError(RuntimeError):
@@ -430,8 +434,11 @@ def planned(
     ]
 
 
-def carry_out(runs: Sequence[Run], request: Request) -> None:
+def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
     """Train the unfinished runs, or (`request.collect`) only check that the folders belong to these runs.
+
+    Returns:
+        What became of the runs that diverged, a message each.
 
     Raises:
         FileExistsError: a run's folder holds another run.
@@ -444,6 +451,7 @@ def carry_out(runs: Sequence[Run], request: Request) -> None:
             check_run(run.task, run.spec, run.training, run.folder)
     else:
         train_all(runs, jobs=request.jobs, progress=request.progress)
+    return tuple(diverged(runs).values())
 
 
 def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True) -> None:
@@ -491,6 +499,36 @@ def _begin(threads: int) -> None:
 def _one(run: Run, until: int | None, progress: bool) -> None:
     with suppress(DivergedError):  # which has left its mark
         train(run.task, run.spec, run.training, run.folder, until=until, progress=progress)
+
+
+def finished(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs that have their final model.
+
+    Raises:
+        ValueError: none has.
+    """
+    done = [run for run in runs if run.finished]
+    if not done:
+        raise ValueError("no run is finished yet: leave out --collect to train")
+    return done
+
+
+def with_checkpoints(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs that have a checkpoint.
+
+    Raises:
+        ValueError: none has.
+    """
+    started = [run for run in runs if (run.folder / LAB_FILE).exists() and checkpoint_steps(run.folder)]
+    if not started:
+        raise ValueError("no run has been trained yet: leave out --collect to train")
+    return started
+
+
+def shared_settings(run: Run, varied: Sequence[str]) -> dict[str, Any]:
+    """Return the training, the model and the data that all runs share, without the seed and the fields `varied`."""
+    parts = {"training": vars(run.training), "model": run.spec.to_dict(), "data": run.task.identity}
+    return {name: {k: v for k, v in part.items() if k not in ("seed", *varied)} for name, part in parts.items()}
 
 
 def diverged(runs: Sequence[Run]) -> dict[str, str]:

@@ -239,7 +239,7 @@ class Attention(nn.Module):
             z = pattern @ v
         elif self.cfg.positions == "alibi":
             z = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1], q))
-        else:  # the same, fused: nobody looks at the scores
+        else:  # the same, fused: no hook reads the scores
             z = F.scaled_dot_product_attention(q, k, v, is_causal=self.cfg.causal)
         z = self.hook_z(z.transpose(1, 2))
         out: Tensor = F.linear(z.flatten(-2), self.W_O.flatten(0, 1).T, self.b_O)
@@ -488,6 +488,29 @@ def _not_gpt2(cfg: LabConfig) -> str:
         "heads as wide as d_model / n_heads": cfg.n_heads * (cfg.d_head or 0) == cfg.d_model,
     }
     return next((text for text, there in needed.items() if not there), "")
+
+
+# The shape of models whose weights are written down: one head, post-norm, and no bias but those that are asked for.
+HAND_BUILT: dict[str, Any] = {
+    "n_heads": 1,
+    "norm_final": None,
+    "norm_order": "post",
+    "positions": "none",
+    "tied": False,
+    "act_fn": "relu",
+    "bias_qkv": False,
+    "bias_mlp": False,
+    "bias_unembed": False,
+}
+
+
+def blank(cfg: LabConfig) -> LabTransformer:
+    """Return a model in float64 whose parameters are all 0, to write weights into."""
+    model = LabTransformer(cfg).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
 
 
 def _init_gpt2(model: LabTransformer) -> None:

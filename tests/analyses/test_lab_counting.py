@@ -258,8 +258,8 @@ def test_bad_input(call: object, said: str) -> None:
     (0.995, 0.997, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; inverted: lstm against qrnn."]),
     (1.0, 1.0, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; equal here: lstm against qrnn."]),
     (1.0, 0.9, 0.6, ["L5, accuracy_64: 1 of 1 published orderings hold."]),
-    (1.0, 0.8, 0.6, ["L5, qrnn: 80.0 % at length 64, published 90.2 %: this budget does not reach it, so nothing is "
-                     "said of it beyond."]),
+    (1.0, 0.8, 0.6, ["L5, qrnn: 80.0 % at length 64, published 90.2 %: this budget does not reach it, so it is not "
+                     "compared at longer words."]),
     (1.0, 0.9, 0.95, ["L5, accuracy_64: none to compare; not a point above a constant answer (95.0 %): qrnn."]),
     (1.0, 0.9, 0.895, ["L5, accuracy_64: none to compare; not a point above a constant answer (89.5 %): qrnn."]),
 ])  # fmt: skip

@@ -320,7 +320,7 @@ def test_findings_of_known_losses(tmp_path: Path) -> None:
     assert loss["no projection, at radius sqrt(d)"] == pytest.approx(0.1)
     assert loss["size 1/sqrt(d), without projection"] == pytest.approx(0.9)
     assert "most of the published gap is due to size, not projection" in found.conclusions[0]
-    assert "costs something of its own (0.10 [0.10, 0.10] nats; seeds: 10)" in found.conclusions[0]
+    assert "raises the loss by itself (0.10 [0.10, 0.10] nats; seeds: 10)" in found.conclusions[0]
     assert loss["size 1/sqrt(d) of values alone"] == pytest.approx(0.1)
     assert any(
         "size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s

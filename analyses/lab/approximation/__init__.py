@@ -1,1 +1,1 @@
-"""Approximation: relative attention on sums of inputs and on text, beside the best that it can express."""
+"""Approximation: relative attention on sums of inputs and on text compared with the best that it can express."""

@@ -1,7 +1,7 @@
 """A memory whose place depends on the input: what needs the dot product, and what an FFN does in its stead.
 
 Wang & E (2024) call a memory adaptive if the places that an output looks at depend on the inputs: y_t = f(x_t, x_(t-g))
-with g = g(x_t). No experiment of theirs is of it alone, so nothing published stands beside it. The smallest one on
+with g = g(x_t). They have no experiment on it alone, so there are no published figures to compare. The smallest one on
 inputs of +1 and -1, stated exactly:
 
     y = x_99 if x_1000 = +1, x_48 if x_1000 = -1        (of 1000 inputs, wanted at position 1000)
@@ -9,11 +9,11 @@ inputs of +1 and -1, stated exactly:
 With e = x_1000, a = x_99, b = x_48 that is (a + b) / 2 + e (a - b) / 2, and a head's places are a table of one bias per
 lag, as in 1b and 2b. What can be said without training:
 
-* neither the dot product nor an FFN: whatever the heads, the output is affine in the inputs, and e (a - b) / 2 is
+* neither the dot product nor an FFN: for any number of heads the output is affine in the inputs, and e (a - b) / 2 is
   uncorrelated with every affine function, so the squared error is at least its variance, 1/2; two heads have that.
 * the dot product, no FFN, two heads: the score of a token is its lag's bias plus a number that depends on e and on the
   token. A head that looks at a, with a grain of weight everywhere else, reads a if that number is 0; if it is large
-  for +1s it reads "+1" whatever a is. So each head is switched off by the input that the other one is for: error 0 in
+  for +1s it reads "+1" for either a. So each head is switched off by the input that the other one is for: error 0 in
   the limit (`by_hand` comes as near as float64 lets it).
 * an FFN, no dot product: heads read a and b (or one head a + 2 b), and ReLUs of a, b and e do the rest: 0.
 """
@@ -23,12 +23,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.approximation import (
@@ -50,12 +51,9 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, doubt, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, step_generator
+from ln_probe.analyses.lab.results import FACTOR, Results, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, step_generator
 from ln_probe.analyses.probes.text import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "adaptive"
 IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions, from 1, that are read by what the last input is
@@ -106,7 +104,7 @@ class Cell:
 
     @property
     def attainable(self) -> float:
-        """The least squared error (see above); NaN for one head with the dot product alone: nobody worked it out."""
+        """The least squared error (see above); NaN for one head with the dot product alone, for which it is unknown."""
         if self.width:
             return 0.0
         if not self.dot_product:
@@ -182,10 +180,10 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train the missing runs of the grid and put every error beside the least possible one."""
+    """Train the missing runs of the grid and compare every error with the least possible one."""
     runs = make_runs(request)
-    carry_out(runs, request)
-    return findings(measured(runs), request.quick, tuple(diverged(runs).values()))
+    lost = carry_out(runs, request)
+    return findings(measured(runs), request.quick, lost)
 
 
 def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
@@ -223,21 +221,18 @@ def _sentences(summary: pd.DataFrame, factors: pd.DataFrame) -> Iterator[str]:
                 known = known if low > 0.9 * AFFINE else ""
             yield f"{words}: trained errors of {low:.3g} to {high:.3g} over {heads}{known}."
     for row in factors.to_dict("records"):
-        spread = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
         ffn = f"an FFN of {row['width']}" if row["width"] else "no FFN"
         yield (
-            f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {row['factor']:.2g}{spread} times the error "
-            f"without it ({counted(row['seeds'], 'seed')}){doubt(row['p_holm'], row['seeds'])}."
+            f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {interval_text(row, '.2g', columns=FACTOR)} "
+            f"times the error without it ({counted(row['seeds'], 'seed')}){doubt(row['p_holm'], row['seeds'])}."
         )
 
 
 def _draw(values: pd.DataFrame) -> Figure:
     """The error of every run over heads, a panel without an FFN and with one; the bound of what is affine."""
-    from matplotlib.figure import Figure as NewFigure
-
     widths = sorted(set(values["width"]))
-    figure = NewFigure(figsize=(4 * len(widths), 3), layout="constrained")
-    for width, ax in zip(widths, figure.subplots(1, len(widths), squeeze=False, sharey=True).flat, strict=True):
+    figure, axes = panels(len(widths), 4, 3, shared=True)
+    for width, ax in zip(widths, axes, strict=True):
         for number, (product, words) in enumerate(((False, "without the dot product"), (True, "with it"))):
             part = values[(values["width"] == width) & (values["dot_product"] == product)]
             ax.plot(

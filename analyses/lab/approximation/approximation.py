@@ -1,10 +1,10 @@
-"""What relative attention approximates: trained errors beside the least-squares optimum of the same parametrization.
+"""What relative attention approximates: trained errors and the least-squares optimum of the same model.
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
 6: dot-product-free attention with logarithmic, linear or tabulated positions (`relative_transformer`) on the targets of
 `approximation_targets`. Where a trained error lies far above the optimum, optimization failed and not expressivity; two
 learning rates show how much that is worth. The published model has no norm: here one is put before or after its
-sublayers. A norm before them leaves the residual as it is and can express whatever the plain model can; a norm after
+sublayers. A norm before them leaves the residual as it is and can express all that the plain model can; a norm after
 them that scales puts the output on a sphere, which a sum of many inputs does not lie on.
 
 Attainable errors: `python -m ln_probe.analyses.lab.approximation.approximation` makes the kept table anew (minutes).
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,8 +56,18 @@ from ln_probe.analyses.lab.approximation.rates import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, doubt, effects, folder, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned, step_generator
+from ln_probe.analyses.lab.results import (
+    FACTOR,
+    Results,
+    as_factors,
+    doubt,
+    effects,
+    folder,
+    interval_text,
+    panels,
+    summarize,
+)
+from ln_probe.analyses.lab.train import Run, Task, TrainConfig, carry_out, curves, planned, step_generator
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 
@@ -103,7 +112,7 @@ class Cell:
         return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
 
     def optimum(self) -> float:
-        """The least squared error known to be attainable with this parametrization; NaN where nobody computed it.
+        """The least squared error known to be attainable with this parametrization; NaN where it is unknown.
 
         With a slope per head it is read from the kept table of `optima`, in extended precision: the coefficients of
         many heads are larger than float64 can tell apart (`mse` there is of those it holds). It bounds the optimum from
@@ -124,7 +133,7 @@ class Cell:
         return kept_optima().get((self.target, self.kernel, self.heads), (np.nan, np.nan))
 
 
-class ApproximationTask:
+class ApproximationTask(Task):
     """Squared error against a target on fresh inputs of +1 and -1.
 
     Models are measured on one sample of EVALUATION_INPUTS, the same for all, or, where they are affine, exactly.
@@ -156,9 +165,6 @@ class ApproximationTask:
             return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EXACT}
         mse = float(self.loss(model, self._evaluation))
         return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EVALUATION_INPUTS}
-
-    def write_files(self, out: Path) -> None:
-        pass
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -219,9 +225,9 @@ def make_runs(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and put every error beside its optimum."""
     runs = make_runs(request)
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     table = with_inputs(curves(runs))
-    return findings(table, request.quick, tuple(diverged(runs).values()))
+    return findings(table, request.quick, lost)
 
 
 def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
@@ -238,8 +244,6 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
     """
-    from ln_probe.analyses.lab.approximation.approximation import draw
-
     values = table.drop(columns=["step", "evaluated_on"])
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
     laws = attainable_laws(pd.read_csv(OPTIMA))
@@ -283,7 +287,7 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
 
 
 def adjusted_together(*tables: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """The tables with Holm's p over the rows of all of them: one experiment's sentences speak of each."""
+    """The tables with Holm's p over the rows of all of them: one experiment's sentences report each."""
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tables]))
     for table, part in zip(tables, np.split(p_holm, np.cumsum([len(table) for table in tables])[:-1]), strict=True):
         yield table.assign(p_holm=part)
@@ -334,20 +338,15 @@ def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
         KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`, `p`, `p_holm` (over all rows).
     """
     errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
-    found = effects(errors, KEYS, ["norm", "norm_order"])
-    columns = {"mean": "factor", "ci_low": "low", "ci_high": "high"}
-    return found.assign(**{c: np.exp(found[c]) for c in columns}).rename(columns=columns)[
-        [*KEYS, *columns.values(), "seeds", "p", "p_holm"]
-    ]
+    return as_factors(effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
 
 
 def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
     for row in factors.to_dict("records"):
-        interval = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
         yield (
             f"{row['target']}, {row['kernel']} positions, {counted(row['heads'], 'head')} with {row['norm']} in "
-            f"{row['norm_order']}-norm order: {row['factor']:.2g}{interval} times the error without a norm "
-            f"(seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
+            f"{row['norm_order']}-norm order: {interval_text(row, '.2g', columns=FACTOR)} times the error without a "
+            f"norm (seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
         )
 
 
@@ -370,8 +369,8 @@ def draw(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Fig
 def _against_heads(part: pd.DataFrame) -> Figure:
     """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
     figure = Figure(figsize=(8, 5.6), layout="constrained")
-    panels = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
-    for (target, kernel), ax in zip(panels, figure.subplots(2, 2, sharex=True).flat, strict=True):
+    squares = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
+    for (target, kernel), ax in zip(squares, figure.subplots(2, 2, sharex=True).flat, strict=True):
         cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
         for number, lr in enumerate(sorted(set(part["lr"]), reverse=True)):
             line = cell[cell["lr"] == lr].sort_values("heads")
@@ -395,8 +394,8 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
     """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
     from matplotlib.colors import LogNorm
 
-    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-    for target, ax in zip(("1b", "2b"), figure.subplots(1, 2), strict=True):
+    figure, axes = panels(2, 3.8, 3.2)
+    for target, ax in zip(("1b", "2b"), axes, strict=True):
         square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
         if square.empty:
             ax.set_axis_off()
@@ -420,12 +419,11 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
 
 def _norm_dots(part: pd.DataFrame) -> Figure:
     """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
-    panels = list(part.groupby(["target", "kernel", "heads"], sort=False))
-    figure = Figure(figsize=(2.4 * len(panels) + 1.6, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
+    groups = list(part.groupby(["target", "kernel", "heads"], sort=False))
+    figure, axes = panels(len(groups), 2.4, 3.2, shared=True, margin=1.6)
     order = part.drop_duplicates(["norm", "norm_order"])
     rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
-    for ((target, kernel, heads), cell), ax in zip(panels, axes, strict=True):
+    for ((target, kernel, heads), cell), ax in zip(groups, axes, strict=True):
         for place, (norm, norm_order) in enumerate(rows):
             dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
             if len(dots):

@@ -212,7 +212,7 @@ def _units(target: str) -> Float[Tensor, "unit input"]:
 def lag_weights(target: str, length: int = LENGTH) -> Float[np.ndarray, " lag"] | None:
     """The weight of each lag 0 … length - 1 in a linear target; None for 1b and 2a.
 
-    2b's places are counted from the beginning of 1000 inputs, whatever the length: only 4a and 4b have another meaning
+    2b's places are counted from the beginning of 1000 inputs for every length: only 4a and 4b have another meaning
     for longer ones.
     """
     lag = np.arange(length, dtype=float)
@@ -368,7 +368,7 @@ def extended_solution(
         coefficients: of the heads and, last, of the residual; None: the best, by normal equations.
 
     Raises:
-        ValueError: a target that is not linear, or heads that cannot be told apart even with so many digits.
+        ValueError: a target that is not linear, or heads whose columns are dependent even with so many digits.
     """
     with mpmath.workdps(digits):
         columns = [_extended_attention(kernel, slope) for slope in slopes]
@@ -381,7 +381,7 @@ def extended_solution(
             try:
                 solved = list(mpmath.cholesky_solve(gram, right))
             except ValueError as error:
-                raise ValueError(f"{len(slopes)} heads cannot be told apart with {digits} digits: give more") from error
+                raise ValueError(f"{len(slopes)} heads are linearly dependent to {digits} digits: give more") from error
         rows = zip(wanted, zip(*columns, strict=True), strict=True)
         left = [weight - mpmath.fdot(solved, row) for weight, row in rows]
         mse = float(mpmath.fsum(x**2 for x in left))
@@ -513,7 +513,7 @@ def sampling_error(left: Float[np.ndarray, " lag"], inputs: int) -> float:
 
     Of an affine function off by `left` on +1s and -1s: (sum left x)² has the mean sum left² and the variance
     2 (sum left²)² - 2 sum left⁴. So it is sqrt(2 / inputs) at most, and less where few lags are off; a constant that is
-    off beside them makes it less, too.
+    off as well makes it less, too.
     """
     scale = float(np.abs(left).max())
     if scale == 0:

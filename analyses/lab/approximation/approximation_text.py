@@ -8,7 +8,7 @@ Transformers on text with logarithmic relative positions, with the dot product o
 
 The laboratory's transformer with its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
 trained slope p_h per head; without the dot product the first term is gone. One more lag than in `relative_transformer`
-(1 + t - s), because the first token of a text has nobody to look at but itself.
+(1 + t - s), because the first token of a text can attend to itself only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, doubt, summarize
+from ln_probe.analyses.lab.results import Results, doubt, interval_text, panels, summarize
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -166,10 +163,10 @@ def _run(request: Request, cells: Sequence[Cell], shorter: Mapping[str, int]) ->
         task=lambda *_: task,
         training=lambda _, seed: training(request.quick, seed, **shorter),
     )
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     table = curves(runs)
     about = {"training": vars(training(request.quick, 0, **shorter)), "text": task.identity}
-    return findings(table[table["measure"] == "valid_loss"], about, tuple(diverged(runs).values()))
+    return findings(table[table["measure"] == "valid_loss"], about, lost)
 
 
 def findings(table: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...] = ()) -> Results:
@@ -202,12 +199,11 @@ def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]
     loss = {tuple(row[key] for key in KEYS): row["mean"] for row in summary.to_dict("records")}
     for row in products.to_dict("records"):
         layers, heads, norm = row["layers"], row["heads"], row["norm"]
-        spread = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]"
         unclear = doubt(row["p_holm"], row["seeds"])
         told = f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
         yield (
             f"{_shape(layers, heads)}, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
-            f"product, {loss[layers, heads, False, norm]:.3f} without: {row['mean']:+.3f}{spread} "
+            f"product, {loss[layers, heads, False, norm]:.3f} without: {interval_text(row, '+.3f')} "
             f"({counted(row['seeds'], 'seed')}{told}."
         )
     sized = {(layers, heads): x for (layers, heads, dot, norm), x in loss.items() if dot and norm == "layernorm"}
@@ -224,14 +220,11 @@ def _shape(layers: int, heads: int) -> str:
 
 def _bars(summary: pd.DataFrame) -> Figure:
     """Held-out loss of every model."""
-    from matplotlib.figure import Figure
-
     names = [
         f"{_shape(r['layers'], r['heads'])}, {r['norm']}{'' if r['dot_product'] else ', no dot product'}"
         for r in summary.to_dict("records")
     ]
-    figure = Figure(figsize=(6.4, 0.3 * len(names) + 1), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels(1, 6.4, 0.3 * len(names) + 1)
     ax.errorbar(summary["mean"], names, xerr=(summary["mean"] - summary["ci_low"]).fillna(0), fmt="o")
     ax.set(xlabel="held-out loss, nats per token")
     ax.invert_yaxis()

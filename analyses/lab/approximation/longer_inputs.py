@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
@@ -33,19 +33,16 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     linear_optimum,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned
+from ln_probe.analyses.lab.results import Results, interval_text, summarize
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
 from ln_probe.analyses.probes.text import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
 KERNELS = ("log", "linear", "t5")
 HEADS, HEADS_QUICK = (1, 16), (1,)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000
 KEYS = ("target", "kernel", "heads", "length")
-FAR = 4000  # the length that sentences speak of
+FAR = 4000  # the length that sentences report
 
 
 @dataclass(frozen=True)
@@ -117,9 +114,9 @@ def make_runs(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train what is not trained, and put every model and every solution on longer inputs."""
     runs = make_runs(request)
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     solved = solved_errors(grid(request.quick))
-    return findings(trained_errors(runs), solved, request.quick, tuple(diverged(runs).values()))
+    return findings(trained_errors(runs), solved, request.quick, lost)
 
 
 def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
@@ -151,19 +148,13 @@ def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
         told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
         if not np.isnan(far["mean"]):
             seeds = counted(int(far["seeds"]), "seed")
-            told += f"; trained {near['mean']:.2g} and {far['mean']:.2g}{_spread(far)}, {seeds}"
+            told += f"; trained {near['mean']:.2g} and {interval_text(far, '.2g')}, {seeds}"
         count = counted(float(str(heads)), "head")
         yield f"{target}, {kernel} positions, {count}, error relative to the best constant: {told}."
 
 
-def _spread(row: pd.Series) -> str:
-    return "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:.2g}, {row['ci_high']:.2g}]"
-
-
 def _curves(summary: pd.DataFrame) -> Figure:
     """Error relative to the best constant over length; a line per number of heads, dashed for least squares."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 5), layout="constrained")
     panels = [(t, k) for t in AFFINE_TARGETS for k in KERNELS]
     part = summary[summary["measure"] == "relative_mse"]

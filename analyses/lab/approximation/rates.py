@@ -7,12 +7,12 @@ trained     log error against log H, a least-squares line per seed: its exponent
             seeds. A negative exponent says that more heads end with a larger error.
 attainable  of the least-squares solutions in extended precision (one number per H, no seeds) three laws with two
             constants each: a power of H, exp(-c sqrt H), exp(-c H). The interval of a constant is Student's t over the
-            residuals, so it speaks of the fit alone.
+            residuals, so it covers the fit alone.
 
 Up to four heads slopes are searched for, from five on they are laid out: two kinds of points, and a law is laid through
-points of one kind. It is told only of TELLING points or more, if it lies near them (FOLLOWS), falls for certain, and
-lies much nearer than the other laws do (APART). More heads can do whatever fewer can (with coefficients of 0), so a
-solution that is no better than one of fewer heads says nothing of its own. T5's positions weigh all lags from 128 on
+points of one kind. It is reported only for TELLING points or more, if it lies near them (FOLLOWS), falls for certain,
+and lies much nearer than the other laws do (APART). More heads can do all that fewer can (with coefficients of 0), so a
+solution that is no better than one of fewer heads adds no information. T5's positions weigh all lags from 128 on
 alike, so their error has a known limit (`constant_tail_floor`): what is fitted is the excess over it.
 
 Is the dot product needed? Pairs of runs of one seed that differ in it alone.
@@ -31,7 +31,16 @@ from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, lag_weights, variance
-from ln_probe.analyses.lab.results import LEVEL, SIGNIFICANT, contrasted, doubt, minus_reference
+from ln_probe.analyses.lab.results import (
+    FACTOR,
+    LEVEL,
+    SIGNIFICANT,
+    as_factors,
+    contrasted,
+    doubt,
+    interval_text,
+    minus_reference,
+)
 from ln_probe.analyses.probes.text import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
@@ -40,7 +49,7 @@ FEWEST = 3  # numbers of heads; a line through two points is no fit
 ROUNDED = 1e-28
 STALLED = 0.5  # a factor from the fewest to the most heads: an error that falls by less than half follows no rate here
 TELLING = 4  # numbers of heads: with three, a law of two constants has one point to be wrong at
-APART = 4.0  # times the residual of the law that is told: what the next law must be off by, at least
+APART = 4.0  # times the residual of the law that is reported: what the next law must be off by, at least
 FOLLOWS = 0.5  # decades, root mean square: points within a factor of about 3 of a line follow its law
 SEARCHED_FOR, LAID_OUT = "searched", "laid out"  # how the slopes of a solution were found
 LAWS: dict[str, Callable[[Float[np.ndarray, " point"]], Float[np.ndarray, " point"]]] = {
@@ -137,7 +146,7 @@ def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tup
 def constant_tail_floor(target: str) -> float:
     """The least squared error of anything that weighs all lags from T5_LARGEST on alike, on LENGTH inputs: T5's limit.
 
-    The best common weight is the mean of the target's, so what is left is their spread.
+    The best common weight is the mean of the target's, so the remaining error is their spread.
 
     Raises:
         ValueError: a target that is not linear.
@@ -150,7 +159,7 @@ def constant_tail_floor(target: str) -> float:
 
 
 def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
-    """What the rates say, in words."""
+    """The rates as sentences."""
     for (target, kernel), part in laws.groupby(["target", "kernel"], sort=False):
         where = f"Attainable rate, {target}, {kernel} positions"
         exact = part["exact_from"].iloc[0]
@@ -221,19 +230,15 @@ def dot_product_factors(errors: pd.DataFrame) -> pd.DataFrame:
     plain = errors[(errors["measure"] == "mse") & (errors["norm"] == "none")]
     logs = plain.assign(value=np.log(plain["value"].astype(float)))
     keys = ["target", "kernel", "heads", "width"]
-    found = paired(logs, [*keys, "norm_order", "lr"])
-    columns = {"mean": "factor", "ci_low": "low", "ci_high": "high"}
-    told = found.assign(**{c: np.exp(found[c].astype(float)) for c in columns}).rename(columns=columns)
-    return told[[*keys, *columns.values(), "seeds", "p", "p_holm"]]
+    return as_factors(paired(logs, [*keys, "norm_order", "lr"]), keys)
 
 
 def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
-    """3a in words."""
+    """3a as sentences."""
     for row in factors.to_dict("records"):
-        spread = "" if np.isnan(row["low"]) else f" [{row['low']:.2g}, {row['high']:.2g}]"
         heads = counted(row["heads"], "head")
         yield (
             f"3a, dot product on {row['target']}, {row['kernel']}, {heads}, FFN of {row['width']}: "
-            f"{row['factor']:.2g}{spread} times the error without it ({counted(row['seeds'], 'seed')})"
+            f"{interval_text(row, '.2g', columns=FACTOR)} times the error without it ({counted(row['seeds'], 'seed')})"
             f"{doubt(row['p_holm'], row['seeds'])}."
         )

@@ -12,13 +12,12 @@ The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in
 
 A majority gate without training: LayerNorm of what attention averages.
 
-Uniform attention over a prefix of length t gives (#a / t, #b / t). Projection off the ones-vector takes half the
-difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and leaves sign(d) (1, -1) whatever t is.
+Uniform attention over a prefix of length t gives (#a / t, #b / t). Projecting out the all-ones direction takes half the
+difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and leaves sign(d) (1, -1) for every t.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +47,8 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, summarize
-from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, interval_text, panels, summarize
+from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 
@@ -69,7 +68,7 @@ def gate(shares: Float[Tensor, "*batch 2"], norm: str, eps: float = 0.0) -> Floa
 
 
 def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.DataFrame:
-    """What is left to tell #a = #b + 1 from #b = #a + 1 at each length.
+    """How far the outputs for #a = #b + 1 and #b = #a + 1 differ at each length.
 
     Columns: `norm, length, output`: half the difference between the two cases in the first coordinate, so 1 is a full
     gate and what is near 0 is hard to read. `eps` is torch's default.
@@ -91,7 +90,7 @@ def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.D
 
 KEYS = ("task", "model", "norm", "norm_site")
 
-# Accuracy in per cent at PUBLISHED_LENGTHS (Merrill et al. 2020, section 5, table of the two languages).
+# Accuracy in % at PUBLISHED_LENGTHS (Merrill et al. 2020, section 5, table of the two languages).
 PUBLISHED = {
     ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1, 89.5),
     ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6, 57.7),
@@ -103,10 +102,9 @@ PUBLISHED = {
     ("anbnaS", "qrnn x2"): (100, 98.1, 91.6, 89.6, 84.9, 78.7),
 }
 PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
-TRAINED = (
-    0.01  # a model this far below its published accuracy where it was trained is not compared beyond; and one that is
-)
-# not this far above a constant answer's is not told from it
+# A model whose accuracy at the training length is this far below the published one is not compared at longer words.
+# One whose accuracy is not this far above that of a constant answer counts as equal to it.
+TRAINED = 0.01
 CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # (cell, layers) of each recurrent model by the name it has in the tables.
@@ -130,7 +128,7 @@ class TransformerTagger(nn.Module):
         self.body, self.d_out = cfg.build(), d_out
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_out"]:
-        start = torch.full_like(tokens[:, :1], self.body.cfg.d_vocab - 1)  # BOS, so that counts can be told from shares
+        start = torch.full_like(tokens[:, :1], self.body.cfg.d_vocab - 1)  # BOS, so that counts differ from shares
         logits: Tensor = self.body(torch.cat([start, tokens], dim=1))[:, 1:, : self.d_out]
         return logits
 
@@ -256,16 +254,14 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
 def run(request: Request) -> Results:
     """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
     runs = make_runs(request)
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
-    return findings(table, request.quick, tuple(diverged(runs).values()))
+    return findings(table, request.quick, lost)
 
 
 def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
     """Tables, figures and sentences from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
-    from ln_probe.analyses.lab.counting.counting import draw
-
     values = table.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     published = published_table()
@@ -310,7 +306,7 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
-    """`effects`, tested where sentences speak of them (farthest length, largest exact n), Holm over these."""
+    """`effects`, tested where sentences report them (farthest length, largest exact n), Holm over these."""
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
     parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
@@ -361,7 +357,7 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     for row in short.to_dict("records"):
         yield (
             f"{row['task']}, {row['model']}: {100 * row['mean']:.1f} % at length {TRAIN_LENGTH}, published "
-            f"{100 * row['published']:.1f} %: this budget does not reach it, so nothing is said of it beyond."
+            f"{100 * row['published']:.1f} %: this budget does not reach it, so it is not compared at longer words."
         )
     left_out = set(zip(short["task"], short["model"], strict=True))
     for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
@@ -387,8 +383,6 @@ def _effects(changed: pd.DataFrame, summary: pd.DataFrame) -> Iterator[str]:
     cells = summary.set_index([*KEYS, "measure"])
     for row in farthest(changed).to_dict("records"):
         unit = "" if row["measure"] == "exact_to" else " points"
-        mean, low, high = (row[c] * (100 if unit else 1) for c in ("mean", "ci_low", "ci_high"))
-        interval = "" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]"
         told = doubt(row["p_holm"], row["seeds"])
         cell = cells.loc[tuple(row[key] for key in (*KEYS, "measure"))]
         constant = max(cell["constant_yes"], cell["constant_no"])
@@ -396,7 +390,7 @@ def _effects(changed: pd.DataFrame, summary: pd.DataFrame) -> Iterator[str]:
         told = (idle if unit and cell["mean"] < constant else "") + told
         yield (
             f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
-            f"{mean:+.1f}{interval}{unit} against none (seeds: {row['seeds']}){told}."
+            f"{interval_text(row, '+.1f', 100 if unit else 1)}{unit} against none (seeds: {row['seeds']}){told}."
         )
 
 
@@ -437,8 +431,8 @@ def draw(
 def _over_lengths(part: pd.DataFrame) -> Figure:
     """Accuracy of the plain models over length, a panel per task; published figures dotted."""
     tasks = list(dict.fromkeys(part["task"]))
-    figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
-    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False, sharey=True).flat, strict=True):
+    figure, axes = panels(len(tasks), 4.6, 3.8, shared=True)
+    for task, ax in zip(tasks, axes, strict=True):
         for number, (model, line) in enumerate(part[part["task"] == task].groupby("model", sort=False)):
             _draw_line(ax, line, f"C{number}", str(model))
             ax.plot(_lengths(line), line["published"], color=f"C{number}", linestyle=":")
@@ -451,19 +445,14 @@ def _terms_over_lengths(accuracy: pd.DataFrame) -> Figure:
     """Accuracy over length with each term and without, a panel per model and place of the norm."""
     normed = accuracy[accuracy["norm"] != "none"]
     places = list(dict.fromkeys(zip(normed["task"], normed["model"], normed["norm_site"], strict=True)))
-    columns = min(4, len(places))
-    rows = -(-len(places) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.8 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
-    for (task, model, site), ax in zip(places, axes, strict=False):
+    figure, axes = panels(len(places), 3.6, 2.8, columns=4, shared=True)
+    for (task, model, site), ax in zip(places, axes, strict=True):
         cell = accuracy[(accuracy["task"] == task) & (accuracy["model"] == model)]
         for number, norm in enumerate(("none", *TERMS)):
             line = cell[(cell["norm"] == norm) & ((cell["norm_site"] == site) | (norm == "none"))]
             _draw_line(ax, line, f"C{number}", norm)
         ax.set_title(f"{task}: {model}, on its {site}", fontsize=9)
     axes[0].legend(fontsize=7)
-    for unused in axes[len(places) :]:
-        unused.set_axis_off()
     return figure
 
 
@@ -484,8 +473,8 @@ def _draw_line(ax: Any, line: pd.DataFrame, color: str, label: str) -> None:
 def _effect_bars(far: pd.DataFrame) -> Figure:
     """What each term changes against no norm, a panel per task; intervals over seeds."""
     tasks = list(dict.fromkeys(far["task"]))
-    figure = Figure(figsize=(5 * len(tasks), 0.2 * far["task"].value_counts().max() + 1.4), layout="constrained")
-    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
+    figure, axes = panels(len(tasks), 5, 0.2 * far["task"].value_counts().max() + 1.4)
+    for task, ax in zip(tasks, axes, strict=True):
         cell = far[far["task"] == task]
         places = [f"{m}, {s}" for m, s in zip(cell["model"], cell["norm_site"], strict=True)]
         names = list(dict.fromkeys(places))
@@ -511,8 +500,8 @@ def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
     ends = values.pivot(index=[*keys, "seed"], columns="measure", values="value")
     cells = values[keys].drop_duplicates()
     tasks = list(dict.fromkeys(cells["task"]))
-    figure = Figure(figsize=(5.2 * len(tasks), 0.28 * cells["task"].value_counts().max() + 1.2), layout="constrained")
-    for task, ax in zip(tasks, figure.subplots(1, len(tasks), squeeze=False).flat, strict=True):
+    figure, axes = panels(len(tasks), 5.2, 0.28 * cells["task"].value_counts().max() + 1.2)
+    for task, ax in zip(tasks, axes, strict=True):
         names, trained = [], trained_to(str(task), quick)
         for place, cell in enumerate(cells[cells["task"] == task].itertuples(index=False, name=None)):
             _, model, norm, site = cell
@@ -537,8 +526,7 @@ def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
 
 def _gate_figure(gate: pd.DataFrame) -> Figure:
     """The gate's output for one a more than b's, over length."""
-    figure = Figure(figsize=(4.8, 3.2), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels(1, 4.8, 3.2)
     for norm, line in gate.groupby("norm", sort=False):
         ax.plot(line["length"], line["output"], marker="o", markersize=3, label=norm)
     ax.set(xscale="log", yscale="log", xlabel="length of the prefix", ylabel="output, one a more than b's")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.train import step_generator
+from ln_probe.analyses.lab.train import Task, step_generator
 
 PrefixLanguage = Literal["L5", "anbnS", "anbnaS"]
 PREFIX_LANGUAGES: tuple[str, ...] = get_args(PrefixLanguage)
@@ -145,7 +144,7 @@ def trained_to(language: str, quick: bool) -> int:
     return QUICK_TRAINED_N if quick else MAX_TRAINED_N[language]
 
 
-class PrefixTask:
+class PrefixTask(Task):
     """Label every prefix of words of one length; accuracy over labels at every test length."""
 
     def __init__(self, language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> None:
@@ -174,12 +173,9 @@ class PrefixTask:
             for n, words in self._evaluation.items()
         }
 
-    def write_files(self, out: Path) -> None:
-        pass
-
 
 def constant_answers(language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> pd.DataFrame:
-    """What somebody gets right who answers the same everywhere, on the words that networks are measured on.
+    """The accuracy of a constant answer on the words that networks are measured on.
 
     Returns:
         `task, measure, constant_yes, constant_no`, a row per length; shares of labels.
@@ -192,7 +188,7 @@ def constant_answers(language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> 
     return pd.DataFrame(rows, columns=["task", "measure", "constant_yes", "constant_no"])
 
 
-class CountingTask:
+class CountingTask(Task):
     """Predict the next token of a^n b^n or a^n b^n c^n, n uniform; how far is the network exact?"""
 
     def __init__(self, language: str, max_n: int | None = None) -> None:
@@ -212,9 +208,6 @@ class CountingTask:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return counted(model, self.letters, MAX_TESTED_N * self.max_n)
-
-    def write_files(self, out: Path) -> None:
-        pass
 
 
 def counted(model: nn.Module, letters: int, largest: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's 
 
 Three looks at the same counter that share nothing with the fit:
 
-    differences     the mean step from letter to letter, beside the slope
+    differences     the mean step from letter to letter, compared with the slope
     reading         after how many b's the network first allows what comes after a^n b^n: its own count of n
     moving          that dimension moved by the slope of k letters before the b's: does the network end k letters later?
 """
@@ -39,9 +39,9 @@ from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, panels, summarize
 from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.train import Run, carry_out, diverged
+from ln_probe.analyses.lab.train import Run, carry_out
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
 # what bends by several letters, and is asked for beside READABLE, not in its place.
@@ -72,7 +72,7 @@ class LetterByLetter:
         letters: 2 for a^n b^n, 3 for a^n b^n c^n.
 
     Raises:
-        ValueError: more than one layer, or a QRNN, whose state is not carried by its gates.
+        ValueError: more than one layer, or a QRNN, whose gates do not depend on its state.
     """
 
     def __init__(self, model: nn.Module, letters: int) -> None:
@@ -214,7 +214,7 @@ def counter_of(dimensions: pd.DataFrame, phase: int) -> Counter:
     best, counting = (float("nan"), 0, 0), list[int]()
     for earlier in range(phase):
         turns = slope[:, earlier] * slope[:, phase] < 0
-        least = np.minimum(r2[:, earlier], r2[:, phase])  # NaN, if it stands still in either
+        least = np.minimum(r2[:, earlier], r2[:, phase])  # NaN, if it does not move in either
         for dimension in np.flatnonzero(turns & ~np.isnan(least)).tolist():
             if np.isnan(best[0]) or least[dimension] > best[0]:
                 best = (float(least[dimension]), dimension, earlier)
@@ -288,17 +288,12 @@ def draw(networks: pd.DataFrame, traces: pd.DataFrame, readings: pd.DataFrame) -
 def _panels(networks: pd.DataFrame, height: float) -> tuple[Figure, list[tuple[tuple[Any, ...], pd.DataFrame, Any]]]:
     """A panel per network and phase, with its title."""
     groups: list[tuple[Any, pd.DataFrame]] = list(networks.groupby(list(DRAWN_NETWORK), sort=False))
-    columns = min(FIGURE_COLUMNS, len(groups))
-    rows = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.3 * columns, height * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in axes[len(groups) :]:
-        unused.set_axis_off()
-    for ((task, model, norm, site, phase), _), ax in zip(groups, axes, strict=False):
+    figure, axes = panels(len(groups), 3.3, height, columns=FIGURE_COLUMNS)
+    for ((task, model, norm, site, phase), _), ax in zip(groups, axes, strict=True):
         name = f"{task} ({phase}): {model}" + ("" if norm == "none" else f"\n{norm} on its {site}")
         ax.set_title(name, fontsize=8)
         ax.tick_params(labelsize=7)
-    return figure, [(key, part, ax) for (key, part), ax in zip(groups, axes, strict=False)]
+    return figure, [(key, part, ax) for (key, part), ax in zip(groups, axes, strict=True)]
 
 
 def _of(table: pd.DataFrame, key: tuple[Any, ...]) -> pd.DataFrame:
@@ -383,13 +378,13 @@ def grid(quick: bool) -> tuple[counting.Cell, ...]:
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and follow every cell."""
     runs = counting.make_runs(request, grid(request.quick))
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     found = [followed(r) for r in runs if r.finished]
     tables = {
         name: pd.concat([f[name] for f in found], ignore_index=True) if found else pd.DataFrame(columns=columns)
         for name, columns in COLUMNS.items()
     }
-    return findings(tables, tuple(diverged(runs).values()))
+    return findings(tables, lost)
 
 
 def followed(run: Run) -> dict[str, pd.DataFrame]:
@@ -449,8 +444,6 @@ def _longest_run(right: np.ndarray) -> int:
 
 def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Results:
     """Summary, pictures and sentences from the tables of COLUMNS."""
-    from ln_probe.analyses.lab.counting.counting_traces import draw
-
     networks = in_order(with_verdicts(tables["networks"], tables["traces"]))
     values = networks.melt([*NETWORK], [*MEASURES, *OF_TRACE], "measure", "value")
     values["value"] = values["value"].astype(float)

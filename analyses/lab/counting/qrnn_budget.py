@@ -1,8 +1,8 @@
 """Do single-layer QRNNs reach the published accuracy at the training length, and how far do they then go?
 
 `counting` trains every network with 10,000 updates, after which a QRNN is points short of its published accuracy where
-it was trained (Merrill et al. 2020, section 5: up to 100 epochs of 100,000 words, until 10 epochs bring nothing). What
-an order of networks beyond the training length is worth that were not trained equally well, nobody knows. So QRNN and
+it was trained (Merrill et al. 2020, section 5: up to 100 epochs of 100,000 words, until 10 epochs bring nothing). An
+order of networks beyond the training length means little if they were not trained equally well. So QRNN and
 QRNN+ are trained ten times as long here, at two learning rates, and their accuracy at longer words is read where they
 first reach the published accuracy at 64, and at the end.
 """
@@ -10,12 +10,14 @@ first reach the published accuracy at 64, and at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT
+from ln_probe.analyses.lab.counting import counting
+from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT, published_table
 from ln_probe.analyses.lab.counting.counting_tasks import (
     PREFIX_VOCABULARY,
     PUBLISHED_LENGTHS,
@@ -25,11 +27,8 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 )
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ln_probe.analyses.lab.results import Results, panels, summarize
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, planned
 
 TASKS, MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
 RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
@@ -59,21 +58,10 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 
 
 def training(quick: bool, seed: int, lr: float) -> TrainConfig:
+    """The schedule of `counting` with more updates, evaluated on the way."""
     updates = 2000 if quick else UPDATES
-    return TrainConfig(
-        steps=updates,
-        batch=16,
-        lr=lr,
-        lr_end=1e-4,
-        warmup=100,
-        weight_decay=0.0,
-        clip=1.0,
-        betas=(0.9, 0.999),
-        optimizer="adam",
-        seed=seed,
-        evaluate_every=updates // EVALUATIONS,
-        state_every=5000,
-    )
+    usual = counting.training(counting.Cell(TASKS[0], MODELS[0]), quick, seed)
+    return replace(usual, steps=updates, lr=lr, evaluate_every=updates // EVALUATIONS, state_every=5000)
 
 
 def make_runs(request: Request) -> list[Run]:
@@ -90,10 +78,10 @@ def make_runs(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and read the accuracy beyond where the published one is reached."""
     runs = make_runs(request)
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
-    return findings(table, request.quick, (*diverged(runs).values(), *unfinished(table, request.quick)))
+    return findings(table, request.quick, (*lost, *unfinished(table, request.quick)))
 
 
 def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
@@ -128,17 +116,6 @@ def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = 
     )
 
 
-def published_table() -> pd.DataFrame:
-    """Published accuracies (0-1) of the two models."""
-    rows = [
-        (task, model, f"accuracy_{n}", percent / 100)
-        for (task, model), percents in PUBLISHED.items()
-        if model in MODELS
-        for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
-    ]
-    return pd.DataFrame(rows, columns=["task", "model", "measure", "published"])
-
-
 def readings(values: pd.DataFrame) -> pd.DataFrame:
     """Accuracies of every run at the end, and where it first reached the published accuracy at the training length.
 
@@ -167,17 +144,15 @@ def sentences(read: pd.DataFrame) -> Iterator[str]:
             f"({PUBLISHED[str(task), str(model)][0]:g} %); at the end they have {100 * ends['value'].min():.1f} to "
             f"{100 * ends['value'].max():.1f} %"
         )
-        yield said + ("." if len(there) else ": this budget does not reach it, so nothing is said beyond that length.")
+        yield said + ("." if len(there) else ": this budget does not reach it, so longer words are not compared.")
 
 
 def draw(values: pd.DataFrame) -> Figure:
     """Accuracy at the training length and at the longest over updates, a panel per task and model."""
-    from matplotlib.figure import Figure as NewFigure
-
     lengths = sorted({int(m.removeprefix("accuracy_")) for m in values["measure"]})
-    panels = list(values.groupby(["task", "model"], sort=False))
-    figure = NewFigure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
-    for ((task, model), part), ax in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
+    groups = list(values.groupby(["task", "model"], sort=False))
+    figure, axes = panels(len(groups), 4.2, 3.4)
+    for ((task, model), part), ax in zip(groups, axes, strict=True):
         for style, length in zip(("-", ":"), (lengths[0], lengths[-1]), strict=True):
             rows = part[part["measure"] == f"accuracy_{length}"]
             for number, lr in enumerate(RATES):

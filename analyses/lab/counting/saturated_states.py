@@ -35,18 +35,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Shaped
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize, summarize_kinds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from ln_probe.analyses.lab.results import Results, interval_text, panels, summarize, summarize_kinds
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
@@ -360,9 +358,7 @@ def _sentences(summary: pd.DataFrame, grown: pd.DataFrame) -> Iterator[str]:
         if theory == CONSTANT:
             said += f". The set of states came back in {_share(of[SETTLED])}"
         else:
-            power = of[f"{EXPONENT}, largest"]
-            interval = "" if np.isnan(power["ci_low"]) else f" [{power['ci_low']:.2f}, {power['ci_high']:.2f}]"
-            said += f". Exponent of the fastest draw {power['mean']:.2f}{interval}, growing: "
+            said += f". Exponent of the fastest draw {interval_text(of[f'{EXPONENT}, largest'], '.2f')}, growing: "
             said += _share(of[COUNTING])
         yield f"{said}. Largest over the draws: {'; '.join(told)}."
 
@@ -380,19 +376,12 @@ def _told(part: pd.DataFrame, kind: str) -> str:
 
 def _share(row: dict[Hashable, Any]) -> str:
     """A share of draws with its interval over seeds; where it is all of them in every seed there is nothing to tell."""
-    if row["mean"] == 1:
-        return "every draw"
-    interval = "" if np.isnan(row["ci_low"]) else f" [{100 * row['ci_low']:.0f}, {100 * row['ci_high']:.0f}]"
-    return f"{100 * row['mean']:.0f}{interval} % of the draws"
+    return "every draw" if row["mean"] == 1 else f"{interval_text(row, '.0f', 100)} % of the draws"
 
 
 def draw(summary: pd.DataFrame) -> Figure:
     """Distinct states over length, the largest draw of every cell; dotted: constant in theory."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure as NewFigure
-
-    figure = NewFigure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplots(1, 2)
+    figure, axes = panels(2, 5.5, 4.6)
     colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
     styles = {CONSTANT: ":", GROWS: "-", UNSATURATED: "--"}
     for kind, ax in zip(("states", "visited"), axes, strict=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.arithmetic import Rounding
@@ -27,12 +28,10 @@ from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledPr
 from ln_probe.analyses.lab.crasp.depth_task import gate_program
 from ln_probe.analyses.lab.crasp.lowering import Construction
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, panels, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 
@@ -165,7 +164,7 @@ def suffices(construction: str, norm: str) -> bool:
 def random_words(
     alphabet: Sequence[str], letters: int, count: int, generator: torch.Generator
 ) -> list[tuple[str, ...]]:
-    """Words of three kinds in turn: letters drawn evenly; runs, each of its own mean length; sorted letters.
+    """Words of three kinds in turn: letters drawn evenly; runs with a random mean length; sorted letters.
 
     Even letters alone would never be in a language such as a^n b^n or L_k.
     """
@@ -365,10 +364,7 @@ def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
 
 def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
     """Share of right answers, operations against means; empty where a count has no place."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 0.36 * len(operations) + 1.2), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels(1, 10.5, 0.36 * len(operations) + 1.2)
     values = operations[list(means)].to_numpy(float)
     ax.imshow(values, vmin=0.5, vmax=1, cmap="viridis", aspect="auto")
     for row, column in zip(*(values == values).nonzero(), strict=True):
@@ -388,10 +384,7 @@ def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
 
 def length_curves(lengths: pd.DataFrame) -> Figure:
     """Share of right answers over length, a line per means."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels(1, 6, 3.6)
     for number, (name, line) in enumerate(lengths.groupby("means", sort=False)):
         ax.plot(line["letters"], line["value"], marker="osv^Dx"[number % 6], markersize=4, alpha=0.8, label=str(name))
     ax.set(xscale="log", xlabel="letters", ylabel="answers right", title="A majority of majorities, compiled")

@@ -8,7 +8,7 @@ How a compiled program's values lie in the residual stream, and an MLP that rewr
 A truth value p takes four entries, -p, p, -q, q with q = 1 - p, so exactly two of them are not 0; fillers, whose
 number varies, keep the number of entries that are not 0 the same at every norm. All these entries are equally long and
 their sum is 0: a norm that projects has nothing to do, and one that scales divides by a number known beforehand,
-whatever the word (with `live` entries of d_model = 4 live, by half an entry's length).
+for every word (with `live` entries of d_model = 4 live, by half an entry's length).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def stream_for(steps: Sequence[Step], rounded: bool) -> Stream:
     """The smallest stream in which all steps of a program have room."""
     features = max(len(held) for step in steps for held in (step.before, step.after))
     fewest = min(len(held) for step in steps for held in (step.before, step.after))
-    # Without rounding, beside the answers: the number of positions and, for an output that is a count, that count.
+    # Without rounding, and after the answers: the number of positions and, for an output that is a count, that count.
     arrivals = max(len(step.asked) + (0 if rounded else len(step.sums) + 2) for step in steps)
     at_a_norm = max(2 * (len(step.before) + (len(step.asked) if rounded else 0)) for step in steps)
     live = 1

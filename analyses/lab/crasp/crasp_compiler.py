@@ -37,7 +37,7 @@ from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, 
 from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Place, Step, lower, plan
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
-from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import HAND_BUILT, Block, LabConfig, LabTransformer, blank
 
 CONSTRUCTIONS: tuple[Construction, ...] = get_args(Construction)
 BOS = 0  # its token; the alphabet's symbols follow
@@ -248,37 +248,25 @@ def _assemble(
 ) -> LabTransformer:
     """A lab model with these weights; its norms' gains bring truth values to the length that the next part reads."""
     d, rounded = writer.stream.d_model, writer.rounded
-    # Entries of one length on a quarter of the places: a norm that scales makes them 2, whatever they were.
+    # Entries of one length on a quarter of the places: a norm that scales makes them 2, for any length they had.
     divisors = (writer.step if rounded else 0.5, 0.5)
     gains = (1.0 if rounded else 0.5, writer.step if rounded else 0.5)
     cfg = LabConfig(
         n_layers=len(steps),
         d_model=d,
-        n_heads=1,
         d_head=max(1, *(block.W_V.shape[1] for block in blocks)),
         d_mlp=max(1, *(block.W_in.shape[1] for block in blocks)),
         d_vocab=len(letters) + 1,
         n_ctx=n_ctx,
         norm=norm,
         norm_mlp=norm,
-        norm_final=None,
-        norm_order="post",
-        positions="none",
-        tied=False,
-        act_fn="relu",
         eps=eps,
         divisor=None if norm in SCALES else divisors[0],
-        affine=True,
-        affine_others=True,
-        bias_qkv=False,
         bias_out=rounded,
-        bias_mlp=False,
-        bias_unembed=False,
+        **HAND_BUILT,
     )
-    model = LabTransformer(cfg).double()
+    model = blank(cfg)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
         model.embed.W_E.copy_(torch.from_numpy(writer.embedding(steps[0].before, letters)))
         assert model.unembed.untied is not None
         for logit, place in enumerate(writer.unembedding(steps[-1].after)):

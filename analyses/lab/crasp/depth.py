@@ -19,10 +19,11 @@ by themselves is tested apart (`fresh_terms`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.crasp.depth_task import (
     BINS,
@@ -43,15 +44,13 @@ from ln_probe.analyses.lab.results import (
     binomial_interval,
     effects,
     interval,
+    interval_text,
     paired_p,
+    panels,
     summarize,
 )
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.probes.statistics import holm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
 THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
@@ -324,16 +323,15 @@ def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
     for row in terms[(terms["depth"] == ALL_DEPTHS) & (terms["outcome"] == REACH)].to_dict("records"):
         order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
         start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
-        points = f"{100 * row['mean']:+.1f}"
         if np.isnan(row["p"]):
             who = "the one seed that has every run of them" if row["seeds"] else "runs of which no seed has all"
-            yield f"{start}: {points} points in {who}, which tells nothing by itself."
+            yield f"{start}: {100 * row['mean']:+.1f} points in {who}, which tells nothing by itself."
             continue
         verb = (
             "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no difference that these seeds can tell:"
         )
         yield (
-            f"{start} {verb} {points} [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}] points "
+            f"{start} {verb} {interval_text(row, '+.1f', 100)} points "
             f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."
         )
 
@@ -358,8 +356,6 @@ def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
 
 def _heat_maps(summary: pd.DataFrame) -> Figure:
     """Exact match in the farthest bin, depth against k, a map per norm and order."""
-    from matplotlib.figure import Figure
-
     far = summary[(summary["measure"] == measure(BINS[-1])) & (summary["positions"] == "none")]
     orders = _in_order(far["norm_order"])
     norms = _in_order(far["norm"])
@@ -394,15 +390,10 @@ def _heat_maps(summary: pd.DataFrame) -> Figure:
 
 def length_curves(part: pd.DataFrame, by: str, columns: int, *, height: float = 2.6) -> Figure:
     """Exact match over length: a panel per (depth, k), a line per value of the column `by`; stars are published."""
-    from matplotlib.figure import Figure
-
     squares = list(dict.fromkeys(zip(part["depth"], part["k"], strict=True)))
-    columns = min(columns, len(squares))
-    rows = -(-len(squares) // columns)
-    figure = Figure(figsize=(4.2 * columns, height * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    figure, axes = panels(len(squares), 4.2, height, columns=columns, shared=True)
     lengths, order = [sum(b) / 2 for b in BINS], _in_order(part[by])
-    for (depth, k), ax in zip(squares, axes, strict=False):
+    for (depth, k), ax in zip(squares, axes, strict=True):
         cell = part[(part["depth"] == depth) & (part["k"] == k)]
         for name in _in_order(cell[by]):
             line = cell[cell[by] == name].set_index("measure").reindex([measure(b) for b in BINS])
@@ -414,8 +405,6 @@ def length_curves(part: pd.DataFrame, by: str, columns: int, *, height: float = 
         ax.set(title=f"depth {depth}, L{k}: {side} the theory's reach", xlabel="letters", ylim=(0, 1.05))
     axes[0].set_ylabel("exact match")
     axes[0].legend(fontsize=7)
-    for unused in axes[len(squares) :]:
-        unused.set_axis_off()
     return figure
 
 

@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.lab.crasp.depth import (
     HIT,
-    PUBLISHED,
     REACH,
     exact_matches,
     hit_rates,
     length_curves,
+    published_table,
     runs_of,
     sides,
     summarized,
@@ -34,7 +33,7 @@ from ln_probe.analyses.lab.crasp.depth_task import (
     predicted_depth,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, doubt
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out
 from ln_probe.analyses.probes.text import counted
 
@@ -112,16 +111,6 @@ def findings(
     )
 
 
-def published_table() -> pd.DataFrame:
-    """The published exact match (0-1), next to the bin at the same ratio to the training lengths."""
-    rows = [
-        (depth, k, "none", measure(BINS[2]), percent / 100)
-        for k, percents in PUBLISHED.items()
-        for depth, percent in enumerate(percents, start=1)
-    ]
-    return pd.DataFrame(rows, columns=["depth", "k", "positions", "measure", "published"])
-
-
 def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """What one block, one layer or positions change in REACH (mean exact match beyond the training lengths).
 
@@ -170,9 +159,8 @@ def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]
 
 def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     for row in contrasts.to_dict("records"):
-        spread = "" if np.isnan(row["ci_low"]) else f" [{100 * row['ci_low']:+.1f}, {100 * row['ci_high']:+.1f}]"
         told = doubt(row["p_holm"], row["seeds"]).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
         yield (
-            f"{row['contrast']}: {100 * row['mean']:+.1f}{spread} points of {REACH} "
+            f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {REACH} "
             f"({counted(row['seeds'], 'seed')}; {told})."
         )

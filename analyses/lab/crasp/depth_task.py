@@ -30,7 +30,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -42,8 +41,8 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.train import step_generator
-from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.train import Task, step_generator
+from ln_probe.analyses.lab.transformer import HAND_BUILT, Block, LabConfig, LabTransformer, blank
 
 MAJORITY = "majority := #[Q_a] > #[Q_b]"
 
@@ -206,30 +205,20 @@ def gate_transformer(depth: int, norm: str = "layernorm", eps: float = 0.0, n_ct
     cfg = LabConfig(
         n_layers=depth,
         d_model=2 * pairs,
-        n_heads=1,
         d_head=1,
         d_mlp=2,
         d_vocab=D_VOCAB,
         n_ctx=n_ctx,
         norm=norm,
         norm_mlp=norm,
-        norm_final=None,
-        norm_order="post",
-        positions="none",
-        tied=False,
-        act_fn="relu",
         eps=eps,
         affine=False,
         affine_others=False,
-        bias_qkv=False,
         bias_out=False,
-        bias_mlp=False,
-        bias_unembed=False,
+        **HAND_BUILT,
     )
-    model = LabTransformer(cfg).double()
+    model = blank(cfg)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
         for module in model.modules():
             if isinstance(module, Norm) and module.divisor is not None:
                 module.divisor.fill_(1.0)
@@ -283,16 +272,8 @@ def compare_table(depths: Sequence[int] = (1, 2, 3), words: int = 200, letters: 
         for norm, eps in ((kind, eps) for kind in NORM_KINDS for eps in ((0.0, 1e-5) if kind in SCALES else (0.0,))):
             said, gap = answers(gate_transformer(depth, norm, eps, letters + 1), drawn)
             right = said == truth
-            rows.append(
-                (
-                    depth,
-                    norm,
-                    eps,
-                    float(right.double().mean()),
-                    float(right.all(1).double().mean()),
-                    float(gap[:, -1].min()),
-                )
-            )
+            shares = float(right.double().mean()), float(right.all(1).double().mean())
+            rows.append((depth, norm, eps, *shares, float(gap[:, -1].min())))
     return pd.DataFrame(rows, columns=["depth", "norm", "eps", "accuracy", "words_right", "smallest_gap"])
 
 
@@ -303,7 +284,7 @@ EVALUATION_SEED = 10_000  # apart from every training seed
 KEYS = ("depth", "k", "norm", "norm_order", "positions")
 
 
-class BlockTask:
+class BlockTask(Task):
     """Label the last block of words of L_k; loss per letter, measured as exact match per length bin.
 
     Args:
@@ -339,9 +320,6 @@ class BlockTask:
             measure(lengths): float(exact_match(_label_logits(model, words).argmax(-1), words.labels).float().mean())
             for lengths, words in self._evaluation.items()
         }
-
-    def write_files(self, out: Path) -> None:
-        pass
 
 
 def _label_logits(model: nn.Module, words: BlockWords) -> Float[Tensor, "word pos label"]:

@@ -26,24 +26,21 @@ from typing import TYPE_CHECKING, cast
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
-from ln_probe.analyses.geometry.api import key_geometry
-from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.language_model.published_language_model import unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize_kinds
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, panels, summarize_kinds
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, save_model
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, diverged, planned, train
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.interventions import NoOpWarning, without
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
-    from pathlib import Path
-
-    from matplotlib.figure import Figure
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
@@ -174,10 +171,8 @@ def make_runs(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train the missing runs, and measure the finished ones."""
     runs = make_runs(request)
-    carry_out(runs, request)
-    return findings(
-        pd.concat([*measured(runs, request)], ignore_index=True), tuple(diverged(runs).values()), request.quick
-    )
+    lost = carry_out(runs, request)
+    return findings(pd.concat([*measured(runs, request)], ignore_index=True), lost, request.quick)
 
 
 def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
@@ -226,12 +221,13 @@ def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[
     _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
     for layer in layers:
         block = cast("Block", model.blocks[layer])
-        yield layer, FRACTION, _share(cache[f"blocks.{layer}.attn.hook_k"])
+        yield layer, FRACTION, unselectable_share(cache[f"blocks.{layer}.attn.hook_k"])
         if model.cfg.norm in SCALES:
             sigma = cache[f"blocks.{layer}.ln1.hook_scale"]
             constant = sigma.clone()
             constant[:, 0], constant[:, 1:] = sigma[:, 0].mean(), sigma[:, 1:].mean()
-            yield layer, FROZEN, _share(_keys(block, cache[f"blocks.{layer}.hook_resid_pre"], constant))
+            keys = _keys(block, cache[f"blocks.{layer}.hook_resid_pre"], constant)
+            yield layer, FROZEN, unselectable_share(keys)
 
 
 def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
@@ -243,11 +239,6 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
 
 
-def _share(keys: torch.Tensor) -> float:
-    heads = keys.detach().transpose(1, 2).flatten(0, 1).double().numpy()
-    return float((key_geometry(heads, margins=False).verdict == NAMES[UNSELECTABLE]).mean())
-
-
 def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = False) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
     values = pd.concat([values, over_layers(values)], ignore_index=True)
@@ -256,10 +247,7 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = Fal
     compared = contrasts(values)
     return Results(
         summary,
-        tables={
-            "seeds": values[values["layer"].ge(0) | ~shares],
-            "contrasts": compared,
-        },
+        tables={"seeds": values[values["layer"].ge(0) | ~shares], "contrasts": compared},
         figures={} if values.empty else {"seeds": draw(values)},
         conclusions=tuple(sentences(compared)),
         settings={
@@ -305,21 +293,18 @@ def sentences(compared: pd.DataFrame) -> Iterator[str]:
     """Every contrast with its interval, and whether it is significant."""
     for row in compared.to_dict("records"):
         title, scale, digits, unit = TITLES[row["measure"]]
-        center, low, high = (f"{scale * row[c]:+.{digits}f}" for c in ("mean", "ci_low", "ci_high"))
-        interval = "" if pd.isna(row["ci_low"]) else f" [{low}, {high}]"
         holm = counted(row["seeds"], "seed") + ("" if pd.isna(row["p_holm"]) else f", Holm {row['p_holm']:.2g}")
         told = doubt(row["p_holm"], row["seeds"])
         term, beside = str(row["contrast"]).split(", ")
-        yield f"{title}: {term} before attention, {beside}: {center}{interval} {unit} ({holm}){told}."
+        change = interval_text(row, f"+.{digits}f", scale)
+        yield f"{title}: {term} before attention, {beside}: {change} {unit} ({holm}){told}."
 
 
 def draw(values: pd.DataFrame) -> Figure:
     """Held-out loss, costs of the terms and unselectable keys of every seed, a row per norm."""
-    from matplotlib.figure import Figure as NewFigure
-
     shown = [m for m in (LOSS, *COSTS.values(), FRACTION, FROZEN) if m in set(values["measure"])]
-    figure = NewFigure(figsize=(2.7 * len(shown), 2.6), layout="constrained")
-    for measure, ax in zip(shown, figure.subplots(1, len(shown), squeeze=False, sharey=True).flat, strict=True):
+    figure, axes = panels(len(shown), 2.7, 2.6, shared=True)
+    for measure, ax in zip(shown, axes, strict=True):
         part = values[(values["measure"] == measure) & (values["layer"] == ALL_LAYERS)]
         ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
         ax.set(xlabel=measure.replace("_", " "))

@@ -18,15 +18,16 @@ What the encoders show: masked loss and unselectable keys, and what leaving out 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
@@ -35,6 +36,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     FRACTION,
     HEAD,
     NORMALIZED,
+    shares_at_checkpoints,
     unselectable_share,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
@@ -44,23 +46,23 @@ from ln_probe.analyses.lab.results import (
     doubt,
     interval_text,
     minus_reference,
+    panels,
     summarize_kinds,
 )
-from ln_probe.analyses.lab.run_folder import (
-    LAB_FILE,
-    checkpoint_steps,
-    kept_beside,
-    weights_of,
-)
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import (
+    Run,
+    TrainConfig,
+    carry_out,
+    curves,
+    planned,
+    shared_settings,
+    with_checkpoints,
+)
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
-    from ln_probe.analyses.lab.results import Results
 
 
 @dataclass(frozen=True)
@@ -184,11 +186,11 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
             )
         for row in differences[differences["shape"] == shape].to_dict("records"):
             if row["measure"] == LOSS:
-                what, told = "the held-out masked loss", f"{interval_text(row, sign=True)} nats"
+                what, told = "the held-out masked loss", f"{interval_text(row, '+.3f')} nats"
             else:
                 where = "as heads see them" if row["space"] == HEAD else "before the norm"
                 what = f"the share of unselectable keys {where} (mean over layers)"
-                told = f"{interval_text(row, 100, 1, sign=True)} points"
+                told = f"{interval_text(row, '+.1f', 100)} points"
             clear = doubt(row["p_holm"], row["seeds"])
             term = LEFT_OUT[row["norm"]]
             yield f"{shape}: leaving out {term} changes {what} by {told} (seeds: {int(row['seeds'])}){clear}."
@@ -196,27 +198,24 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
 
 def _draw(summary: pd.DataFrame) -> Figure:
     """Unselectable keys at the last step, a panel per shape and space: bars over layers, whiskers over seeds."""
-    from matplotlib.figure import Figure as NewFigure
-
     rows = summary[(summary["measure"] == FRACTION) & (summary["step"] == summary["step"].max())]
     shapes, spaces = list(dict.fromkeys(rows["shape"])), (BEFORE, NORMALIZED, HEAD)
-    figure = NewFigure(figsize=(11, 2.8 * max(1, len(shapes))), layout="constrained")
-    axes = figure.subplots(max(1, len(shapes)), len(spaces), sharey=True, squeeze=False)
+    figure, axes = panels(len(shapes) * len(spaces), 11 / len(spaces), 2.8, columns=len(spaces), shared=True)
     norms = list(dict.fromkeys(rows["norm"]))
-    for line, shape in zip(axes, shapes, strict=True):
-        for ax, space in zip(line, spaces, strict=True):
-            for number, norm in enumerate(norms):
-                one = rows[(rows["shape"] == shape) & (rows["space"] == space) & (rows["norm"] == norm)]
-                reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
-                at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
-                ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
-            ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
-        line[0].set_ylabel("unselectable keys")
-    axes[0, 0].legend(fontsize=7)
+    for (shape, space), ax in zip(itertools.product(shapes, spaces), axes, strict=True):
+        for number, norm in enumerate(norms):
+            one = rows[(rows["shape"] == shape) & (rows["space"] == space) & (rows["norm"] == norm)]
+            reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
+            at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
+            ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
+        ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
+        if space == spaces[0]:
+            ax.set_ylabel("unselectable keys")
+    if axes:
+        axes[0].legend(fontsize=7)
     return figure
 
 
-MEASURED = 1  # version of what is measured of a checkpoint
 HEADS = 4
 SHAPES = {"narrow": 8, "wide": 64}  # d_model
 RATES = {"narrow": 5e-3, "wide": 2e-3}
@@ -310,16 +309,14 @@ def run_at(request: Request, size: Size) -> Results:
         ValueError: with `collect`, nothing has been trained.
     """
     runs = make_runs(request, size)
-    carry_out(runs, request)
-    started = [r for r in runs if (r.folder / LAB_FILE).exists() and checkpoint_steps(r.folder)]
-    if not started:
-        raise ValueError("no run has been trained yet: leave out --collect to train")
+    lost = carry_out(runs, request)
+    started = with_checkpoints(runs)
     losses = curves(started)
     losses = losses[losses["measure"].isin(("train_loss", *LOSSES))]
-    fractions = pd.concat([measure(each, size) for each in started], ignore_index=True)
+    fractions = shares_at_checkpoints(started, lambda run, step: _shares(run, size, step))
     last = losses[(losses["step"] == size.steps) & losses["measure"].isin(LOSSES)].assign(layer=-1, space="-")
     values = pd.concat([fractions, last], ignore_index=True)[[*KEYS, "seed", "value"]]
-    return findings(values, losses, _settings(started[0], size), tuple(diverged(runs).values()))
+    return findings(values, losses, _settings(started[0], size), lost)
 
 
 @torch.no_grad()
@@ -337,33 +334,22 @@ def unselectable_read(model: Encoder, tokens: torch.Tensor) -> Iterator[tuple[in
     }
     _, cache = model.run_with_cache(tokens, names_filter=list(places.values()), return_type=None)
     for (layer, space), name in places.items():
-        keys = cache[name]
-        yield layer, space, unselectable_share(keys.transpose(1, 2).flatten(0, 1) if space == HEAD else keys)
+        yield layer, space, unselectable_share(cache[name])
 
 
-def _at(run: Run, size: Size, step: int) -> pd.DataFrame:
+def _shares(run: Run, size: Size, step: int) -> Iterator[tuple[int, str, float]]:
     assert isinstance(run.task, MaskedTextTask)
-    found = unselectable_read(cast("Encoder", run.model(step)), run.task.text.held_out(size.contexts))
-    return pd.DataFrame(found, columns=["layer", "space", "value"])
-
-
-def measure(run: Run, size: Size) -> pd.DataFrame:
-    """A row per kept step, layer and space of one run; kept in its folder."""
-    rows = []
-    for step in checkpoint_steps(run.folder):
-        name, weights = f"unselectable-{step:07d}", weights_of(run.folder, step)
-        table = kept_beside(run.folder, name, weights, MEASURED, partial(_at, run, size, step))
-        rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
-    return pd.concat(rows, ignore_index=True)
+    return unselectable_read(cast("Encoder", run.model(step)), run.task.text.held_out(size.contexts))
 
 
 def _settings(run: Run, size: Size) -> dict[str, Any]:
     assert isinstance(run.task, MaskedTextTask)
-    varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp")
+    varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
+    shared = shared_settings(run, varied)
     return {
-        "training": {k: v for k, v in vars(run.training).items() if k not in ("seed", "lr", "lr_end")} | {"lr": RATES},
-        "model": {k: v for k, v in run.spec.to_dict().items() if k not in varied} | {"d_model": SHAPES},
-        "data": run.task.identity,
+        **shared,
+        "training": shared["training"] | {"lr": RATES},
+        "model": shared["model"] | {"d_model": SHAPES},
         "contexts": size.contexts,
         "unigram_loss": run.task.unigram_loss(),
         "published": "decoders only (section 4.2: the experiment language_model); of an encoder no figure was at hand",

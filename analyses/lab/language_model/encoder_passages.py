@@ -1,11 +1,8 @@
 """What leaving out a term costs where an encoder is fine-tuned: which of the given books is a passage from?
 
 After Brody, Alon & Yahav 2023, who fine-tune on SST-2; here the task is made of the texts themselves.
-The
-encoders are those of the experiment `encoder`, trained first where they are not there yet; each is fine-tuned with the
-norm it was trained with, all of it, and the accuracy is compared with LayerNorm's of the same seed.
-
-Which book is a passage from? A classification task that needs no labels but the texts themselves.
+The encoders are those of the experiment `encoder`, which are trained first where they are missing. Each is fine-tuned
+with the norm that it was trained with, and its accuracy is compared with LayerNorm's of the same seed.
 
 In place of SST-2 (Brody, Alon & Yahav 2023), whose sentences and labels are not among texts that a user gives: one
 short passage, one label, decided by words all over it. What would give a book away without reading is taken out:
@@ -26,24 +23,31 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.language_model import encoder
 from ln_probe.analyses.lab.language_model.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, minus_reference, summarize_kinds
+from ln_probe.analyses.lab.results import (
+    Results,
+    contrasted,
+    doubt,
+    interval_text,
+    minus_reference,
+    panels,
+    summarize_kinds,
+)
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights
 from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, step_generator
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, step_generator
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 
 NOT_WORDS = re.compile(r"[^a-z'’]+")  # of text in lower case
-SPEAKERS = re.compile(r"^[A-Z][A-Z ]+\.$", re.MULTILINE)  # a line of its own in plays: "FIRST LORD."
+SPEAKERS = re.compile(r"^[A-Z][A-Z ]+\.$", re.MULTILINE)  # a separate line in plays: "FIRST LORD."
 
 
 def plain_words(text: str) -> str:
@@ -76,7 +80,7 @@ class PassagesTask:
 
     def __init__(self, files: Sequence[Path], text: TextTask, length: int, held_out: int) -> None:
         if len(files) < 2:
-            raise ValueError(f"passages are told apart by their book: give at least 2 texts, not {len(files)}")
+            raise ValueError(f"passages are classified by their book: give at least 2 texts, not {len(files)}")
         self.files, self.text, self.length, self.count = files, text, length, held_out
         self.train_tokens: list[Int[Tensor, " tokens"]] = []
         self.held_tokens: list[Int[Tensor, " tokens"]] = []
@@ -242,14 +246,12 @@ def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
         ValueError: fewer than two texts; with `collect`, nothing has been trained.
     """
     if len(request.texts) < 2:
-        raise ValueError(f"passages are told apart by their book: give at least 2 texts, not {len(request.texts)}")
+        raise ValueError(f"passages are classified by their book: give at least 2 texts, not {len(request.texts)}")
     before = encoder.make_runs(request, size, [cell for cell in encoder.CELLS if cell[1] in TUNED])
-    carry_out(before, request)
+    lost = carry_out(before, request)
     runs = make_runs(request, [r for r in before if r.finished], tuning)
-    carry_out(runs, request)
-    done = [r for r in runs if r.finished]
-    if not done:
-        raise ValueError("no run is finished yet: leave out --collect to train")
+    lost += carry_out(runs, request)
+    done = finished(runs)
     values = curves(done)
     values = values[values["measure"].isin((ACCURACY, LOSS))][[*KEYS, "seed", "value"]]
     task = done[0].task
@@ -262,7 +264,6 @@ def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
         "counted_accuracy": task.counted_accuracy(),
         "published": "SST-2: another task, whose figures were not at hand",
     }
-    lost = (*diverged(before).values(), *diverged(runs).values())
     return findings(values.reset_index(drop=True), settings, lost)
 
 
@@ -296,7 +297,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
     books = len(settings["data"]["books"])
     for row in last[last["norm"] == WHOLE].to_dict("records"):
         yield (
-            f"{row['shape']}, LayerNorm: {interval_text(row, 100, 1)} % of held-out passages of "
+            f"{row['shape']}, LayerNorm: {interval_text(row, '.1f', 100)} % of held-out passages of "
             f"{settings['data']['length']} tokens are given to the right one of {books} books "
             f"(seeds: {row['seeds']}). By chance it would be {100 / books:.0f} %; token counts alone give "
             f"{100 * settings['counted_accuracy']:.1f} %."
@@ -305,17 +306,14 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
         clear = doubt(row["p_holm"], row["seeds"])
         yield (
             f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by "
-            f"{interval_text(row, 100, 1, sign=True)} points (seeds: {row['seeds']}){clear}."
+            f"{interval_text(row, '+.1f', 100)} points (seeds: {row['seeds']}){clear}."
         )
 
 
 def _draw(last: pd.DataFrame) -> Figure:
     """Accuracy of every seed, a panel per shape: lines join what is paired."""
-    from matplotlib.figure import Figure as NewFigure
-
     shapes = list(dict.fromkeys(last["shape"]))
-    figure = NewFigure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots(1, max(1, len(shapes)), squeeze=False)[0]
+    figure, axes = panels(max(1, len(shapes)), 8 / max(1, len(shapes)), 3.2)
     for ax, shape in zip(axes, shapes, strict=False):
         wide = last[last["shape"] == shape].pivot(index="seed", columns="norm", values="value")
         for seed, line in wide.iterrows():

@@ -11,26 +11,33 @@ Two sizes: one that a CPU trains in minutes, and the published one (GPT-2's voca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.lab.results import Results, summarize_kinds
-from ln_probe.analyses.lab.run_folder import LAB_FILE, checkpoint_steps, kept_beside, load_run, read_metrics, weights_of
+from ln_probe.analyses.lab.results import Results, panels, summarize_kinds
+from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, load_run, read_metrics, weights_of
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import (
+    Run,
+    TrainConfig,
+    carry_out,
+    curves,
+    diverged,
+    planned,
+    shared_settings,
+    with_checkpoints,
+)
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
@@ -152,9 +159,12 @@ def _run(request: Request, size: Size) -> Results:
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
-def unselectable_share(keys: Float[torch.Tensor, "set key d"]) -> float:
-    """Share of keys that no query can select among those of their set (a context's, or a head's), mean over sets."""
-    verdict = key_geometry(keys.double().numpy(), margins=False).verdict
+def unselectable_share(
+    keys: Float[torch.Tensor, "batch pos d_model"] | Float[torch.Tensor, "batch pos head d_head"],
+) -> float:
+    """Share of keys that no query can select among those of their context, or of their context and head."""
+    sets = keys.transpose(1, 2).flatten(0, 1) if keys.ndim == 4 else keys
+    verdict = key_geometry(sets.detach().double().numpy(), margins=False).verdict
     return float((verdict == NAMES[UNSELECTABLE]).mean())
 
 
@@ -164,38 +174,42 @@ def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[t
     names = [f"blocks.{i}.{n}" for i in range(LAYERS) for n in ("hook_resid_pre", "ln1.hook_normalized", "attn.hook_k")]
     _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
     for layer in range(LAYERS):
-        heads = cache[f"blocks.{layer}.attn.hook_k"].transpose(1, 2).flatten(0, 1)
-        for space, keys in (
-            (BEFORE, cache[f"blocks.{layer}.hook_resid_pre"]),
-            (NORMALIZED, cache[f"blocks.{layer}.ln1.hook_normalized"]),
-            (HEAD, heads),
-        ):
-            yield layer, space, unselectable_share(keys)
+        for space, name in ((BEFORE, "hook_resid_pre"), (NORMALIZED, "ln1.hook_normalized"), (HEAD, "attn.hook_k")):
+            yield layer, space, unselectable_share(cache[f"blocks.{layer}.{name}"])
 
 
-def _at(run: Run, step: int) -> pd.DataFrame:
-    assert isinstance(run.task, TextTask)
-    found = unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
-    return pd.DataFrame(found, columns=["layer", "space", "value"])
+def shares_at_checkpoints(
+    runs: Iterable[Run], shares: Callable[[Run, int], Iterable[tuple[int, str, float]]]
+) -> pd.DataFrame:
+    """A row per run, checkpoint, layer and space; kept in the run's folder, because measuring takes a while.
 
-
-def measure(run: Run) -> pd.DataFrame:
-    """A row per kept step, layer and space of one run; kept in its folder, because measuring takes a while."""
+    Args:
+        runs: that have checkpoints.
+        shares: gives layer, space and share of unselectable keys of a run's model at a step.
+    """
     rows = []
-    for step in checkpoint_steps(run.folder):
-        table = kept_beside(
-            run.folder, f"unselectable-{step:07d}", weights_of(run.folder, step), MEASURED, partial(_at, run, step)
-        )
-        rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
+    for run in runs:
+        for step in checkpoint_steps(run.folder):
+            table = kept_beside(
+                run.folder,
+                f"unselectable-{step:07d}",
+                weights_of(run.folder, step),
+                MEASURED,
+                lambda run=run, step=step: pd.DataFrame(shares(run, step), columns=["layer", "space", "value"]),  # type: ignore[misc]
+            )
+            rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
     return pd.concat(rows, ignore_index=True)
+
+
+def _shares(run: Run, step: int) -> Iterator[tuple[int, str, float]]:
+    assert isinstance(run.task, TextTask)
+    return unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
 
 
 def gathered(runs: Sequence[Run]) -> Results:
     """Tables, plots and sentences from what the runs have reached."""
-    started = [run for run in runs if (run.folder / LAB_FILE).exists() and checkpoint_steps(run.folder)]
-    if not started:
-        raise ValueError("no run has been trained yet: leave out --collect to train")
-    fractions = pd.concat([measure(run) for run in started], ignore_index=True)
+    started = with_checkpoints(runs)
+    fractions = shares_at_checkpoints(started, _shares)
     losses = curves(started)
     losses = losses[losses["measure"].isin(["train_loss", LOSS])].assign(layer=-1, space="-")
     at_kept = losses[losses["step"].isin(set(fractions["step"]) | {_reached(started)})]
@@ -236,13 +250,8 @@ def _reached(runs: Sequence[Run]) -> int:
 
 
 def _settings(runs: Sequence[Run]) -> dict[str, Any]:
-    return {
-        "training": {k: v for k, v in vars(runs[0].training).items() if k != "seed"},
-        "model": {k: v for k, v in runs[0].spec.to_dict().items() if k not in ("norm", "divisor")},
-        "data": runs[0].task.identity,
-        "seeds": sorted({run.seed for run in runs}),
-        "contexts": CONTEXTS,
-    }
+    seeds = sorted({run.seed for run in runs})
+    return {**shared_settings(runs[0], ("norm", "divisor")), "seeds": seeds, "contexts": CONTEXTS}
 
 
 def _sentences(summary: pd.DataFrame) -> Iterator[str]:
@@ -270,10 +279,7 @@ def _sentences(summary: pd.DataFrame) -> Iterator[str]:
 
 def _plot(summary: pd.DataFrame) -> Figure:
     """Unselectable fractions over training, a panel per layer; published figures as crosses at the end."""
-    from matplotlib.figure import Figure as NewFigure
-
-    figure = NewFigure(figsize=(15, 4.6), layout="constrained")
-    axes = figure.subplots(1, LAYERS, sharey=True)
+    figure, axes = panels(LAYERS, 15 / LAYERS, 4.6, shared=True)
     rows = summary[summary["measure"] == FRACTION]
     styles = {BEFORE: ":", NORMALIZED: "-", HEAD: "--"}
     for layer, axis in enumerate(axes):

@@ -31,13 +31,13 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.geometry.api import key_geometry
-from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
+from ln_probe.analyses.lab.language_model.published_language_model import unselectable_share
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, panels, summarize
 from ln_probe.analyses.lab.run_folder import (
     LAB_FILE,
     MODEL_FILE,
@@ -48,15 +48,13 @@ from ln_probe.analyses.lab.run_folder import (
     weights_of,
 )
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, finished, planned
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 
@@ -233,12 +231,7 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
     names = [f"blocks.{i}.{n}" for i in layers for n in ("ln1.hook_normalized", "attn.hook_k")]
     _, cache = model.run_with_cache(windows[:KEY_CONTEXTS], names_filter=names, return_type=None)
     for space, leaf in (("normalized", "ln1.hook_normalized"), ("head", "attn.hook_k")):
-        shares = []
-        for layer in layers:
-            keys = cache[f"blocks.{layer}.{leaf}"]
-            keys = keys.transpose(1, 2).flatten(0, 1) if space == "head" else keys
-            verdict = key_geometry(keys.double().numpy(), margins=False).verdict
-            shares.append(float((verdict == NAMES[UNSELECTABLE]).mean()))
+        shares = [unselectable_share(cache[f"blocks.{layer}.{leaf}"]) for layer in layers]
         yield f"unselectable_{space}", sum(shares) / len(shares)
 
 
@@ -364,13 +357,11 @@ def run_from(request: Request, size: Size, start: Path) -> Results:
     """The same from any lab run whose norms are LayerNorms."""
     runs = make_runs(request, size, start)
     carry_out(runs, request)
-    finished = [r for r in runs if r.finished]
-    if not finished:
-        raise ValueError("no run is finished yet: leave out --collect to train")
-    for each in finished:
+    done = finished(runs)
+    for each in done:
         if each.keys["model"] == REMOVED:
             write_plain(each, request.out / "models" / f"removed-seed{each.seed}")
-    return findings(runs, finished, size, start)
+    return findings(runs, done, size, start)
 
 
 def trained(run: Run) -> LabTransformer:
@@ -420,13 +411,13 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
     return table.assign(model=run.keys["model"], seed=run.seed)
 
 
-def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Path) -> Results:
+def findings(runs: Sequence[Run], done: Sequence[Run], size: Size, start: Path) -> Results:
     """Tables, plots and sentences from the runs that are finished."""
     task = runs[0].task
     assert isinstance(task, Removal)
-    seeds = sorted({run.seed for run in finished})
+    seeds = sorted({run.seed for run in done})
     before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
-    rows = [measured(run, size) for run in finished]
+    rows = [measured(run, size) for run in done]
     rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
     for seed in seeds:
         for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
@@ -440,7 +431,7 @@ def findings(runs: Sequence[Run], finished: Sequence[Run], size: Size, start: Pa
         "contexts": size.contexts,
         "data": task.text.identity,
         "seeds": seeds,
-        "finished": [run.name for run in finished],
+        "finished": [run.name for run in done],
     }
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
     results = results_of(values, curves(runs), settings, tuple(diverged(runs).values()))
@@ -495,27 +486,22 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str
         row = effect.get(measure)
         if row is None:
             continue
-        several = row["seeds"] > 1
-        interval = f" [{row['ci_low']:+.3g}, {row['ci_high']:+.3g}]" if several else ""
-        told = f", Holm {row['p_holm']:.2g}" if several else ""
+        told = f", Holm {row['p_holm']:.2g}" if row["seeds"] > 1 else ""
         yield (
             f"{name[0].upper()}{name[1:]}: {mean[BEFORE, measure]:.3f} before, {mean[KEPT, measure]:.3f} fine-tuned "
-            f"with norms, {mean[REMOVED, measure]:.3f} without; difference {row['mean']:+.3g}{interval} "
+            f"with norms, {mean[REMOVED, measure]:.3f} without; difference {interval_text(row, '+.3g')} "
             f"({counted(row['seeds'], 'seed')}{told}){doubt(row['p_holm'], row['seeds'])}."
         )
     if (AT_ONCE, LOSS) in mean:
         yield (
             f"All norms replaced at once, without training: a loss of {mean[AT_ONCE, LOSS]:.3f} "
-            f"({mean[AT_ONCE, f'{LOSS}_position_0_apart']:.3f} with a constant of its own for position 0)."
+            f"({mean[AT_ONCE, f'{LOSS}_position_0_apart']:.3f} with a separate constant for position 0)."
         )
 
 
 def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
-    from matplotlib.figure import Figure as NewFigure
-
-    figure = NewFigure(figsize=(7, 4.2), layout="constrained")
-    ax = figure.subplots()
+    figure, (ax,) = panels(1, 7, 4.2)
     rows = losses[losses["measure"] == "valid_loss"]
     for (model, _), one in rows.groupby(["model", "seed"]):
         label = str(model) if one["seed"].iloc[0] == rows["seed"].min() else None

@@ -8,18 +8,17 @@ What the majority runs show: figures at the published steps, and how much of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority_task import (
-    BATCH,
     EPOCH,
     PARTS,
     STEPS,
@@ -28,17 +27,31 @@ from ln_probe.analyses.lab.majority.majority_task import (
     MajorityTask,
     PartShrunk,
     majority_model,
+    published_training,
     query_angles,
 )
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.results import SIGNIFICANT, Results, contrasted, doubt, summarize_kinds
-from ln_probe.analyses.lab.train import ModelSpec, Run, TrainConfig, carry_out, curves, diverged, planned, train_all
+from ln_probe.analyses.lab.results import (
+    SIGNIFICANT,
+    Results,
+    contrasted,
+    doubt,
+    interval_text,
+    summarize_kinds,
+)
+from ln_probe.analyses.lab.train import (
+    ModelSpec,
+    Run,
+    carry_out,
+    curves,
+    planned,
+    shared_settings,
+    train_all,
+)
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.transformer import LabTransformer
 
 
@@ -222,79 +235,46 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
     return found.assign(p_holm=holm(found["p"].to_numpy(float)))
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    mean: float
-    low: float
-    high: float
-    seeds: int
-    p_holm: float
-
-    @property
-    def told(self) -> bool:
-        """Whether it is significant."""
-        return self.p_holm < SIGNIFICANT
-
-    @property
-    def doubt(self) -> str:
-        return "" if self.told else ": no difference that these seeds can tell"
-
-    def __str__(self) -> str:
-        text = f"{self.mean:.2f}"
-        return text if math.isnan(self.low) else f"{text} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def _estimate(table: pd.DataFrame, **where: object) -> _Estimate | None:
-    """The row of a summary where all these columns have these values; None if there is none."""
-    rows = table
-    for column, value in where.items():
-        rows = rows[rows[column] == value]
-    if rows.empty:
-        return None
-    mean, low, high = (float(rows[c].iloc[0]) for c in ("mean", "ci_low", "ci_high"))
-    p_holm = float(rows["p_holm"].iloc[0]) if "p_holm" in rows else math.nan
-    return _Estimate(mean, low, high, int(rows["seeds"].iloc[0]), p_holm)
-
-
 def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[int]) -> list[str]:
     found: list[str] = []
     verdict = ""
+    losses = contrasts[contrasts["measure"] == TESTED].to_dict("records")
     for step in steps:
-        gap, matched, size = (
-            _estimate(contrasts, contrast=name, step=step, measure="train_loss")
-            for name in ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
-        )
-        if gap is None or matched is None or size is None:
+        of: dict[str, dict[Hashable, Any]] = {row["contrast"]: row for row in losses if row["step"] == step}
+        names = ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
+        if not of.keys() >= {*names}:
             continue
-        if not gap.told:
+        gap, matched, size = (interval_text(of[name], ".2f") for name in names)
+        whole, projection = (of[name] for name in names[:2])
+        unclear = doubt(projection["p_holm"], projection["seeds"])
+        if whole["p_holm"] >= SIGNIFICANT or math.isnan(whole["p_holm"]):
             found.append(
                 f"Step {step}: the published comparison gives no gap in training loss that these seeds can tell ({gap} "
-                f"nats; seeds: {gap.seeds}); leaving projection out at the same size changes it by "
-                f"{matched}{matched.doubt}."
+                f"nats; seeds: {whole['seeds']}); leaving projection out at the same size changes it by "
+                f"{matched}{unclear}."
             )
             continue
-        share = matched.mean / gap.mean
+        share = projection["mean"] / whole["mean"]
         found.append(
             f"Step {step}: the published comparison gives a gap in training loss of {gap} nats. Leaving projection out "
-            f"at the same size accounts for {matched} of it ({100 * share:.0f} %{matched.doubt}), then shrinking all "
+            f"at the same size accounts for {matched} of it ({100 * share:.0f} %{unclear}), then shrinking all "
             f"that attention reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
         )
         cause = "size, not projection" if share < 0.5 else "projection, not size"
         effect = "makes no difference that these seeds can tell"
-        if matched.told:
-            effect = "costs something of its own" if matched.mean > 0 else "even helps"
+        if not unclear:
+            effect = "raises the loss by itself" if projection["mean"] > 0 else "even helps"
         verdict = (
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
-            f"{effect} ({matched} nats; seeds: {gap.seeds})."
+            f"{effect} ({matched} nats; seeds: {whole['seeds']})."
         )
     angles = summary[(summary["measure"] == "angle_deg") & (summary["step"] == max(steps, default=0))]
     told = [
-        f"{norm} at {radius} {angle}° ({counted(angle.seeds, 'seed')})"
-        for norm, radius in dict.fromkeys(zip(angles["norm"], angles["radius"], strict=True))
-        if (angle := _estimate(angles, norm=norm, radius=radius)) is not None
+        f"{row['norm']} at {row['radius']} {interval_text(row, '.2f')}° ({counted(row['seeds'], 'seed')})"
+        for row in angles.to_dict("records")
     ]
     if told:
-        found.append(f"Angle of queries to the ones-vector at step {max(steps)}: {'; '.join(told)}.")
+        found.append(f"Angle of queries to the all-ones direction at step {max(steps)}: {'; '.join(told)}.")
     return [verdict, *found] if verdict else found
 
 
@@ -312,10 +292,8 @@ def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
 
 def _plot(table: pd.DataFrame) -> Figure:
     """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
-    from matplotlib.figure import Figure as NewFigure
-
     shown = {"train_loss": "training loss (nats)", "test_accuracy": "test accuracy", "angle_deg": "query to ones (°)"}
-    figure = NewFigure(figsize=(15, 4.2))
+    figure = Figure(figsize=(15, 4.2))
     axes = figure.subplots(1, len(shown))
     cells = list(dict.fromkeys(zip(table["norm"], table["radius"], strict=True)))
     means = summarized(table[table["measure"].isin(shown)])
@@ -370,22 +348,12 @@ def make_runs(request: Request) -> list[Run]:
         name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
         task=lambda _, seed: tasks[seed],
         spec=lambda cell: model_of(*cell, size),
-        training=lambda _, seed: TrainConfig(
-            steps=steps,
-            batch=BATCH,
-            lr=1e-3,
-            lr_end=0.0,
-            warmup=0,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            clip=0.0,
-            seed=seed,
+        training=lambda _, seed: published_training(
+            steps,
+            seed,
             evaluate_every=every,
             evaluate_at=tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
             save_at=tuple(s for s in (0, *STEPS_SHOWN) if s < steps),
-            state_every=500,
-            optimizer="adam",
-            schedule="linear",
             decay_steps=EPOCH * EPOCHS_OF_DECAY,
         ),
     )
@@ -396,17 +364,8 @@ def run(request: Request) -> Results:
     runs = make_runs(request)
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
-    carry_out(runs, request)
-    return findings(curves(runs), start_angles(runs), settings(runs[0]), tuple(diverged(runs).values()))
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """What all runs share, for the record."""
-    return {
-        "training": {k: v for k, v in vars(run.training).items() if k != "seed"},
-        "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
-        "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
-    }
+    lost = carry_out(runs, request)
+    return findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS), lost)
 
 
 def kept_findings(curves: pd.DataFrame) -> Results:
@@ -414,4 +373,4 @@ def kept_findings(curves: pd.DataFrame) -> Results:
     there = set(curves[["norm", "radius", "seed"]].drop_duplicates().itertuples(index=False, name=None))
     seeds = tuple(sorted({seed for _, _, seed in there}))
     runs = [r for r in make_runs(Request(Path("."), seeds)) if (*r.keys.values(), r.seed) in there]
-    return findings(curves, start_angles(runs), settings(runs[0]))
+    return findings(curves, start_angles(runs), shared_settings(runs[0], KEYS))

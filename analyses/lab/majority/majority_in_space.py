@@ -17,8 +17,9 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
+from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model, published_training
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
@@ -28,12 +29,17 @@ from ln_probe.analyses.lab.results import (
     summarize_kinds,
 )
 from ln_probe.analyses.lab.run_folder import checkpoint_steps
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import (
+    Run,
+    carry_out,
+    curves,
+    finished,
+    planned,
+    shared_settings,
+)
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 D, CLASSES, LENGTH = 3, 10, 30  # published
@@ -73,21 +79,8 @@ def make_runs(request: Request) -> list[Run]:
         name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_')}",
         task=lambda _, seed: tasks[seed],
         spec=lambda cell: space_model(*cell),
-        training=lambda _, seed: TrainConfig(
-            steps=steps,
-            batch=BATCH,
-            lr=RATE,
-            lr_end=0.0,
-            warmup=0,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            clip=0.0,
-            seed=seed,
-            evaluate_every=max(1, steps // 10),
-            save_at=(0,),
-            state_every=500,
-            optimizer="adam",
-            schedule="linear",
+        training=lambda _, seed: published_training(
+            steps, seed, lr=RATE, batch=BATCH, evaluate_every=max(1, steps // 10), save_at=(0,)
         ),
     )
 
@@ -150,24 +143,16 @@ def angles(coordinates: pd.DataFrame) -> pd.DataFrame:
 def run(request: Request) -> Results:
     """Train (or resume), and take coordinates of every seed."""
     runs = make_runs(request)
-    carry_out(runs, request)
-    done = [r for r in runs if r.finished]
-    if not done:
-        raise ValueError("no run is finished yet: leave out --collect to train")
+    lost = carry_out(runs, request)
+    done = finished(runs)
     last = curves(done)
     last = last[(last["step"] == done[0].training.steps) & last["measure"].isin((ACCURACY, "test_loss"))]
     coordinates = pd.concat([drawn(each) for each in done], ignore_index=True)
-    return findings(coordinates, last[[*KEYS, "seed", "value"]], settings(done[0]), tuple(diverged(runs).values()))
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """What all runs share, for the record."""
-    return {
-        "training": {k: v for k, v in vars(run.training).items() if k != "seed"},
-        "model": {k: v for k, v in run.spec.to_dict().items() if k not in ("norm", "radius")},
-        "data": {k: v for k, v in run.task.identity.items() if k != "seed"},
+    about = {
+        **shared_settings(done[0], KEYS),
         "published": "figures 1a and 1b, drawings; no figures to compare with were at hand",
     }
+    return findings(coordinates, last[[*KEYS, "seed", "value"]], about, lost)
 
 
 def findings(
@@ -218,28 +203,27 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
     for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
         one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step").to_dict("records")
         score = right[(right["norm"] == norm) & (right["radius"] == radius)].to_dict("records")
+        before, after = (interval_text(row, ".0f") for row in (one[0], one[-1]))
         text = (
-            f"{norm} at radius {radius}: queries stand at {interval_text(one[0], digits=0)}° to the ones-vector before "
-            f"training and at {interval_text(one[-1], digits=0)}° after {one[-1]['step']} steps (random directions: "
-            f"{RANDOM_ANGLE:.0f}°); test accuracy {interval_text(score[0], 100, 1)} % (seeds: {one[-1]['seeds']})"
+            f"{norm} at radius {radius}: queries stand at {before}° to the all-ones direction before training and at "
+            f"{after}° after {one[-1]['step']} steps (random directions: {RANDOM_ANGLE:.0f}°); test accuracy "
+            f"{interval_text(score[0], '.1f', 100)} % (seeds: {one[-1]['seeds']})"
         )
         if (row := compared.get((norm, radius))) is not None:
             clear = doubt(row["p_holm"], row["seeds"])
-            text += f"; against LayerNorm {interval_text(row, digits=0, sign=True)}°{clear}"
+            text += f"; against LayerNorm {interval_text(row, '+.0f')}°{clear}"
         yield f"{text}."
 
 
 def _draw(coordinates: pd.DataFrame) -> Figure:
     """Keys and queries of the first seed after training, a panel per stage of the model with LayerNorm."""
-    from matplotlib.figure import Figure as NewFigure
-
     one = coordinates[
         (coordinates["norm"] == WHOLE[0])
         & (coordinates["radius"] == WHOLE[1])
         & (coordinates["seed"] == coordinates["seed"].min())
         & (coordinates["step"] == coordinates["step"].max())
     ]
-    figure = NewFigure(figsize=(13, 3.6), layout="constrained")
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
     for number, stage in enumerate(STAGES, start=1):
         ax: Any = figure.add_subplot(1, len(STAGES), number, projection="3d")
         part = one[one["stage"] == stage]
@@ -251,7 +235,7 @@ def _draw(coordinates: pd.DataFrame) -> Figure:
         for end in ends:
             ax.plot(*zip((0, 0, 0), end, strict=True), color="C1", lw=1)
         ones = np.array([[-1.0] * D, [1.0] * D]).T * reach / math.sqrt(D)
-        ax.plot(*ones, color="0.5", ls=":", label="ones-vector")
+        ax.plot(*ones, color="0.5", ls=":", label="all-ones direction")
         ax.set(title=stage, xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
         ax.tick_params(labelsize=6)
     figure.axes[0].legend(fontsize=7)

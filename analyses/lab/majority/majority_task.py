@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.majority.bags import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.train import step_generator
+from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 PER_PARTITION = 10  # published
@@ -118,6 +117,25 @@ PARTS = ("queries and keys", "values")  # what a norm before attention feeds, an
 BATCH, EPOCH = 6000, 14  # published; the published loss is the mean of an epoch's 14 steps
 
 
+def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = BATCH, **others: Any) -> TrainConfig:
+    """The published optimizer: Adam with a linear schedule to 0, without warm-up, weight decay and clipping."""
+    return TrainConfig(
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        lr_end=0.0,
+        warmup=0,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        clip=0.0,
+        seed=seed,
+        state_every=500,
+        optimizer="adam",
+        schedule="linear",
+        **others,
+    )
+
+
 def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None) -> LabConfig:
     """The published model: one pre-norm layer, d 8, one head, MLP 8, no positions, 584 parameters.
 
@@ -197,7 +215,7 @@ class ShrunkAttention(Attention):
         return super()._project(self.seen_by(W, x), W, b)
 
 
-class MajorityTask:
+class MajorityTask(Task):
     """Sequences whose most frequent class leads by `size.margin`; all positions predict it.
 
     Args:
@@ -258,9 +276,6 @@ class MajorityTask:
             "angle_deg": float((angles.detach() * share).sum() / share.sum()),
             "score_sd": float(tables.S.detach().std()),
         }
-
-    def write_files(self, out: Path) -> None:
-        pass
 
 
 def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from ln_probe.analyses.geometry.api import key_geometry
@@ -23,8 +24,6 @@ from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.results import Results, binomial_interval, share_interval_of, summarize
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ln_probe.analyses.lab.experiments import Request
 
 DRAWS = 100  # published; per seed
@@ -174,9 +173,7 @@ def _sentences(means: pd.DataFrame) -> Iterator[str]:
 
 def _plot(means: pd.DataFrame) -> Figure:
     """A heat map n x d for every space and measure."""
-    from matplotlib.figure import Figure as NewFigure
-
-    figure = NewFigure(figsize=(13, 8), layout="constrained")
+    figure = Figure(figsize=(13, 8), layout="constrained")
     spaces = (NORMAL, NORMALIZED, HEAD)
     axes = figure.subplots(len(MEASURES), len(spaces), sharex=True, sharey=True, squeeze=False)
     titles = {"any_unselectable": "draws with any unselectable key", "unselectable_fraction": "unselectable keys"}
