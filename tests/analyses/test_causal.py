@@ -265,16 +265,9 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     assert any("no language-model head" in n for n in report.notes)
 
 
-def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any]) -> None:
+def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
     """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
-    raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
-    folded.enable_compatibility_mode(
-        disable_warnings=True,
-        fold_ln=True,
-        center_writing_weights=False,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
+    raw, folded = make_bridge("gpt2"), make_folded("gpt2")
     (_, one, _), (_, two, notes) = measured(raw), measured(folded)
     one, two = (t.set_index(["variant", "sites"]) for t in (one, two))
     assert (one["no_op"] == "").all()

@@ -13,28 +13,55 @@ KEYS = np.random.default_rng(0).standard_normal((6, 3))
 # Every message must say what to do: at least one of these, or what form is wanted.
 REMEDIES = ("first", "must", "give", "use", "convert", "scale", "choose", "ask")
 
+
+def with_value(value, *place):
+    keys = KEYS.copy() if len(place) == 2 else np.stack([KEYS, KEYS])
+    keys[place] = value
+    return keys
+
+
 CASES = {
     "meta tensor": ({"keys": torch.empty(4, 2, device="meta")}, (TypeError, ValueError), "meta"),
     "meta bias": ({"keys": KEYS, "bias": torch.empty(6, device="meta")}, (TypeError, ValueError), "meta"),
     "sparse tensor": ({"keys": torch.eye(4).to_sparse()}, (TypeError, ValueError), "sparse"),
     "sparse csr tensor": ({"keys": torch.eye(4).to_sparse_csr()}, (TypeError, ValueError), "sparse"),
     "complex tensor": ({"keys": torch.ones(4, 2, dtype=torch.complex64)}, TypeError, "complex64"),
-    "complex array": ({"keys": KEYS.astype(complex)}, TypeError, "complex128"),
+    "complex array": ({"keys": KEYS.astype(complex)}, TypeError, "must be of a floating-point type, got complex128"),
+    "truth values": ({"keys": torch.ones(4, 2, dtype=torch.bool)}, TypeError, "floating-point type, got torch.bool"),
     "quantity of objects": ({"keys": np.array([["a", "b"]], object)}, TypeError, "object"),
     "ragged lists": ({"keys": [[1.0, 2.0], [3.0]]}, (TypeError, ValueError), "keys"),
-    "no dimensions": ({"keys": np.zeros((4, 0))}, ValueError, "(4, 0)"),
-    "no keys": ({"keys": np.zeros((0, 4))}, ValueError, "(0, 4)"),
-    "whole numbers": ({"keys": np.ones((4, 2), int)}, TypeError, "int64"),
-    "radius 0": ({"keys": KEYS, "query_set": 0.0}, ValueError, "0.0"),
-    "radius -1": ({"keys": KEYS, "query_set": -1.0}, ValueError, "-1.0"),
+    "no dimensions": ({"keys": np.zeros((4, 0))}, ValueError, "there are no dimensions: keys have the shape (4, 0)"),
+    "no keys": ({"keys": np.zeros((0, 4))}, ValueError, "there are no keys: keys have the shape (0, 4)"),
+    "no sets": ({"keys": np.zeros((0, 4, 2))}, ValueError, "there are no sets of keys: keys have the shape (0, 4, 2)"),
+    "one axis": ({"keys": np.zeros(3)}, ValueError, 'keys must have the shape "keys d" or "batch keys d", got (3,)'),
+    "NaN": ({"keys": with_value(np.nan, 4, 1)}, ValueError, "key 4 contains NaN (1 of 6 do)"),
+    "infinite": ({"keys": with_value(np.inf, 2, 0)}, ValueError, "key 2 contains an infinite value (1 of 6 do)"),
+    "NaN in a set": ({"keys": with_value(np.nan, 1, 5, 0)}, ValueError, "key 5 of set 1 contains NaN (1 of 12 do)"),
+    "whole numbers": ({"keys": np.ones((4, 2), int)}, TypeError, "must be of a floating-point type, got int64"),
+    "radius 0": ({"keys": KEYS, "query_set": 0.0}, ValueError, "must be positive and finite, got 0.0"),
+    "radius -1": ({"keys": KEYS, "query_set": -1}, ValueError, "must be positive and finite, got -1.0"),
     "radius 1e300": ({"keys": KEYS, "query_set": 1e300}, ValueError, "1e+300"),
     "radius infinite": ({"keys": KEYS, "query_set": np.inf}, ValueError, "inf"),
-    "radius NaN": ({"keys": KEYS, "query_set": np.nan}, ValueError, "nan"),
+    "radius NaN": ({"keys": KEYS, "query_set": np.nan}, ValueError, "must be positive and finite, got nan"),
     "radius True": ({"keys": KEYS, "query_set": True}, TypeError, "bool"),
     "radius complex": ({"keys": KEYS, "query_set": 1j}, TypeError, "complex"),
+    "queries in words": ({"keys": KEYS, "query_set": "all"}, TypeError, "a radius or a pair (center, axes), got str"),
     "three parts": ({"keys": KEYS, "query_set": (np.zeros(3), np.eye(3), 1.0)}, (TypeError, ValueError), "3"),
-    "center too short": ({"keys": KEYS, "query_set": (np.zeros(2), np.eye(3))}, ValueError, "(2,)"),
-    "axes of another dimension": ({"keys": KEYS, "query_set": (np.zeros(3), np.eye(4))}, ValueError, "(4, 4)"),
+    "center too short": (
+        {"keys": KEYS, "query_set": (np.zeros(2), np.eye(3))},
+        ValueError,
+        "center of the query set must have the shape (3,) or (1, 3), got (2,)",
+    ),
+    "axes of another dimension": (
+        {"keys": KEYS, "query_set": (np.zeros(3), np.eye(4))},
+        ValueError,
+        "axes of the query set must have the shape (3, r) or (1, 3, r), got (4, 4)",
+    ),
+    "axes infinite": (
+        {"keys": KEYS, "query_set": (np.zeros(3), np.full((3, 1), np.inf))},
+        ValueError,
+        "axes of the query set contains NaN or infinite values",
+    ),
     "axes of another batch": ({"keys": KEYS, "query_set": (np.zeros(3), np.ones((2, 3, 3)))}, ValueError, "(2, 3, 3)"),
     "complex axes": ({"keys": KEYS, "query_set": (np.zeros(3), np.eye(3) * 1j)}, TypeError, "complex128"),
     "meta center": (
@@ -48,14 +75,23 @@ CASES = {
         "sparse",
     ),
     "center of 1e300": ({"keys": KEYS, "query_set": (np.full(3, 1e300), np.eye(3))}, ValueError, "1e+300"),
-    "bias of another length": ({"keys": KEYS, "bias": np.zeros(5)}, ValueError, "(5,)"),
+    "bias of another length": (
+        {"keys": KEYS, "bias": np.zeros(5)},
+        ValueError,
+        "shape (6,), one value per key, got (5,)",
+    ),
+    "bias NaN": ({"keys": KEYS, "bias": np.full(6, np.nan)}, ValueError, "bias 0 contains NaN (6 of 6 do)"),
     "complex bias": ({"keys": KEYS, "bias": np.zeros(6) * 1j}, TypeError, "complex128"),
     "budget 0": ({"keys": KEYS, "budget": 0.0}, ValueError, "0.0"),
     "budget -1": ({"keys": KEYS, "budget": -1.0}, ValueError, "-1.0"),
     "budget NaN": ({"keys": KEYS, "budget": float("nan")}, ValueError, "nan"),
     "budget in words": ({"keys": KEYS, "budget": "long"}, TypeError, "long"),
-    "margins tight": ({"keys": KEYS, "margins": "tight"}, ValueError, "tight"),
-    "threads 0": ({"keys": np.stack([KEYS, KEYS]), "threads": 0}, ValueError, "0"),
+    "margins tight": (
+        {"keys": KEYS, "margins": "tight"},
+        ValueError,
+        "True, False or \"exact\", got 'tight'",
+    ),
+    "threads 0": ({"keys": np.stack([KEYS, KEYS]), "threads": 0}, ValueError, "threads must be at least 1, got 0"),
 }
 
 
@@ -105,3 +141,16 @@ def test_what_is_dense_and_floating_is_taken():
         KEYS.tolist(),
     ):
         assert (ln_probe.key_geometry(keys).verdict == expected).all()
+
+
+def test_certificates_that_do_not_exist():
+    geometry = ln_probe.key_geometry(np.array([[0.0], [1.0], [2.0]]))
+    with pytest.raises(ValueError, match=r"key 1 is unselectable: it has no witness query, weights\(1\) gives"):
+        geometry.witness(1)
+    with pytest.raises(ValueError, match=r"key 0 is selectable: no convex weights of the other keys reproduce it, wit"):
+        geometry.weights(0)
+    with pytest.raises(IndexError, match=r"index \(3,\) is out of range: there are 3 along axis 0"):
+        geometry.witness(3)
+    with pytest.raises(IndexError, match=r"has the index \(i\), got \(0, 1\)"):
+        geometry.witness(0, 1)
+    assert geometry.witness(-1) == pytest.approx(geometry.witness(2))

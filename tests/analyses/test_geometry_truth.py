@@ -185,36 +185,25 @@ def test_a05_a_key_may_be_out_of_reach():
     assert ln_probe.key_geometry(square[[0, 0, 1]], query_set=1.0).reachable.tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("exponent", [20, 30, 60])
-def test_a05_powers_of_two_along_the_dimensions_of_a_head_change_nothing_that_is_measured(exponent):
-    # Exact in float64: keys times S and axes over S are the same head.
-    rng = np.random.default_rng(exponent)
-    keys, center, axes = rng.standard_normal((40, 4)), rng.standard_normal(4), rng.standard_normal((4, 4))
-    stretch = np.ldexp(1.0, rng.integers(-exponent // 2, exponent // 2, 4))
-    here = proved(Case(keys, None, (center, axes)))
-    there = ln_probe.key_geometry(keys * stretch, query_set=(center / stretch, axes / stretch[:, None]))
-    there.certify()
-    assert (here.margin_lower <= there.margin_upper).all()
-    assert (there.margin_lower <= here.margin_upper).all()
-    assert (here.attainable <= there.attainable_upper + 1e-9).all()
-    assert (there.attainable <= here.attainable_upper + 1e-9).all()
-
-
 # 6. Radii at which scores are rounding.
+
+
+def unless_refused(keys: np.ndarray, radius: float) -> KeyGeometry | None:
+    """The geometry, or None where the radius is refused because scores would be rounding or overflow."""
+    try:
+        return ln_probe.key_geometry(keys, query_set=radius)
+    except ValueError as error:
+        if any(word in str(error) for word in (f"{radius:g}", "overflow", "round")):
+            return None
+        raise
 
 
 @pytest.mark.parametrize("radius", [1e14, 1e18])
 def test_a06_the_middle_of_two_keys_gets_no_more_than_a_third(radius):
     keys = np.array([[-1.0, 0.5], [3.0, -0.25], [1.0, 0.125]])  # the third is the middle of the others, exactly
-    refused = False
-    try:
-        geometry = ln_probe.key_geometry(keys, query_set=radius)
-    except ValueError as error:
-        refused = f"{radius:g}" in str(error) or "overflow" in str(error) or "round" in str(error)
-        if not refused:
-            raise
-    assert refused or geometry.attainable[2] <= 1 / 3 + 1e-9
-    assert refused or geometry.attainable_upper[2] >= 1 / 3 - 1e-9
+    if (geometry := unless_refused(keys, radius)) is not None:
+        assert geometry.attainable[2] <= 1 / 3 + 1e-9
+        assert geometry.attainable_upper[2] >= 1 / 3 - 1e-9
 
 
 @pytest.mark.parametrize("radius", [1e12, 1e14, 1e16, 1e18])
@@ -222,14 +211,7 @@ def test_a06_what_is_said_at_large_radii_is_true(radius):
     # The third key is within rounding of the middle: at these scores that decides, and exact arithmetic knows how.
     keys = np.array([[0.1, 0.3], [0.7, 0.9], [0.4, 0.6]])
     truth = Truth(Case(keys, None, (np.zeros(2), radius * np.eye(2))))
-    refused = False
-    try:
-        geometry = ln_probe.key_geometry(keys, query_set=radius)
-    except ValueError as error:
-        refused = f"{radius:g}" in str(error) or "overflow" in str(error) or "round" in str(error)
-        if not refused:
-            raise
-    if not refused:
+    if (geometry := unless_refused(keys, radius)) is not None:
         lower, upper = truth.margin(2)
         # A best gap of m nats over two keys leaves between 1 / (1 + 2 e^-m) and 1 / (1 + e^-m).
         least, most = 1 / (1 + 2 * np.exp(-min(float(lower), 700))), 1 / (1 + np.exp(-min(float(upper), 700)))

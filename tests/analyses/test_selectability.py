@@ -203,17 +203,12 @@ def test_behind_a_norm_without_scaling_the_queries_that_occurred_are_the_set() -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_of_a_folded_model_ignore_the_mean(dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+def test_keys_of_a_folded_model_ignore_the_mean(
+    dtype: torch.dtype, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
+) -> None:
     """`fold_ln` centres W_K: a head's keys are then the same without projection, which is no finding. The normalized
     vectors do change, and so do the keys of a raw model."""
-    raw, folded = make_bridge("gpt2"), make_bridge("gpt2")
-    folded.enable_compatibility_mode(
-        disable_warnings=True,
-        fold_ln=True,
-        center_writing_weights=False,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
+    raw, folded = make_bridge("gpt2"), make_folded("gpt2")
     for model, expected in ((raw, False), (folded, True)):
         report = ln_probe.analyze(model.to(dtype), TOKENS[None], probes=["selectability"], progress=False)
         rows = report.heads[report.heads["variant"] == "no_projection"].groupby("space")["no_op"]

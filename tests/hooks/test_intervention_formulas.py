@@ -249,16 +249,9 @@ def test_projection_of_a_centred_stream_changes_nothing_and_says_why(make_hooked
                 assert difference(model(TOKENS), intact) > 1e-2
 
 
-def test_projection_of_a_folded_model_changes_nothing_and_says_why(make_bridge: Callable[..., Any]) -> None:
+def test_projection_of_a_folded_model_changes_nothing_and_says_why(make_folded: Callable[..., Any]) -> None:
     """`fold_ln` centres the weights that read a norm, so that they do not see the mean."""
-    model = make_bridge("gpt2")
-    model.enable_compatibility_mode(
-        disable_warnings=True,
-        fold_ln=True,
-        center_writing_weights=False,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
+    model = make_folded("gpt2")
     with torch.no_grad():
         intact = model(TOKENS)
         with (
