@@ -148,8 +148,8 @@ def concepts(report: Report) -> dict[str, Callable[[], Figure]]:
     }
 
 
-def screenshots(first: Path, page: Path, folder: Path) -> None:
-    """The first screen of one report's page, the attention of another's."""
+def screenshots(page: Path, folder: Path) -> None:
+    """The first screen of a report's page, and the attention of one head."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -157,32 +157,31 @@ def screenshots(first: Path, page: Path, folder: Path) -> None:
         sys.exit("screenshots need Chromium on the PATH")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1280, "height": 770}, color_scheme="light")
-        shown.goto(first.resolve().as_uri())
+        shown = browser.new_page(viewport={"width": 1280, "height": 980}, color_scheme="light")
+        shown.goto(page.resolve().as_uri())
         shown.screenshot(path=folder / "report.png")
         shown.set_viewport_size({"width": 1200, "height": 1180})
         shown.goto(page.resolve().as_uri())
         frame = shown.frame_locator("iframe.attention")
         frame.locator("#pattern canvas").wait_for()
         shown.wait_for_timeout(500)
-        shown.evaluate("document.querySelector('#attention').scrollIntoView()")
+        shown.evaluate("document.querySelector('#attention').scrollIntoView(); window.scrollBy(0, -70)")
         shown.wait_for_timeout(1500)
         shown.screenshot(path=folder / "attention.png")
         browser.close()
 
 
 def main(folder: Path, made: Path | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        model = ln_probe.load_model("lm-layernorm")
-        # As much of the prompts as `make report` reads.
-        first = ln_probe.analyze(model, max_tokens=64, progress=False).save(Path(scratch) / "first")
         if made is None:
+            model = ln_probe.load_model("lm-layernorm")
             made = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
         report = ln_probe.load_report(made)
         for name, draw in concepts(report).items():
             draw().savefig(folder / f"{name}.png", dpi=DPI)
         estimates().savefig(folder / "estimates.png", dpi=DPI)
-        screenshots(first / "report.html", made / "report.html", folder)
+        screenshots(made / "report.html", folder)
 
 
 if __name__ == "__main__":
