@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import InterventionError
+from ln_probe.hooks.in_memory import same_weights
 from ln_probe.hooks.interventions import Rows, without
-from ln_probe.hooks.model import HookedModel, OneLine, check_model, evaluating, probe_tokens, run, same_weights, world
+from ln_probe.hooks.model import HookedModel, OneLine, check_model, evaluating, probe_tokens, run, world
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import UNIFORM, Constant
 from ln_probe.hooks.sites import facts_of, find_sites
@@ -84,8 +85,8 @@ def apply(
     refused; `without` has no such limits.
 
     Args:
-        model: TransformerBridge, or a lab model that has the shape of a GPT-2. A HookedTransformer holds no Hugging
-            Face model: load it with `world="bridge"`.
+        model: TransformerBridge, a Hugging Face model in memory, or a lab model that has the shape of a GPT-2. A
+            HookedTransformer holds no Hugging Face model: load it with `world="bridge"`.
         what: "scaling"; "both" or "projection" where norms do not project.
         sites: as of `without`; every norm that scales must be among them.
         scale: "uniform", a number, or constants by site that are the same at position 0 as elsewhere.

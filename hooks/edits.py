@@ -67,7 +67,7 @@ class Positions:
         return first.to(x.device).expand(*x.shape[:-1], 1)
 
     @contextmanager
-    def watch(self, model: HookedModel) -> Iterator[None]:
+    def watch(self, model: HookedModel | nn.Module) -> Iterator[None]:
         """While it lasts, note where every forward pass begins."""
         whole = {id(m): m for m in (model, getattr(model, "original_model", None)) if isinstance(m, nn.Module)}
         at = [(module, None) for module in whole.values()] + [(b, layer) for layer, b in enumerate(blocks(model))]
@@ -215,7 +215,7 @@ class Edit:
     def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
         """Take an input of the norm, its output, and its output without hooks (edits that only some readers see)."""
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
+    def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         """Put the edit on; `stack` takes it off."""
         stack.callback(EditedNorm.of(self.site).add(self))
 
@@ -366,7 +366,7 @@ class PartEdit(Edit):
     def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
         self.waiting.append((shown, self.change(x, intact)))
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
+    def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         super().install(model, stack)
         for attn in attentions(model).values():
             module, hook = self._reader(attn)
@@ -468,7 +468,7 @@ def suspended(model: HookedModel | nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def installed(model: HookedModel, edits: Sequence[Edit]) -> Iterator[None]:
+def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
     """The model under these edits; on leaving, as it was, also after an exception.
 
     Raises:

@@ -166,7 +166,7 @@ class HeadEdit(Edit):
         if not self._inside:
             self.waiting.append((x, shown, intact))
 
-    def install(self, model: HookedModel, stack: ExitStack) -> None:
+    def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         super().install(model, stack)
         stack.callback(self._release)
         self.d_head = int(model.cfg.d_head)

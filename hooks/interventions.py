@@ -19,12 +19,13 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from ln_probe.hooks.capture import ActivationError
 from ln_probe.hooks.default_tokens import bundled_prompts, default_tokens, tokenizer_of
@@ -43,6 +44,7 @@ from ln_probe.hooks.edits import (
     suspended,
 )
 from ln_probe.hooks.head_edits import HeadEdit, head_count
+from ln_probe.hooks.in_memory import is_hugging_face, norm_of
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -137,7 +139,7 @@ def without(
     intact norm, which the other readers use. In gradients the gains and biases of edited norms count as constants.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model.
+        model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
             ("final"), every norm ("all", norms inside attention included), or names.
@@ -206,11 +208,21 @@ def without(
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
     _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()
+    target: HookedModel | nn.Module = hooked
+    if is_hugging_face(model):
+        target = cast(nn.Module, model)
+        if readers is not None:
+            raise InterventionError(
+                "only and heads need hook points inside attention, which a Hugging Face model in memory has not: save "
+                "it, and load it with ln_probe.load_model"
+            )
+        chosen = [replace(s, module=norm_of(target, s.module)) for s in chosen]
+        _refuse_twice(chosen)
     edits = [make(VariantEdit(s, variant, divisors.get(s.name), positions, label=label)) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
     pairs = None if isinstance(readers, str) else readers
-    with exclusive(hooked), installed(hooked, edits):  # other threads that want the model wait
+    with exclusive(target), installed(target, edits):  # other threads that want the model wait
         yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
 
 

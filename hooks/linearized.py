@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, edits_on, fitted, quiet, suspended
+from ln_probe.hooks.in_memory import is_hugging_face, norm_of
 from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
@@ -51,7 +53,7 @@ class _Linearized:
         count as constants.
 
         Args:
-            model: HookedTransformer, TransformerBridge or lab model.
+            model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
             sigma: "own", each token's own sigma, detached; or sigma per token from another run by the norm's name,
                 [pos] or [batch pos] (with heads, as the norm sees them, for norms inside attention), as `sigmas`
                 gives; norms it does not name keep their own.
@@ -75,6 +77,12 @@ class _Linearized:
                 for edit in edits:
                     edit.install(hooked, stack)
                 _prove_gradients(facts, "in place of the forward")
+            if is_hugging_face(model):
+                stack.close()
+                edits = [LinearEdit(replace(s, module=norm_of(cast(Any, model), s.module)), None) for s in sites]
+                _refuse_twice([e.site for e in edits])
+                for edit in edits:
+                    edit.install(cast(Any, model), stack)
             for edit in edits:
                 edit.given = given.get(edit.site.name)
             yield tuple(s.name for s in sites)
@@ -120,9 +128,13 @@ def _norms(facts: ModelFacts) -> list[Site]:
     sites = facts.norms()
     if not sites:
         raise InterventionError("the model has no normalization: it is linear there already")
+    _refuse_twice(sites)
+    return sites
+
+
+def _refuse_twice(sites: Sequence[Site]) -> None:
     if twice := [s for s in sites if any(isinstance(edit, LinearEdit) for edit in edits_on(s.module))]:
         raise InterventionError(f"{twice[0].name} is linearized already: leave that `with` block first")
-    return sites
 
 
 def _proved(model: HookedModel, sigma: Sigma) -> tuple[ModelFacts, dict[str, Tensor]]:

@@ -6,13 +6,11 @@ no model class is imported here.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from itertools import chain
 from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -21,6 +19,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
+
+from ln_probe.hooks.in_memory import is_hugging_face, wrapped
 
 
 @runtime_checkable
@@ -39,6 +39,9 @@ class HookedModel(Protocol):
 def check_model(model: object) -> HookedModel:
     """`model` itself, if it is one that hooks can be put on and whose weights can be measured.
 
+    Of a Hugging Face model in memory it is a bridge that shares the weights (`in_memory.wrapped`): what is measured on
+    it is true of the model, and edits of it do not reach the model.
+
     Raises:
         TypeError: it is something else (says what, and what to pass).
         ValueError: its weights are quantized, have no values (meta device), or are on several devices.
@@ -47,23 +50,16 @@ def check_model(model: object) -> HookedModel:
         raise TypeError(
             f"got the string {model!r} where a model is needed: load it first, ln_probe.load_model({model!r})"
         )
+    if is_hugging_face(model):
+        check_weights(cast(nn.Module, model))
+        model = wrapped(model)
     if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
         raise TypeError(
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
-            "a lab model (ln_probe.load_model wraps a Hugging Face name or folder, ln_probe.analyze a Hugging Face "
-            "model in memory)"
+            "a lab model, or a Hugging Face model in memory (ln_probe.load_model loads a name or folder)"
         )
     check_weights(model)
     return cast(HookedModel, model)
-
-
-def same_weights(model: nn.Module) -> Any:
-    """A copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
-
-    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
-    """
-    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, dict(shared))
 
 
 _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -129,7 +125,7 @@ def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
-def attentions(model: HookedModel) -> dict[int, nn.Module]:
+def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a model, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}

@@ -19,11 +19,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.edits import suspended
+from ln_probe.hooks.edits import LinearEdit, suspended
+from ln_probe.hooks.in_memory import is_hugging_face
 from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
 from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks, running
 from ln_probe.hooks.sites import site_modules
-from ln_probe.loading.verify import bridged, is_hugging_face
+from ln_probe.loading.verify import bridged
 
 REFUSE, KEEP = "refuse", "keep"
 HOOKS = (REFUSE, KEEP)
@@ -94,12 +95,7 @@ class Seal:
         with ExitStack() as stack:
             stack.enter_context(exclusive(self.model))
             stack.enter_context(torch.inference_mode(False))
-            without, linear = edits_under_way(self.model)
-            if without:
-                raise SealError(
-                    f"{without[0].site.name} is under an intervention ({without[0].label}): analyze edits these norms "
-                    "itself: leave the with block"
-                )
+            linear = _refuse_edited(self.model)
             refuse_autocast(device_of(self.model))
             refuse_compiled(self.model)
             if made := next((n for n, p in self.model.named_parameters() if p.is_inference()), ""):
@@ -283,6 +279,8 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
 
     original: Any = given
     check_weights(original)
+    if _refuse_edited(original):
+        raise SealError("a `linearized` block is active on this Hugging Face model: leave it, and measure then")
 
     def forward(tokens: Int[Tensor, "batch pos"]) -> Any:
         with torch.no_grad():
@@ -295,6 +293,17 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
         device = next(original.parameters()).device
         seal.compare(probe_tokens(original.config, device)[0])
         return check_model(bridged(original, tokenizer)), seal.notes
+
+
+def _refuse_edited(model: HookedModel | nn.Module) -> list[LinearEdit]:
+    """Raise SealError for a model under `without`; return the edits of `linearized`."""
+    without, linear = edits_under_way(model)
+    if without:
+        raise SealError(
+            f"{without[0].site.name} is under an intervention ({without[0].label}): analyze edits these norms itself: "
+            "leave the with block"
+        )
+    return linear
 
 
 def check_hooks(hooks: object) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.default_tokens import check_contained
+from ln_probe.hooks.in_memory import complete_biases, complete_token_ids
 from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer
 
 if TYPE_CHECKING:
@@ -320,21 +321,6 @@ def _layers_left_over(unexpected: Iterable[str], config: Any) -> tuple[str, ...]
     )
 
 
-def complete_biases(model: nn.Module) -> tuple[str, ...]:
-    """Give a GPT-NeoX without attention biases zero ones: TransformerLens stumbles over none."""
-    import torch
-    from torch import nn
-
-    config: Any = model.config
-    if config.model_type != "gpt_neox" or config.attention_bias:
-        return ()
-    for name, module in model.named_modules():
-        if name.endswith((".query_key_value", ".attention.dense")) and isinstance(module, nn.Linear):
-            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=module.weight.dtype))
-    config.attention_bias = True
-    return ("the model has no attention biases: zeros were put in their place",)
-
-
 def _in_memory(model: nn.Module) -> nn.Module:
     """The model with weights of its own: safetensors gives views of the file, which change when it is written to."""
     for tensor in (*model.parameters(), *model.buffers()):
@@ -382,16 +368,6 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 
 def _no_tokenizer(why: str) -> str:
     return f"no tokenizer: {why}; prompts must be token ids"
-
-
-def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None.
-
-    TransformerLens and some of transformers' own models read them without a default.
-    """
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if not hasattr(config, name):
-            setattr(config, name, None)
 
 
 def _some(names: Any) -> str:

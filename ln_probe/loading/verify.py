@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.equivalence import PROCESSING_BOUND, centred, relative_difference
-from ln_probe.hooks.model import same_weights
+from ln_probe.hooks.in_memory import complete_biases, complete_token_ids, same_weights
 from ln_probe.loading.convert import (
     CLASS_OF_WORLD,
     Processing,
@@ -305,12 +304,6 @@ def logits_of(forward: Forward, tokens: Int[Tensor, "batch pos"]) -> Float[Tenso
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def is_hugging_face(model: object) -> bool:
-    """Whether this is a plain Hugging Face model; imports nothing."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
 def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
     """Return a TransformerBridge with the weights of a Hugging Face model, compared once with its own logits.
 
@@ -327,8 +320,6 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
     from ln_probe.hooks.model import check_weights, evaluating
     from ln_probe.loading.pretrained import (
         Pretrained,
-        complete_biases,
-        complete_token_ids,
         isolated,
         supported_architectures,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -14,7 +15,10 @@ from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.hooks.model import same_weights
+from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks.edits import InterventionError
+from ln_probe.hooks.in_memory import same_weights
+from ln_probe.seal import SealError
 
 TOKENS = torch.arange(3, 21)[None]
 
@@ -125,3 +129,45 @@ def test_a_copy_of_the_structure_holds_the_very_same_weights(make_hugging_face: 
     other = same_weights(model)
     assert [p.data_ptr() for p in model.parameters()] == [p.data_ptr() for p in other.parameters()]
     assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_edits_of_a_model_in_memory_are_those_of_its_bridge(
+    architecture: str, make_hugging_face: Callable[..., Any], make_bridge: Callable[..., Any]
+) -> None:
+    model, bridge = make_hugging_face(architecture).eval(), make_bridge(architecture).eval()
+    tokens = torch.arange(3, 23).view(2, 10)
+    with torch.no_grad():
+        intact = model(tokens).logits
+        with without(model, "scaling", sites="all", scale=2.0) as edit:
+            edited = model(tokens).logits
+            with pytest.raises(SealError, match=r"is under an intervention .without 'scaling'.: analyze edits these"):
+                ln_probe.analyze(model, tokens)
+        with without(bridge, "scaling", sites="all", scale=2.0) as same:
+            assert (edited - bridge(tokens)).abs().max() < 1e-5
+        assert edit == same
+        assert (edited - intact).abs().max() > 1e-2
+        assert torch.equal(model(tokens).logits, intact)
+    slope = []
+    for one in (model, bridge):
+        with linearized(one):
+            logits = one(tokens)
+            logits = getattr(logits, "logits", logits)
+            one.zero_grad()
+            logits[0, -1, 5].backward()
+            table = one.get_input_embeddings().weight if one is model else one.W_E
+            slope.append(next(p.grad for p in one.parameters() if p.shape == table.shape and p.grad is not None))
+    torch.testing.assert_close(slope[0], slope[1], rtol=1e-4, atol=1e-6)
+    with pytest.raises(InterventionError, match="only and heads need hook points inside attention"):
+        without(model, "scaling", scale=2.0, heads=[(0, 0)]).__enter__()
+
+
+def test_attribution_of_a_model_in_memory(
+    make_hugging_face: Callable[..., Any], make_bridge: Callable[..., Any]
+) -> None:
+    tokens = list(range(3, 13))
+    score = {"layer": 1, "head": 0, "query": 9, "key": 2}
+    for function, more in ((ln_probe.attribute_logits, {}), (ln_probe.attribute_scores, score)):
+        mine, other = (function(make("gpt2").eval(), [tokens], **more) for make in (make_hugging_face, make_bridge))
+        pd.testing.assert_frame_equal(mine.table, other.table)
+    assert [s.name for s in find_sites(make_hugging_face("gpt2"))] == [s.name for s in find_sites(make_bridge("gpt2"))]
