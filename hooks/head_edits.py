@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -168,6 +168,7 @@ class HeadEdit(Edit):
 
     def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         super().install(model, stack)
+        model = cast(HookedModel, model)
         stack.callback(self._release)
         self.d_head = int(model.cfg.d_head)
         for layer in self.heads:
