@@ -35,6 +35,9 @@ from ln_probe.hooks.sites import find_sites
 
 TOKENS, THREADS, REPEATS = 512, 2, 5
 PARTS = ("forward", "logit", "score", "writers", "attribution")
+# At fewer tokens, beside TransformerLens's direct logit attribution on the folded model ("direct"). Goals: all
+# positions <= 2 x its time, <= 1.5 x the memory of run_with_cache ("cache"); one position <= 1.3 passes, scores <= 3.
+BESIDE_TOKENS, BESIDE = 128, ("cache", "direct", "positions", "position", "keys")
 BOUNDS = {"logit": (2.0, None), "writers": (2.5, 1.3)}
 
 
@@ -51,6 +54,13 @@ def gpt2_small(vocabulary: int = 50257) -> Any:
     )
 
 
+def direct_logit_attribution(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Of every next token's logit, through TransformerLens's cache of a folded model [component pos]."""
+    _, cache = model.run_with_cache(tokens[None])
+    components = cache.get_full_resid_decomposition(expand_neurons=False, apply_ln=True)
+    return torch.einsum("cpd,dp->cp", components[:, 0, :-1], model.W_U[:, tokens[1:]])
+
+
 def view_of(model: Any) -> View:
     sites = find_sites(model)
     ones = np.ones((1, len(sites), 2))  # the sums and counts of sigma of one prompt: every constant is 1
@@ -60,7 +70,16 @@ def view_of(model: Any) -> View:
 
 
 def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
-    if part == "logit":
+    if part == "cache":
+        return lambda: model.run_with_cache(tokens[None])
+    if part == "direct":
+        model.enable_compatibility_mode(disable_warnings=True, fold_ln=True, center_writing_weights=True)
+        return lambda: direct_logit_attribution(model, tokens)
+    if part == "positions":
+        return lambda: ln_probe.attribute_logits(model, tokens).check()
+    if part == "keys":
+        return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1).check()
+    if part in ("logit", "position"):
         return lambda: ln_probe.attribute_logits(model, tokens, -1).check()
     if part == "score":
         return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1, 0, against=5).check()
@@ -72,9 +91,11 @@ def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
 
 def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
     torch.set_num_threads(THREADS)
+    torch.set_grad_enabled(False)
     model = gpt2_small(vocabulary)
-    tokens = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
-    bare, wanted = doing("forward", model, tokens), doing(part, model, tokens)
+    length = BESIDE_TOKENS if part in BESIDE else TOKENS
+    tokens = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(1))
+    wanted, bare = doing(part, model, tokens), doing("forward", model, tokens)
     bare()
     if part != "forward":
         wanted()
@@ -91,7 +112,8 @@ def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--part", choices=(*PARTS, *BESIDE))
+    parser.add_argument("--beside", action="store_true", help=f"the parts at {BESIDE_TOKENS} tokens instead")
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, help="a CSV file: part, passes (of processor time), memory over forward's")
@@ -100,11 +122,12 @@ def main() -> None:
         print(json.dumps(measure(arguments.part, arguments.vocabulary, arguments.repeats)))
         return
     threads = {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    print(f"\nattribution: GPT-2 small's shape, {TOKENS} tokens, {THREADS} threads")
-    print("| part | seconds | passes (wall) | passes (processor) | peak, MB | … of forward | bound |")
+    length = BESIDE_TOKENS if arguments.beside else TOKENS
+    print(f"\nattribution: GPT-2 small's shape, {length} tokens, {THREADS} threads")
+    print("| part | seconds | passes (wall) | passes (processor) | peak, MB | … of the first | bound |")
     print("|---|---|---|---|---|---|---|")
     base, rows = 0.0, [("part", "passes", "memory")]
-    for part in PARTS:
+    for part in BESIDE if arguments.beside else PARTS:
         command = [sys.executable, __file__, "--part", part, "--vocabulary", str(arguments.vocabulary)]
         command += ["--repeats", str(arguments.repeats)]
         done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)

@@ -120,6 +120,8 @@ class Heads:
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
         slopes: ALiBi's [head], in nats a position: added to a score is slope·(key's position), which differs from
             −slope·distance by nothing that a softmax sees. None without ALiBi.
+        soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
+        sinks: [head], a score of each head that takes its share of the softmax and is of no key; None without.
         known: what `reached` found, by norm: it depends on weights alone, so it can be kept from prompt to prompt.
     """
 
@@ -135,6 +137,8 @@ class Heads:
     causal: bool = True
     window: int | None = None
     slopes: Float[Tensor, " head"] | None = None
+    soft_cap: float = 0.0
+    sinks: Float[Tensor, " head"] | None = None
     known: dict[str, Reached | None] = field(default_factory=dict)
 
     @property
@@ -169,7 +173,10 @@ class Heads:
         scores = torch.einsum("qhd,khd->hqk", q[:, some], k[:, some]) / self.divisor
         if (bias := self.bias(len(k))) is not None:
             scores = scores + bias[some, None]
-        return visible_softmax(scores, causal=self.causal, window=self.window)
+        if self.soft_cap:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        sinks = None if self.sinks is None else self.sinks[some]
+        return visible_softmax(scores, causal=self.causal, window=self.window, sinks=sinks)
 
     def keys(
         self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"] | None = None
@@ -318,15 +325,26 @@ def _divisors(attn: Any, d_head: int) -> Iterator[float]:
     yield 1.0
 
 
-def _obstacle(attn: Any, causal: bool) -> str:
+def _obstacle(attn: Any, causal: bool, bent: bool) -> str:
     """Which known form of scores, other than one that is supported, this layer declares; empty if none."""
-    for cfg in _configs(attn):
-        cap = getattr(cfg, "attn_scores_soft_cap", None)
-        if isinstance(cap, int | float) and cap > 0:
-            return f"its scores have a soft cap of {cap:g}"
-        if getattr(cfg, "positional_embedding_type", None) == "alibi" and not causal:
-            return "its scores fall with distance on both sides (ALiBi without a causal mask)"
+    if not bent and (cap := _soft_cap(attn)):
+        return f"its scores have a soft cap of {cap:g}"
+    if not bent and _sinks(attn) is not None:
+        return "its softmax has a sink, a score of no key"
+    if any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn)) and not causal:
+        return "its scores fall with distance on both sides (ALiBi without a causal mask)"
     return ""
+
+
+def _soft_cap(attn: Any) -> float:
+    caps = (getattr(cfg, "attn_scores_soft_cap", None) for cfg in _configs(attn))
+    return next((float(cap) for cap in caps if isinstance(cap, int | float) and cap > 0), 0.0)
+
+
+def _sinks(attn: Any) -> Float[Tensor, " head"] | None:
+    """The sinks of a layer (GPT-OSS): a score for each head that is of no key."""
+    found = getattr(getattr(attn, "original_component", None), "sinks", None)
+    return found.detach().double() if isinstance(found, Tensor) and found.ndim == 1 else None
 
 
 def _configs(attn: Any) -> list[Any]:
@@ -372,6 +390,8 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
     """Rotary positions as the pass showed them, or as the layer holds them."""
     adjacent = bool(getattr(getattr(attn, "cfg", None), "rotary_adjacent_pairs", False))
     if cos_sin is not None:
+        if _sinks(attn) is not None:  # GPT-OSS keeps a table for one half of the coordinates
+            cos_sin = (torch.cat([cos_sin[0]] * 2, -1), torch.cat([cos_sin[1]] * 2, -1))
         return Rotary(cos_sin[0], cos_sin[1], adjacent)
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):
         return Rotary(attn.rotary_cos.detach(), attn.rotary_sin.detach(), adjacent)
@@ -391,6 +411,8 @@ def read_heads(
     cos_sin: tuple[Tensor, Tensor] | None,
     known: Form | None = None,
     causal: bool | None = None,
+    *,
+    bent: bool = False,
 ) -> Heads:
     """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
 
@@ -403,14 +425,16 @@ def read_heads(
         cos_sin: rotary tables seen in the pass (bridge), or None.
         known: the form of the layer's scores, where it was checked on this prompt before: it is not checked again.
         causal: whether no query of the pattern pays attention to a later key, where that is known.
+        bent: whether scores may be squashed (a soft cap), or the softmax have a sink: q·k / divisor is then not what
+            the softmax sees, or not all of it.
 
     Raises:
-        UnsupportedAttentionError: the layer declares scores of a form that is not supported (a soft cap, ALiBi in both
-            directions: by name), or no known form gives that pattern.
+        UnsupportedAttentionError: the layer declares scores of a form that is not supported (a soft cap, a sink, ALiBi
+            in both directions: by name), or no known form gives that pattern.
     """
     module = cast(Any, attn)
     causal = is_causal(pattern) if causal is None else causal
-    if obstacle := _obstacle(module, causal):
+    if obstacle := _obstacle(module, causal, bent):
         raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
     W_Q, W_K = weight_of(module, "W_Q"), weight_of(module, "W_K")
     if W_Q is None or W_K is None:
@@ -431,6 +455,8 @@ def read_heads(
         qk_norms.get("key"),
         causal,
         window_of(attn, pattern),
+        soft_cap=_soft_cap(module),
+        sinks=_sinks(module),
     )
     if known is not None:
         return known.of(plain)
@@ -471,10 +497,17 @@ def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
 
 
 def visible_softmax(
-    scores: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
+    scores: Float[Tensor, "head query key"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, "head query key"]:
-    """Softmax over the keys that each query sees (the last queries, where there are fewer than keys)."""
+    """Softmax over the keys that each query sees (the last queries, where there are fewer than keys) and the sinks."""
     if causal or window is not None:
         seen = visible_keys(*scores.shape[-2:], causal=causal, window=window, device=scores.device)
         scores = scores.masked_fill(~seen, -math.inf)
-    return scores.softmax(-1)
+    if sinks is None:
+        return scores.softmax(-1)
+    of_sinks = sinks.to(scores)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1]

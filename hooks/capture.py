@@ -19,7 +19,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.components import END, Record, SplitError, Wiring, outside_attention, watched
+from ln_probe.hooks.components import (
+    END,
+    Record,
+    Source,
+    SplitError,
+    Wiring,
+    neurons_of,
+    outside_attention,
+    watched,
+)
 from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, flat, hooks_on, n_layers, run, tensors_in
 from ln_probe.hooks.norm import Site, is_heads_first
 
@@ -363,6 +372,84 @@ def looks_ahead(model: HookedModel, sites: Sequence[Site]) -> bool:
     return any(ahead) or any(float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in first.values())
 
 
+def record(
+    model: HookedModel,
+    tokens: Int[Tensor, "*batch pos"],
+    positions: Sequence[int],
+    sites: Sequence[Site],
+    *,
+    neurons: Collection[int] = (),
+    points: Mapping[str, nn.Module] | None = None,
+    logits: bool = True,
+) -> Record:
+    """One forward pass, and what it shows at some positions.
+
+    Args:
+        model: any hooked model.
+        tokens: one prompt, or several of equal length.
+        positions: which rows are kept, counted through all prompts: prompt · length + position.
+        sites: the model's norms.
+        neurons: layers whose neurons are kept.
+        points: other modules whose output is kept, by name.
+        logits: whether those of the positions are kept.
+
+    Raises:
+        SplitError: a layer's MLP shows no neurons.
+    """
+    prompts = tokens if tokens.ndim == 2 else tokens[None]
+    rows, (batch, length) = torch.tensor(positions), prompts.shape
+    seen: dict[Source, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    active: dict[int, Tensor] = {}
+    shown_at: dict[str, Tensor] = {}
+
+    def keep(into: dict[Any, Tensor], key: Any) -> Callable[..., None]:
+        def hook(_m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+            if key not in into and output:
+                into[key] = flat(output[0], length, batch)[rows].cpu()
+            elif key not in into:
+                x = tensors_in(args, kwargs)[0]
+                into[key] = flat(x, length, batch)[rows, : x.shape[-1]].cpu()  # (of the first head)
+
+        return hook
+
+    after = [(module, keep(seen, source)) for source, module in watched(model)]
+    after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
+    before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
+    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
+        before.append((unembed, keep(inputs, END)))
+    for layer in neurons:
+        if (shown := neurons_of(model, layer)) is None:
+            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+        after.append((shown[0], keep(active, layer)))
+    with hooks_on(after, before):
+        output = run(model, prompts, return_type="logits" if logits else None)
+    kept = output.flatten(0, 1)[rows].cpu() if logits else None
+    return Record(seen, inputs, active, kept, next(iter((inputs or seen).values())).dtype, shown_at)
+
+
+def record_attention(
+    model: HookedModel,
+    tokens: Int[Tensor, "batch pos"],
+    sites: Sequence[Site],
+    site: Site,
+    layer: int,
+    points: Mapping[str, nn.Module],
+) -> tuple[Record, list[AttentionInput]]:
+    """One forward pass: `record` at every position, and what one layer's attention did in each prompt.
+
+    Args:
+        model, tokens, sites, points: as for `record`.
+        site: the norm that attention of this layer reads, or what replaces it.
+        layer: its block.
+    """
+    found: list[AttentionInput] = []
+    watch = _Pass(model, [site], [tokens.shape[1]] * len(tokens), None, lambda _, seen: found.append(seen), [layer])
+    with exclusive(model), hooks_on(watch.after, watch.before):
+        kept = record(model, tokens, range(tokens.numel()), sites, points=points, logits=False)
+    return kept, found
+
+
 REMEDY = "take the cache without a names_filter, or pass tokens instead"
 
 
@@ -438,6 +525,28 @@ class CachedPrompts:
         shown = {name: self._needed([name])[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
+    def attention(self, site: Site, layer: int, place: str) -> list[AttentionInput]:
+        """What the attention of a layer did in each prompt; `place`: what `site` reads.
+
+        Raises:
+            SplitError: the cache lacks something, by name.
+        """
+        (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
+        x = self._needed(self._input_of(place, outside_attention([site])))
+        normalized = None if site.bare else self.rows([f"{site.name}.hook_normalized"])
+        y = x if site.bare else site.affine(site.normalize(x) if normalized is None else normalized)
+        pattern = self._first([f"{attn}.hook_pattern"])
+        if pattern is None:
+            raise SplitError(f"the cache lacks '{attn}.hook_pattern': {REMEDY}")
+        tables = [self._first([f"{attn}.hook_{n}", f"rotary_emb.hook_{n}"]) for n in ("cos", "sin")]
+        found = []
+        for prompt, (of_x, of_y) in enumerate(zip(x.view(batch, length, -1), y.view(batch, length, -1), strict=True)):
+            cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :length] for t in tables)
+            cos_sin = None if cos is None or sin is None else (cos, sin)
+            module = attentions(self.model)[layer]
+            found.append(AttentionInput(layer, of_x, of_y, pattern[prompt], cos_sin, module, site))
+        return found
+
     def _input_of(self, place: str, sites: Sequence[Site]) -> list[str]:
         """The points that may show what is read at a place."""
         last = f"blocks.{n_layers(self.model) - 1}"
@@ -446,6 +555,8 @@ class CachedPrompts:
         block, leaf = place.rsplit(".", 1)[0], place.rsplit(".", 1)[-1]
         stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf, "")
         names = [f"{place}.hook_in"]
+        if leaf.isdigit():  # a block, whose attention reads the stream itself
+            return [*names, f"{place}.hook_resid_pre"]
         if any(s.attention_layers and s.layer not in s.attention_layers for s in sites):
             return names  # norms behind attention and MLP: no point of the stream is what they read
         if block == place:

@@ -319,12 +319,13 @@ class _Search:
         return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
 
 
-def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
+def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int] = ()) -> Wiring:
     """Of what every norm's input is a sum; costs one forward pass over eight tokens.
 
     Args:
         model: any hooked model, in evaluation mode.
         sites: its norms (`find_sites`).
+        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
     search = _Search(dtype)
@@ -349,7 +350,9 @@ def find_wiring(model: HookedModel, sites: Sequence[Site]) -> Wiring:
                 search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
         elif isinstance(key, int):
             search.begin_block(key)
-            search.see(f"blocks.{key}", given)
+            expression = search.see(f"blocks.{key}", given)
+            if expression is not None and key in bare:
+                reads[f"blocks.{key}"] = expression
         elif given.shape[-1] != writers.d_model:
             search.open[END] = (
                 f"what the unembedding reads is {given.shape[-1]} wide, and the residual stream {writers.d_model}: a "
@@ -412,57 +415,22 @@ class Record:
     points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
 
 
-def record(
-    model: HookedModel,
-    tokens: Int[Tensor, "*batch pos"],
-    positions: Sequence[int],
-    sites: Sequence[Site],
-    *,
-    neurons: Collection[int] = (),
-    points: Mapping[str, nn.Module] | None = None,
-) -> Record:
-    """One forward pass, and what it shows at some positions.
+def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
+    """Whether the same is read at every row (`f` is one row, expanded): then weights are pulled back once."""
+    return len(f) > 1 and f.stride(0) == 0
 
-    Args:
-        model: any hooked model.
-        tokens: one prompt, or several of equal length.
-        positions: which rows are kept, counted through all prompts: prompt · length + position.
-        sites: the model's norms.
-        neurons: layers whose neurons are kept.
-        points: other modules whose output is kept, by name.
 
-    Raises:
-        SplitError: a layer's MLP shows no neurons.
-    """
-    prompts = tokens if tokens.ndim == 2 else tokens[None]
-    rows, (batch, length) = torch.tensor(positions), prompts.shape
-    seen: dict[Source, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-    active: dict[int, Tensor] = {}
-    shown_at: dict[str, Tensor] = {}
+def once(f: Float[Tensor, "row reading d"]) -> Float[Tensor, "some reading d"]:
+    """`f` without repeated rows."""
+    return f[:1] if is_shared(f) else f
 
-    def keep(into: dict[Any, Tensor], key: Any) -> Callable[..., None]:
-        def hook(_m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-            if key not in into and output:
-                into[key] = flat(output[0], length, batch)[rows].cpu()
-            elif key not in into:
-                x = tensors_in(args, kwargs)[0]
-                into[key] = flat(x, length, batch)[rows, : x.shape[-1]].cpu()  # (of the first head)
 
-        return hook
-
-    after = [(module, keep(seen, source)) for source, module in watched(model)]
-    after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
-    before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
-    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
-        before.append((unembed, keep(inputs, END)))
-    for layer in neurons:
-        if (shown := neurons_of(model, layer)) is None:
-            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-        after.append((shown[0], keep(active, layer)))
-    with hooks_on(after, before):
-        logits: Tensor = run(model, prompts, return_type="logits")
-    return Record(seen, inputs, active, logits.flatten(0, 1)[rows].cpu(), next(iter(inputs.values())).dtype, shown_at)
+def dot(x: Float[Tensor, "*row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
+    """x · f at every row; `x` has a row for each, or is the same everywhere."""
+    if x.ndim == 1:
+        return (once(f) @ x).expand(len(f), -1)
+    product: Tensor = x @ f[0].T if is_shared(f) else einsum(x, f, "row d, row reading d -> row reading")
+    return product
 
 
 def outside_attention(sites: Sequence[Site]) -> list[Site]:
@@ -541,11 +509,12 @@ class Split:
 
         Args:
             place: a norm's name, or END.
-            f: what is read, at every recorded position.
+            f: what is read, at every recorded position; one row, expanded, where it is the same at all of them.
         """
         values: dict[Part, Tensor] = {}
         for source, factor in self.wiring.at(place).items():
-            for part, value in self._read(source, factor * f).items():
+            scaled = f if factor == 1.0 else (factor * f[:1]).expand_as(f) if is_shared(f) else factor * f
+            for part, value in self._read(source, scaled).items():
                 values[part] = values[part] + value if part in values else value
         return values
 
@@ -555,7 +524,7 @@ class Split:
             gain = f if site.gain is None else f * site.gain.detach().cpu().double()
             values = self.read(source.site, site.project(gain) / self.sigma(source.site)[:, None])
             if site.bias is not None:
-                values[Part(f"{site.name} bias", "norm bias", site.layer)] = f @ site.bias.detach().cpu().double()
+                values[Part(f"{site.name} bias", "norm bias", site.layer)] = dot(site.bias.detach().cpu().double(), f)
             return values
         seen = self.record.seen[source].double()
         if source.kind == "attn":
@@ -563,25 +532,27 @@ class Split:
         if source.kind == "mlp":
             return self._mlp(source, seen, f)
         kind = "position" if source.kind == "pos_embed" else "embedding"
-        return {Part(source.kind, kind): einsum(seen, f, "row d, row reading d -> row reading")}
+        return {Part(source.kind, kind): dot(seen, f)}
 
     def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         layer = source.layer
         if layer not in self._weights:
             self._weights[layer] = self.wiring.writers.heads(layer, z)
-        pulled = einsum(f, self._weights[layer], "row reading d, head k d -> row reading head k")
-        values = einsum(
-            self.wiring.writers.split(layer, z), pulled, "row head k, row reading head k -> head row reading"
-        )
+        pulled = einsum(once(f), self._weights[layer], "row reading d, head k d -> head row reading k")
+        by_head = self.wiring.writers.split(layer, z)
+        if is_shared(f):
+            values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
+        else:
+            values = einsum(by_head, pulled, "row head k, head row reading k -> head row reading")
         found = {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
         if (bias := self.wiring.writers.bias(source, z)) is not None:
-            found[Part(f"L{layer} b_O", "bias", layer)] = f @ bias
+            found[Part(f"L{layer} b_O", "bias", layer)] = dot(bias, f)
         return found
 
     def _mlp(self, source: Source, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
         layer, bias = source.layer, self.wiring.writers.bias(source, out)
-        of_bias = {} if bias is None else {Part(f"L{layer} b_out", "bias", layer): f @ bias}
-        whole = einsum(out if bias is None else out - bias, f, "row d, row reading d -> row reading")
+        of_bias = {} if bias is None else {Part(f"L{layer} b_out", "bias", layer): dot(bias, f)}
+        whole = dot(out if bias is None else out - bias, f)
         if layer not in self.record.neurons:
             return {Part(f"L{layer} mlp", "mlp", layer): whole, **of_bias}
         _, W_out = neurons_of(self.wiring.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some

@@ -353,7 +353,7 @@ class ModelFacts:
     def wiring(self) -> Wiring:
         """Of what every norm's input is a sum; costs one short pass in evaluation mode, the first time."""
         with evaluating(self.model):
-            return find_wiring(self.model, self.sites)
+            return find_wiring(self.model, self.sites, [site.layer for site in self.bare])
 
     def norms(self) -> list[Site]:
         """The norms of the model.

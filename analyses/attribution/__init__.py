@@ -3,7 +3,7 @@
 from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.layers import LayersAttribution, attribute_through_layers
 from ln_probe.analyses.attribution.logits import LogitAttribution, LogitAttributions, attribute_logits
-from ln_probe.analyses.attribution.scores import ScoreAttribution, attribute_scores
+from ln_probe.analyses.attribution.scores import ScoreAttribution, ScoreAttributions, attribute_scores
 
 __all__ = [
     "Features",
@@ -11,6 +11,7 @@ __all__ = [
     "LogitAttribution",
     "LogitAttributions",
     "ScoreAttribution",
+    "ScoreAttributions",
     "attribute_logits",
     "attribute_scores",
     "attribute_through_layers",

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks.components import Part, Record
+from ln_probe.hooks.components import Part, Record, dot, once
 from ln_probe.hooks.model import ABSENT, HookedModel, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
@@ -175,7 +174,7 @@ class Features:
         if not replaced:
             raise AttributionError(f"nothing that is read here was written before {self.hook_name}")
         each = torch.stack([values[part] for part in replaced])
-        whole = einsum(record.points[self.hook_name].double(), f, "row d, row reading d -> row reading")
+        whole = dot(record.points[self.hook_name].double(), f)
         missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
         if not missing <= bound:
             raise AttributionError(
@@ -185,10 +184,10 @@ class Features:
             )
         active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
         directions = self.directions.double().cpu()
-        pulled = einsum(f, directions[list(named)], "row reading d, feature d -> feature row reading")
+        pulled = (once(f) @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
-        written = einsum(active @ directions, f, "row d, row reading d -> row reading")
-        lift = torch.zeros_like(whole) if self.bias is None else f @ self.bias.double().cpu()
+        written = dot(active @ directions, f)
+        lift = torch.zeros_like(whole) if self.bias is None else dot(self.bias.double().cpu(), f)
         kept = {part: value for part, value in values.items() if part not in replaced}
         layer, at = self.layer, self.hook_name
         of_feature = {Part(self._name(i), "feature", layer, i): value for i, value in zip(named, shown, strict=True)}

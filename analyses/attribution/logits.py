@@ -45,14 +45,13 @@ from ln_probe.analyses.attribution.shared import (
     token_ids,
     token_names,
 )
-from ln_probe.hooks.capture import CachedPrompts, is_cache
+from ln_probe.hooks.capture import CachedPrompts, is_cache, record
 from ln_probe.hooks.components import (
     END,
     Part,
     Record,
     Split,
     Wiring,
-    record,
 )
 from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.deprecation import deprecated

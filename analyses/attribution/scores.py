@@ -5,13 +5,16 @@
 is bilinear in the parts of both sides once both sigmas are held (Elhage et al. 2021, section on QK circuits, has it
 without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a pair of its own,
 "position bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such
-sums: what softmax depends on.
+sums: what softmax depends on. Scores are meant before a soft cap; a sink in the softmax is of no key, so it is no part
+of a score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,16 +24,26 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Bar, draw, largest, part_columns, place, prompt
-from ln_probe.hooks.attention import Heads, read_heads
-from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.components import Part, Split, record
-from ln_probe.hooks.model import HookedModel, check_model, evaluating, n_layers
+from ln_probe.analyses.attribution.heads import AT_ONCE, Head, in_chunks
+from ln_probe.analyses.attribution.shared import (
+    MEAN,
+    AttributionError,
+    Bar,
+    draw,
+    largest,
+    of_equal_length,
+    part_columns,
+    place,
+    prompts,
+)
+from ln_probe.hooks.attention import read_heads
+from ln_probe.hooks.capture import CachedPrompts, is_cache, record_attention
+from ln_probe.hooks.components import Part, Split
+from ln_probe.hooks.model import check_model, evaluating, n_layers
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import facts_of
+from ln_probe.hooks.sites import ModelFacts, facts_of
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
-AT_ONCE = 16  # positions whose parts are held at once
 SHOWN = 8  # pairs in the picture, above the eight LN terms
 
 
@@ -48,6 +61,7 @@ class ScoreAttribution:
         scale: what the error is relative to: the largest |score| of that query; bound: what rounding explains of it.
         weight: attention paid to the key.
         label: what was asked for, as text.
+        soft_cap: cap of the layer's scores: the sum is of the score before it; 0 if there is none.
     """
 
     pairs: pd.DataFrame
@@ -59,6 +73,7 @@ class ScoreAttribution:
     bound: float
     weight: float
     label: str
+    soft_cap: float = 0.0
 
     def to_torch(self) -> Float64[Tensor, "query_part key_part"]:
         """`pairs` as a tensor."""
@@ -76,10 +91,7 @@ class ScoreAttribution:
             AttributionError: they do not; says by how much.
         """
         if not self.error <= self.bound:
-            raise AttributionError(
-                f"the parts add up to {self.total:.6g}, and the model's own {self.label} is {self.own:.6g}: "
-                f"{self.error:.1e} of the largest score apart (rounding explains {self.bound:.0e})"
-            )
+            raise _does_not_add_up(self.total, self.own, self.error, self.bound, self.label)
         return self
 
     def top(self, k: int = 10) -> pd.DataFrame:
@@ -113,27 +125,93 @@ class ScoreAttribution:
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
-    """The queries, or the keys, of some positions as sums over parts.
+class ScoreAttributions:
+    """Attention scores (or differences of scores) of one head at many positions, each as a sum over one side's parts.
 
     Attributes:
-        parts: what the rows are.
-        whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
-        terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
-
-    A mean over keys is one row.
+        components: what the rows of `values` are.
+        side: whose components they are, "query" or "key"; the other side's are summed.
+        values: in nats. [component batch pos], by position of the keys (`query` was given) or of the queries (`key`
+            was); [component batch query key] where neither was. NaN where a query does not see the key.
+        total: what they add up to; own: from the model's own norm outputs; scale: the largest |score| of that query,
+            which errors are relative to; weight: attention paid to the key. Each of the shape of `values[0]`.
+        queries, keys: positions, counted from the beginning of each prompt, likewise.
+        bound: relative error that rounding explains.
+        label: what was asked for, as text.
+        soft_cap: cap of the layer's scores: sums are of the scores before it; 0 if there is none.
     """
 
-    parts: list[Part]
-    whole: Float[Tensor, "row part d_head"]
-    terms: dict[str, Float[Tensor, "row d_head"]]
+    components: tuple[Part, ...]
+    side: str
+    values: Float64[Tensor, "component batch *pos"]
+    total: Float64[Tensor, " batch *pos"]
+    own: Float64[Tensor, " batch *pos"]
+    scale: Float64[Tensor, " batch *pos"]
+    weight: Float64[Tensor, " batch *pos"]
+    queries: Int[Tensor, " batch *pos"]
+    keys: Int[Tensor, " batch *pos"]
+    bound: float
+    label: str
+    soft_cap: float = 0.0
 
-    def times(self, factor: float) -> _Side:
-        return _Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.terms.items()})
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row per component and score: `batch`, `query`, `key`, `side`, `part`, `kind`, `layer`, `index`,
+        `contribution`."""
+        seen = self.total.isfinite()
+        parts = pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
+        count, each = int(seen.sum()), len(self.components)
+        table = parts.iloc[np.tile(np.arange(each), count)].reset_index(drop=True)
+        columns = (("batch", torch.nonzero(seen)[:, 0]), ("query", self.queries[seen]), ("key", self.keys[seen]))
+        for i, (name, values) in enumerate(columns):
+            table.insert(i, name, values.numpy().repeat(each))
+        return table.assign(contribution=self.values[:, seen].T.reshape(-1).numpy())
 
-    def plus(self, other: _Side) -> _Side:
-        terms = {t: v + other.terms[t] for t, v in self.terms.items()}
-        return _Side(self.parts, self.whole + other.whole, terms)
+    @property
+    def error(self) -> float:
+        """The largest |total − own| relative to `scale`."""
+        off = ((self.total - self.own).abs() / self.scale)[self.total.isfinite()]
+        return float(off.max()) if len(off) else 0.0
+
+    def check(self) -> ScoreAttributions:
+        """This, if the components add up to the model's own scores everywhere.
+
+        Raises:
+            AttributionError: they do not; says where and by how much.
+        """
+        if not self.error <= self.bound:
+            off = ((self.total - self.own).abs() / self.scale).nan_to_num(-1.0).flatten()
+            at = int(off.argmax())
+            total, own, query, key = (t.flatten()[at].item() for t in (self.total, self.own, self.queries, self.keys))
+            prompt_number = at // max(1, self.total[0].numel())
+            label = f"{self.label} (query {query}, key {key} of prompt {prompt_number})"
+            raise _does_not_add_up(total, own, self.error, self.bound, label)
+        return self
+
+    def top(self, k: int = 10) -> pd.DataFrame:
+        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
+        table = pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
+        values = self.values.flatten(1)
+        table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
+        return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.total.shape))
+        return f"ScoreAttributions({self.label}: {len(self.components)} components of the {self.side}, {shape} scores)"
+
+    def _repr_html_(self) -> str:
+        means = self.values.flatten(1).nanmean(1)
+        bars = [Bar(part.name, float(v)) for part, v in zip(self.components, means, strict=True)]
+        count = int(self.total.isfinite().sum())
+        note = f"Components of the {self.side}, means over {count} scores. Values: .values [component, batch, …]."
+        return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} nats on average", note))
+
+
+def _does_not_add_up(summed: float, own: float, off: float, bound: float, label: str) -> AttributionError:
+    return AttributionError(
+        f"the parts add up to {summed:.6g}, and the model's own {label} is {own:.6g}: "
+        f"{off:.1e} of the largest score apart (rounding explains {bound:.0e})"
+    )
 
 
 _TERMS = {
@@ -144,159 +222,157 @@ _TERMS = {
 }
 
 
-def _side(
-    split: Split,
-    site: Site,
-    W: Float[Tensor, "d_model d_head"],
-    b: Float[Tensor, " d_head"],
-    norm: Site | None,
-    heads: Heads,
-    at: Int[Tensor, " row"],
-    typical: float,
-    name: str,
-    features: Callable[[dict[Part, Tensor], Tensor, Split, Int[Tensor, " row"]], dict[Part, Tensor]],
-) -> _Side:
-    """The queries (name Q) or keys (K) of one head at the recorded positions `at`."""
-    gain = torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
-    lift = torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
-    sigma = split.sigma(site.name)  # [row 1]
-    f = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
-    f = f.expand(len(sigma), -1, -1)
-    values = features(split.read(site.name, f), f, split, at)
-    read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
-    parts = [*values, Part("norm bias", "norm bias", site.layer), Part(f"b_{name}", "bias", site.layer)]
-    taken = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
-    kept = (read[..., :-1] - taken) / sigma[:, None]
-    fixed = torch.stack([lift @ W, b.expand(W.shape[1])]).expand(len(sigma), -1, -1)
-    plain = torch.cat([kept, fixed], 1)  # [row part d_head]
-    whole = plain.sum(1)
-    x = split.input(site.name)
-    terms = {
-        "projection": 0.0 - taken.sum(1) / sigma,
-        "gain": kept.sum(1) - site.project(x) / sigma @ W,
-        "bias": (lift @ W).expand_as(whole),
-        "sigma": kept.sum(1) * (1.0 - sigma / typical),
-    }
-    if norm is not None:
-        if norm.d != W.shape[1]:
-            raise AttributionError(f"{norm.name} normalizes all heads together, so no head's score divides into parts")
-        own = norm.sigma(whole)
-        inner = torch.ones(norm.d).double() if norm.gain is None else norm.gain.detach().cpu().double()
-        plain = norm.project(plain) / own[:, None] * inner
-        shift = torch.zeros(norm.d).double() if norm.bias is None else norm.bias.detach().cpu().double()
-        terms = {t: norm.project(v) / own * inner for t, v in terms.items()}
-        if norm.bias is not None:
-            parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
-            plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
-    if heads.rotary is not None:
-        plain = heads.rotary(plain, at)  # (parts stand where heads do: all of a row at one position)
-        terms = {t: heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
-    return _Side(parts, plain, terms)
-
-
 def attribute_scores(
     model: object,
-    tokens: object,
+    tokens_or_cache: object,
     layer: int,
     head: int,
-    query: int,
-    key: int,
+    query: int | None = None,
+    key: int | None = None,
     against: int | str | None = None,
     features: Sequence[Features] | Features | None = None,
-) -> ScoreAttribution:
-    """Why a head attends where it does: one score, exactly, as a sum over parts of the query × parts of the key.
+) -> ScoreAttribution | ScoreAttributions:
+    """Why a head attends where it does: scores, exactly, as sums over parts of the query and parts of the key.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model whose attention reads a norm.
-        tokens: one prompt (text, ids [pos] or [1 pos]).
+        model: HookedTransformer, TransformerBridge or lab model.
+        tokens_or_cache: prompts (text, ids [pos] or [batch pos], lists of unequal length), or an `ActivationCache` of
+            this model.
         layer, head: which head; negative from the end.
-        query, key: positions in the prompt; negative from the end.
+        query, key: positions; negative from the end of each prompt. Both, of one prompt: a `ScoreAttribution`, a sum
+            over pairs of parts. Otherwise `ScoreAttributions`: `key=None` is all keys, by parts of the key, the query's
+            summed; `query=None` with a key is all queries, by parts of the query, the key's summed.
         against: another key's position, whose score is subtracted; "mean": the mean score of the keys that the query
             sees; None: the score itself (which softmax does not see: it depends on differences).
         features: dictionaries whose features replace the components that they reconstruct, on both sides.
 
     Raises:
         TypeError: not a TransformerLens model.
-        AttributionError: a layer, head or position out of range; a key that the query does not see; attention that
-            reads no norm.
-        UnsupportedAttentionError: scores that are not a scaled dot product (a soft cap).
-        SplitError: the parts do not add up to what the norm reads: names the place and how much is missing.
+        AttributionError: a layer, head or position out of range; a key that the query does not see; attention behind a
+            module that is no norm that ln_probe knows; features that do not fit.
+        UnsupportedAttentionError: scores that are not a scaled dot product.
+        SplitError: the parts do not add up to what the norm reads (a cache of another, folded or centred model): names
+            the place and how much is missing.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> one = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1, 0, against="mean").check()
+        >>> every = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1).check()
     """
     hooked = check_model(model)
-    ids = prompt(hooked, tokens)
     layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
     dictionaries = [features] if isinstance(features, Features) else list(features or ())
-    for given in dictionaries:
-        given.check(int(hooked.cfg.d_model), 1, len(ids))
-    points = {given.hook_name: given.point(hooked) for given in dictionaries}
-    q_at, k_at = place(query, len(ids), "query"), place(key, len(ids), "key")
     with evaluating(hooked):
         facts = facts_of(hooked)
-        sites = facts.norms()
-        site = next((s for s in sites if layer in s.attention_layers), None)
-        if site is None:
-            raise AttributionError(
-                f"attention of layer {layer} reads no norm, so there is no norm to attribute through"
-            )
-        wiring = facts.wiring
-        wiring.at(site.name)  # raises before the prompt runs
-        seen, heads = _heads(hooked, ids, sites, layer)
-        head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
-        mask = visible_keys(len(ids), len(ids), causal=heads.causal, window=heads.window)
-        visible = [int(i) for i in torch.nonzero(mask[q_at])[:, 0]]  # (attention of 0 may be a very small one)
-        if k_at not in visible:
-            raise AttributionError(f"query {q_at} does not see key {k_at}: it sees {_ranges(visible)}")
-        other = _against(against, len(ids), visible, q_at)
-        rows = sorted({q_at, k_at, *(other or ())})
-        split = Split(wiring, record(hooked, ids, rows, sites, points=points))
-    split.check(site.name)
-    named = [given.chosen(rows) for given in dictionaries]
-    rounding = wiring.bound(site.name, seen.x.dtype)
+        site, where = _read_by(facts, layer)
+        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
+        rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
+        lengths = [cached.shape()[1]] * cached.shape()[0] if cached is not None else list(map(len, rows))
+        for given in dictionaries:
+            given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
+        points = {given.hook_name: given.point(hooked) for given in dictionaries}
+        for n in lengths:
+            for position, what in ((query, "query"), (key, "key"), (against if against != MEAN else None, "against")):
+                if position is not None and not isinstance(position, str):
+                    place(position, n, what)
+        if isinstance(against, str) and against != MEAN:
+            raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
+        each: dict[int, Head] = {}
+        for members in of_equal_length(lengths):
+            length = lengths[members[0]]
+            if cached is not None:
+                kept = cached.record(range(length * len(members)), facts.wiring, where, points)
+                looks = cached.attention(site, layer, where)
+            else:
+                together = torch.stack([rows[i] for i in members])
+                kept, looks = record_attention(hooked, together, facts.norms(), site, layer, points)
+            if not looks:
+                raise AttributionError(f"layer {layer} shows no attention pattern, so its scores cannot be checked")
+            if site.bare:
+                read = torch.cat([look.x for look in looks]).cpu()
+                kept = replace(kept, inputs={**kept.inputs, where: read})
+            split = Split(facts.wiring, kept)
+            for k, (number, look) in enumerate(zip(members, looks, strict=True)):
+                norms: dict[str, Any] = {
+                    s.reads: s for s in facts.sites if s.layer == layer and s.reads in ("query", "key")
+                }
+                heads = read_heads(layer, look.attn, norms, look.y, look.pattern, look.cos_sin, bent=True)
+                head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
+                own = split.rows(range(k * length, (k + 1) * length))
+                first, bound = number * max(lengths), facts.wiring.bound(where, look.x.dtype)
+                each[number] = Head(heads, head, site, where, own, look, dictionaries, [], first, bound)
+    ordered = [each[number] for number in range(len(lengths))]
+    if len(ordered) == 1 and query is not None and key is not None:
+        return _one(ordered[0], place(query, lengths[0]), place(key, lengths[0]), against)
+    return _several(ordered, query, key, against)
 
-    def with_features(values: dict[Part, Tensor], f: Tensor, few: Split, at: Int[Tensor, " row"]) -> dict[Part, Tensor]:
-        for given, chosen in zip(dictionaries, named, strict=True):
-            values = given.split(values, f, few.record, at.tolist(), chosen, rounding)
-        return values
 
-    typical = float(site.sigma(seen.x[visible].double()).median())
+def _read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
+    """The norm that attention of a layer reads, or what replaces it; and the name of that place.
 
-    def side(W: Tensor, b: Tensor, norm: Site | None, places: list[int], name: str) -> _Side:
-        """The mean over these positions; 512 keys of GPT-2's shape at once would take 0.2 GB a layer."""
-        made: _Side | None = None
-        for some in (places[i : i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
-            few, at = split.rows([rows.index(p) for p in some]), torch.tensor(some)
-            found = _side(few, site, W[head].cpu(), b[head].cpu(), norm, heads, at, typical, name, with_features)
-            summed = _Side(
-                found.parts,
-                found.whole.sum(0, keepdim=True),
-                {t: v.sum(0, keepdim=True) for t, v in found.terms.items()},
-            )
-            made = summed if made is None else made.plus(summed)
-        assert made is not None
-        return made.times(1.0 / len(places))
+    Raises:
+        AttributionError: it is a module that is no norm that ln_probe knows.
+        SplitError: what is read there is not known to be a sum.
+    """
+    facts.norms()
+    site = next((s for s in facts.read if layer in s.attention_layers), None)
+    if site is None or site.kind == "unknown":
+        what = "nothing that ln_probe knows" if site is None else f"{site.name}, which is no norm that ln_probe knows"
+        raise AttributionError(
+            f"attention of layer {layer} reads {what}: its scores are no sum over parts of the stream. Choose a layer "
+            "that reads a norm or the stream itself (`find_sites`)"
+        )
+    where = f"blocks.{layer}" if site.bare else site.name
+    facts.wiring.at(where)  # raises before the prompt runs
+    return site, where
 
-    queries = side(heads.W_Q, heads.b_Q, heads.q_norm, [q_at], "Q")
-    one = side(heads.W_K, heads.b_K, heads.k_norm, [k_at], "K")
-    two = None if other is None else side(heads.W_K, heads.b_K, heads.k_norm, other, "K")
+
+def _visible(one: Head, query: int, key: int) -> None:
+    if not bool(one.mask[query, key]):
+        visible = [int(i) for i in torch.nonzero(one.mask[query])[:, 0]]
+        raise AttributionError(f"query {query} does not see key {key}: it sees {_ranges(visible)}")
+
+
+def _with_features(heads: Sequence[Head], positions: Sequence[Sequence[int]]) -> list[Head]:
+    """The head on each prompt, with the features named that are largest at these positions of all prompts."""
+    rows = [one.first + p for one, some in zip(heads, positions, strict=True) for p in some]
+    named = [given.chosen(rows) for given in heads[0].features]
+    return [replace(one, named=named) for one in heads]
+
+
+def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAttribution:
+    """One score as a sum over pairs."""
+    _visible(one, q_at, k_at)
+    visible = [int(i) for i in torch.nonzero(one.mask[q_at])[:, 0]]
+    other: list[int] | None = None
+    if against is not None:
+        other = visible if isinstance(against, str) else [place(against, one.length, "against")]
+        _visible(one, q_at, other[0])
+    rows = sorted({q_at, k_at, *(other or ())})
+    (one,) = _with_features([one], [rows])
+    one.split.rows(rows).check(one.where)
+    heads, layer, head = one.heads, one.seen.layer, one.head
+    typical = float(one.site.sigma(one.seen.x[visible].double()).median())
+    queries = one.side("Q", [q_at], typical)
+    mine = one.side("K", [k_at], typical)
+    two = None if other is None else one.mean_side("K", other, typical)
 
     def score(q: Tensor, k: Tensor) -> float:
         return float((q * k).sum()) / heads.divisor
 
     def difference(term: str | None = None) -> Float[Tensor, " d_head"]:
-        mine = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (one, two) if s is not None]
-        return mine[0] if two is None else mine[0] - mine[1]
+        wholes = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (mine, two) if s is not None]
+        return wholes[0] if two is None else wholes[0] - wholes[1]
 
-    keys = one.whole[0] if two is None else one.whole[0] - two.whole[0]
+    keys = mine.whole[0] if two is None else mine.whole[0] - two.whole[0]
     matrix = queries.whole[0] @ keys.T / heads.divisor
-    q_parts, k_parts = list(queries.parts), list(one.parts)
-    if heads.slopes is not None:  # a pair of its own: what ALiBi adds is of no other part
-        lifts = _position_bias(heads, head, q_at, len(ids))
-        lift = float(lifts[k_at]) - (0.0 if other is None else float(lifts[other].mean()))
+    q_parts, k_parts = list(queries.parts), list(mine.parts)
+    if (lifts := one.position_bias([q_at])) is not None:  # a pair of its own: what ALiBi adds is of no other part
+        lift = float(lifts[0, k_at]) - (0.0 if other is None else float(lifts[0, other].mean()))
         matrix = torch.block_diag(matrix, torch.full((1, 1), lift, dtype=torch.float64))
         for parts in (q_parts, k_parts):
             parts.append(Part("position bias", "bias", layer))
     q_whole = queries.whole.sum(1)[0]
-    total = float(matrix.sum())
     terms = [
         {"side": which, "term": term, "contribution": value, "meaning": meaning}
         for which, values in (
@@ -305,8 +381,7 @@ def attribute_scores(
         )
         for (term, meaning), value in zip(_TERMS.items(), values.values(), strict=True)
     ]
-    own = _own_scores(heads, seen, head, q_at)
-    from_model = float(own[k_at]) - (0.0 if other is None else float(own[other].mean()))
+    own = one.scores([q_at])[0]
     label = f"score of L{layer}H{head} from {q_at} to {k_at}" + (
         "" if other is None else " minus the mean of those it sees" if against == MEAN else f" minus to {other[0]}"
     )
@@ -318,12 +393,112 @@ def attribute_scores(
             columns=list(COLUMNS),
         ),
         pd.DataFrame(terms, columns=["side", "term", "contribution", "meaning"]),
-        total,
-        from_model,
-        max(float(own[visible].abs().max()), 1e-300),
-        rounding,
-        float(seen.pattern[head, q_at, k_at]),
+        float(matrix.sum()),
+        float(own[k_at]) - (0.0 if other is None else float(own[other].mean())),
+        max(float(own.abs().max()), 1e-300),
+        one.bound,
+        float(one.seen.pattern[head, q_at, k_at]),
         label,
+        heads.soft_cap,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Scores of one prompt: parts, and by query and key their contributions, what the model has, and attention."""
+
+    parts: list[Part]
+    values: Float64[Tensor, "part query key"]
+    own: Float64[Tensor, "query key"]
+    scale: Float64[Tensor, "query 1"]
+    weight: Float64[Tensor, "query key"]
+    queries: list[int]
+    keys: list[int]
+
+
+def _many(one: Head, queries: list[int], keys: list[int], against: int | str | None, side: str) -> _Scores:
+    """Scores of these queries to these keys, by the parts of one side."""
+    heads, mask = one.heads, one.mask[queries]
+    scores, lifts = one.scores(queries), one.position_bias(queries)
+    share = torch.zeros(len(queries), one.length, dtype=torch.float64)  # of each key in what is subtracted
+    seen = mask[:, keys]
+    if isinstance(against, str):
+        share = mask.double() / mask.sum(1, keepdim=True)
+    elif against is not None:
+        share[:, against] = 1.0
+        seen = seen & mask[:, [against]]
+
+    def less(values: Tensor) -> Tensor:
+        """[… query key] of all keys: those asked for, minus what is subtracted."""
+        return values[..., keys] - (torch.where(mask, values, 0.0) * share).sum(-1, keepdim=True)
+
+    found: list[Tensor] = []
+    parts: list[Part] = []
+    if side == "key":
+        needed = sorted({*keys, *torch.nonzero(share.sum(0))[:, 0].tolist()})
+        one.split.rows(needed).check(one.where)
+        q = one.queries[queries] / heads.divisor
+        for some in in_chunks(needed):
+            made = one.side("K", some)
+            parts = made.parts
+            found.append(torch.einsum("kpd,qd->pqk", made.whole, q))
+        every = torch.zeros(len(parts), len(queries), one.length, dtype=torch.float64)
+        every[:, :, needed] = torch.cat(found, 2)
+        values = less(every)
+    else:
+        one.split.rows(queries).check(one.where)
+        difference = (one.keys[keys] - share @ one.keys) / heads.divisor  # [query d_head]: there is one key
+        for some, of_keys in zip(in_chunks(queries), difference.split(AT_ONCE), strict=True):
+            made = one.side("Q", some)
+            parts = made.parts
+            found.append(torch.einsum("qpd,qd->pq", made.whole, of_keys)[:, :, None])
+        values = torch.cat(found, 1)
+    if lifts is not None:
+        parts = [*parts, Part("position bias", "bias", one.seen.layer)]
+        values = torch.cat([values, less(lifts)[None]])
+    scale = scores.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    weight = one.seen.pattern[one.head][queries][:, keys].double().cpu()
+    return _Scores(
+        parts, values.masked_fill(~seen, math.nan), less(scores).masked_fill(~seen, math.nan), scale, weight, queries,
+        keys,
+    )  # fmt: skip
+
+
+def _several(
+    ordered: Sequence[Head], query: int | None, key: int | None, against: int | str | None
+) -> ScoreAttributions:
+    side = "query" if query is None and key is not None else "key"
+    results = []
+    for one in _with_features(ordered, [range(one.length) for one in ordered]):
+        queries = list(range(one.length)) if query is None else [place(query, one.length)]
+        keys = list(range(one.length)) if key is None else [place(key, one.length)]
+        other = against if against is None or isinstance(against, str) else place(against, one.length)
+        if query is not None:
+            for wanted in (*([] if key is None else keys), *([other] if isinstance(other, int) else [])):
+                _visible(one, queries[0], wanted)
+        results.append(_many(one, queries, keys, other, side))
+    parts = results[0].parts
+    shape = (len(results), max(len(r.queries) for r in results), max(len(r.keys) for r in results))
+    values = torch.full((len(parts), *shape), math.nan, dtype=torch.float64)
+    own, scale, weight = (torch.full(shape, math.nan, dtype=torch.float64) for _ in range(3))
+    at = torch.full((2, *shape), -1)
+    for b, r in enumerate(results):
+        q, k = len(r.queries), len(r.keys)
+        values[:, b, :q, :k] = r.values
+        own[b, :q, :k], scale[b, :q, :k], weight[b, :q, :k] = r.own, r.scale, r.weight
+        at[0, b, :q, :k], at[1, b, :q, :k] = torch.tensor(r.queries)[:, None], torch.tensor(r.keys)
+    drop = None if query is None and key is None else -1 if query is None else -2
+    total = values.sum(0)
+    if drop is not None:
+        values, total, own, scale, weight, at = (t.squeeze(drop) for t in (values, total, own, scale, weight, at))
+    one = ordered[0]
+    label = f"scores of L{one.seen.layer}H{one.head}"
+    label += "" if query is None else f" from {query}"
+    label += "" if key is None else f" to {key}"
+    if against is not None:
+        label += " minus the mean of those it sees" if isinstance(against, str) else f" minus to {against}"
+    return ScoreAttributions(
+        tuple(parts), side, values, total, own, scale, weight, at[0], at[1], one.bound, label, one.heads.soft_cap
     )
 
 
@@ -333,43 +508,3 @@ def _row(side: str, part: Part, value: float) -> dict[str, object]:
 
 def _ranges(visible: list[int]) -> str:
     return f"{visible[0]} … {visible[-1]}" if len(visible) > 1 else str(visible[0])
-
-
-def _against(against: int | str | None, length: int, visible: list[int], query: int) -> list[int] | None:
-    """The positions whose mean score is subtracted; None: nothing is."""
-    if against is None:
-        return None
-    if isinstance(against, str):
-        if against != MEAN:
-            raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
-        return visible
-    at = place(against, length, "against")
-    if at not in visible:
-        raise AttributionError(f"query {query} does not see key {at}: it sees {_ranges(visible)}")
-    return [at]
-
-
-def _heads(
-    model: HookedModel, ids: Int[Tensor, " pos"], sites: Sequence[Site], layer: int
-) -> tuple[AttentionInput, Heads]:
-    found: list[tuple[AttentionInput, Heads]] = []
-
-    def look(seen: AttentionInput) -> None:
-        norms: dict[str, Any] = {s.reads: s for s in sites if s.layer == layer and s.reads in ("query", "key")}
-        found.append((seen, read_heads(layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)))
-
-    stream(model, ids, sites, on_attention=look, layers=[layer])
-    return found[0]
-
-
-def _own_scores(heads: Heads, seen: AttentionInput, head: int, query: int) -> Float64[Tensor, " key"]:
-    """Scores of one query from what the norm really put out, on the CPU."""
-    q, k = heads.queries(seen.y)[query, head], heads.keys(seen.y)[:, head]
-    scores = (k @ q / heads.divisor).cpu()
-    return scores if heads.slopes is None else scores + _position_bias(heads, head, query, len(scores))
-
-
-def _position_bias(heads: Heads, head: int, query: int, keys: int) -> Float64[Tensor, " key"]:
-    """What ALiBi adds to the scores of one query: −slope·distance, in nats (Press et al. 2022, section 3)."""
-    assert heads.slopes is not None
-    return heads.slopes[head].cpu() * (torch.arange(keys, dtype=torch.float64) - query)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.attribution.shared import bias_part, head_part, outputs, whole_part
 from ln_probe.analyses.probes.base import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
-from ln_probe.hooks.capture import return_free_memory
+from ln_probe.hooks.capture import record, return_free_memory
 from ln_probe.hooks.components import (
     END,
     Part,
@@ -38,7 +38,6 @@ from ln_probe.hooks.components import (
     SplitError,
     find_wiring,
     outside_attention,
-    record,
     watched,
 )
 from ln_probe.hooks.model import flat, run, weight_of

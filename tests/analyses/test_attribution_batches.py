@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.No
 
 
 class Dictionary:
-    """An untrained sparse autoencoder, of 12 features."""
+    """An untrained sparse autoencoder, of 128 features."""
 
     def __init__(self, hook_name: str, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(3)
         self.cfg = SimpleNamespace(hook_name=hook_name)
-        self.W_dec = torch.randn(12, 32, generator=generator, dtype=torch.float64).to(dtype)
+        self.W_dec = torch.randn(128, 32, generator=generator, dtype=torch.float64).to(dtype)
         self.b_dec = torch.randn(32, generator=generator, dtype=torch.float64).to(dtype)
 
     def encode(self, x: Tensor) -> Tensor:
@@ -95,12 +96,12 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, mak
     model = lab().double() if arch is None else make_bridge(arch, torch.float64)
     name = f"blocks.1.{point}"
     _, cache = model.run_with_cache(TOKENS[None])
-    features = Features.of(Dictionary(name), cache)
+    features = replace(Features.of(Dictionary(name), cache), top=50)
     found = attribute_logits(model, TOKENS, -1, 3, features=features).check()
     names = set(found.table["part"])
     assert {f"other features of {name}", f"decoder bias of {name}", f"reconstruction error of {name}"} <= names
     shown = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
-    assert len(shown) > 0
+    assert len(shown) == 50
     if point in ("hook_resid_pre", "hook_attn_out"):
         return  # later components read what is edited there
     sigmas = linearized.sigmas(model, TOKENS)
@@ -108,14 +109,14 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, mak
         vector = features.activations[0, :, row["index"], None] * features.directions[row["index"]]
         with torch.no_grad(), linearized(model, sigma=sigmas):
             edited = model.run_with_hooks(TOKENS[None], fwd_hooks=[(name, lambda x, hook, v=vector: x - v)])
-        assert float(found.own - edited[0, -1, 3]) == pytest.approx(row["contribution"], abs=1e-8)
+        assert float(found.own - edited[0, -1, 3]) == pytest.approx(row["contribution"], abs=1e-7)
 
 
 def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2", torch.float64)
     name = "blocks.1.hook_resid_pre"
     _, cache = model.run_with_cache(TOKENS[None])
-    features = Features.of(Dictionary(name), cache)
+    features = replace(Features.of(Dictionary(name), cache), top=50)
     plain = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5).check()
     found = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5, features=features).check()
     assert found.total == pytest.approx(plain.total, abs=1e-10)
@@ -124,6 +125,7 @@ def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
     keys = found.table[
         (found.table["side"] == "key") & (found.table["kind"] == "feature") & (found.table["index"] >= 0)
     ]
+    assert len(keys) == 50
     for row in keys.to_dict("records"):
         i = row["index"]
 
@@ -138,7 +140,13 @@ def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
         with torch.no_grad(), linearized(model, sigma=sigmas):
             model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
         edited = float(seen[0][0, 2, 7, 3] - seen[0][0, 2, 7, 5])
-        assert found.own - edited == pytest.approx(row["contribution"], abs=1e-8)
+        assert found.own - edited == pytest.approx(row["contribution"], abs=1e-7)
+    every = attribute_scores(model, TOKENS, 1, 2, 7, against=5, features=features).check()
+    assert float(every.total[0, 3]) == pytest.approx(found.total, abs=1e-10)
+    of = {part.name: float(v) for part, v in zip(every.components, every.values[:, 0, 3], strict=True)}
+    for row in keys.to_dict("records"):  # (other features are the largest of all keys)
+        if row["part"] in of:
+            assert of[row["part"]] == pytest.approx(row["contribution"], abs=1e-9)
 
 
 def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
@@ -148,9 +156,9 @@ def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
     features = Features.of(Dictionary(name), cache)
     vectors, active = features.directions, features.activations
     for given, message in (
-        (Features(name, vectors[:, :8], active), "directions must be [feature 32], got [12, 8]"),
-        (Features(name, vectors, active[:, :4]), "activations must be [1, 10, 12] (batch, positions, features)"),
-        (Features(name, vectors, active, names=["one"]), "1 names for 12 features"),
+        (Features(name, vectors[:, :8], active), "directions must be [feature 32], got [128, 8]"),
+        (Features(name, vectors, active[:, :4]), "activations must be [1, 10, 128] (batch, positions, features)"),
+        (Features(name, vectors, active, names=["one"]), "1 names for 128 features"),
         (Features("blocks.1.attn.hook_z", vectors, active), "features at 'blocks.1.attn.hook_z' are not known"),
         (Features("blocks.7.hook_resid_pre", vectors, active), "the model has 2 layers (0 … 1)"),
     ):

@@ -14,6 +14,7 @@ import ln_probe
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import find_sites, without
+from ln_probe.hooks.components import SplitError
 
 TOKENS = torch.arange(1, 11)
 HEAD = {"layer": 1, "head": 2, "query": 7}
@@ -134,7 +135,7 @@ def test_parts_are_exact_whatever_the_width(make_hooked: Callable[..., Any], wid
 
 def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
-    asked = {"tokens": TOKENS, **HEAD, "key": 3}
+    asked = {"tokens_or_cache": TOKENS, **HEAD, "key": 3}
     for change, said in (
         ({"layer": 2}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
         ({"head": 4}, "head 4 is out of range: layer 1 has 4 heads (0 … 3)"),
@@ -142,13 +143,37 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"key": 8}, "query 7 does not see key 8: it sees 0 … 7"),
         ({"against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
         ({"against": "median"}, "against must be a position, 'mean' or None, got 'median'"),
-        ({"tokens": model.run_with_cache(TOKENS[None])[1]}, "this needs a pass of its own: give tokens, not a cache"),
+        ({"key": 10}, "key 10 is out of range: the prompt has 10 tokens (0 … 9)"),
+        ({"key": None, "against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
+        ({"tokens_or_cache": [TOKENS, TOKENS[:5]]}, "query 7 is out of range: the prompt has 5 tokens (0 … 4)"),
     ):
         with pytest.raises(AttributionError) as error:
             attribute_scores(model, **(asked | change))
         assert said in str(error.value)
-    with pytest.raises(AttributionError, match="attention of layer 1 reads no norm"):
-        attribute_scores(lab(norm=None), **asked)
+
+
+def test_attention_that_reads_the_stream_itself() -> None:
+    """No norm is a norm that changes nothing: sigma 1, no gain, no bias."""
+    model = lab(norm=None).double()
+    assert_rebuilt(model, 1e-5)
+    assert (attribute_scores(model, TOKENS, **HEAD, key=3).terms["contribution"].abs() < 1e-12).all()
+
+
+def test_scores_of_caches(make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]) -> None:
+    for model in (make_bridge("llama"), make_hooked(), lab()):
+        _, cache = model.run_with_cache(TOKENS[None])
+        for key in (3, None):
+            expected = attribute_scores(model, TOKENS, **HEAD, key=key, against="mean").check()
+            found = attribute_scores(model, cache, **HEAD, key=key, against="mean").check()
+            totals = (torch.as_tensor(one.total) for one in (found, expected))
+            assert torch.allclose(*totals, atol=1e-5, equal_nan=True)
+    raw = make_bridge("gpt2")
+    _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "hook_pattern" not in n)
+    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.1.attn.hook_pattern': take the cache without"):
+        attribute_scores(raw, cache, **HEAD)
+    _, cache = model.run_with_cache(TOKENS[None])
+    with pytest.raises(SplitError, match="the cache is of another model"):
+        attribute_scores(raw, cache, **HEAD)
 
 
 def test_the_picture_is_safe(make_bridge: Callable[..., Any]) -> None:

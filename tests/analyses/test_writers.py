@@ -13,7 +13,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.attribution import attribute_logits
-from ln_probe.hooks.components import Split, find_wiring, outside_attention, record
+from ln_probe.hooks.capture import record
+from ln_probe.hooks.components import Split, find_wiring, outside_attention
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention, record
+from ln_probe.hooks.capture import record
+from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)

@@ -1,0 +1,188 @@
+"""The queries and keys of one attention head on one prompt, as sums over parts of what the head reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from ln_probe.analyses.attribution.features import Features
+from ln_probe.hooks.attention import Heads
+from ln_probe.hooks.capture import AttentionInput, visible_keys
+from ln_probe.hooks.components import Part, Split
+from ln_probe.hooks.norm import Site
+
+AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The queries, or the keys, of some positions as sums over parts.
+
+    Attributes:
+        parts: what the rows are.
+        whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
+        terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
+
+    A mean over keys is one row.
+    """
+
+    parts: list[Part]
+    whole: Float[Tensor, "row part d_head"]
+    terms: dict[str, Float[Tensor, "row d_head"]]
+
+    def times(self, factor: float) -> Side:
+        return Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.terms.items()})
+
+    def plus(self, other: Side) -> Side:
+        terms = {t: v + other.terms[t] for t, v in self.terms.items()}
+        return Side(self.parts, self.whole + other.whole, terms)
+
+
+def _ones(gain: Tensor | None, d: int) -> Float64[Tensor, " d"]:
+    return torch.ones(d).double() if gain is None else gain.detach().cpu().double()
+
+
+def _zeros(bias: Tensor | None, d: int) -> Float64[Tensor, " d"]:
+    return torch.zeros(d).double() if bias is None else bias.detach().cpu().double()
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head on one prompt.
+
+    Attributes:
+        heads: the layer's maps; head: which one.
+        site, where: the norm that attention reads (or what replaces it), and the name of that place.
+        split: of every position of the prompt.
+        seen: what attention did.
+        features, named: dictionaries, and which of their features get a row each.
+        first: the row of position 0 among the features' activations.
+        bound: relative error that rounding explains.
+    """
+
+    heads: Heads
+    head: int
+    site: Site
+    where: str
+    split: Split
+    seen: AttentionInput
+    features: Sequence[Features]
+    named: Sequence[Sequence[int]]
+    first: int
+    bound: float
+
+    @property
+    def length(self) -> int:
+        return len(self.seen.x)
+
+    @cached_property
+    def mask(self) -> Bool[Tensor, "query key"]:
+        """What each query sees, [query key] (attention of 0 may be a very small one)."""
+        return visible_keys(self.length, self.length, causal=self.heads.causal, window=self.heads.window)
+
+    @cached_property
+    def queries(self) -> Float64[Tensor, "pos d_head"]:
+        """From what the norm really put out, on the CPU; likewise `keys`."""
+        return self.heads.queries(self.seen.y)[:, self.head].cpu()
+
+    @cached_property
+    def keys(self) -> Float64[Tensor, "pos d_head"]:
+        return self.heads.keys(self.seen.y)[:, self.head].cpu()
+
+    def position_bias(self, queries: Sequence[int]) -> Float64[Tensor, "query key"] | None:
+        """What ALiBi adds to the scores: −slope·distance, in nats (Press et al. 2022, section 3); None without."""
+        if self.heads.slopes is None:
+            return None
+        distance = torch.arange(self.length, dtype=torch.float64) - torch.tensor(queries).double()[:, None]
+        return self.heads.slopes[self.head].cpu() * distance
+
+    def scores(self, queries: Sequence[int]) -> Float64[Tensor, "query key"]:
+        """Of some queries, 0 where a query does not see the key."""
+        scores = self.queries[list(queries)] @ self.keys.T / self.heads.divisor
+        added = self.position_bias(queries)
+        scores = scores if added is None else scores + added
+        return torch.where(self.mask[list(queries)], scores, 0.0)
+
+    def side(self, name: str, positions: Sequence[int], typical: float | None = None) -> Side:
+        """The queries (name Q) or keys (K) at some positions; LN terms where a `typical` sigma is given."""
+        if name == "Q":
+            W, b, norm = self.heads.W_Q, self.heads.b_Q, self.heads.q_norm
+        else:
+            W, b, norm = self.heads.W_K, self.heads.b_K, self.heads.k_norm
+        W, b = W[self.head].cpu(), b[self.head].cpu()
+        site, at, split = self.site, torch.tensor(positions), self.split.rows(positions)
+        gain, lift = _ones(site.gain, site.d), _zeros(site.bias, site.d)
+        x = split.input(self.where)
+        sigma = site.sigma(x)  # [row 1]
+        readings = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
+        f = readings.expand(len(at), -1, -1)
+        values = split.read(self.where, f)
+        for given, chosen in zip(self.features, self.named, strict=True):
+            rows = (at + self.first).tolist()
+            values = given.split(values, f, split.record, rows, chosen, self.bound)
+        read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
+        fixed = [(f"{site.name} bias", "norm bias", lift @ W), (f"b_{name}", "bias", b)]
+        if site.bare:
+            fixed = fixed[1:]
+        parts = [*values, *(Part("norm bias" if k == "norm bias" else n, k, site.layer) for n, k, _ in fixed)]
+        taken = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
+        kept = (read[..., :-1] - taken) / sigma[:, None]
+        plain = torch.cat([kept, torch.stack([v for *_, v in fixed]).expand(len(at), -1, -1)], 1)
+        terms: dict[str, Tensor] = {}
+        if typical is not None:
+            terms = {
+                "projection": 0.0 - taken.sum(1) / sigma,
+                "gain": kept.sum(1) - site.project(x) / sigma @ W,
+                "bias": (lift @ W).expand(len(at), -1),
+                "sigma": kept.sum(1) * (1.0 - sigma / typical),
+            }
+        if norm is not None:
+            own, inner, shift = self._inner(norm, name, plain, positions)
+            plain = norm.project(plain) / own[:, None] * inner
+            terms = {t: norm.project(v) / own * inner for t, v in terms.items()}
+            if shift is not None:
+                parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
+                plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
+        if self.heads.rotary is not None:
+            plain = self.heads.rotary(plain, at)  # (parts stand where heads do: all of a row at one position)
+            terms = {t: self.heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
+        return Side(parts, plain, terms)
+
+    def _inner(
+        self, norm: Site, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
+    ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
+        """Sigma of a norm of queries or keys, and its gain and bias for this head.
+
+        OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
+        """
+        d_head = plain.shape[-1]
+        bias = None if norm.bias is None else norm.bias.detach().cpu().double()
+        gain = _ones(norm.gain, norm.d)
+        if norm.d == d_head:
+            return norm.sigma(plain.sum(1)), gain, bias
+        W, b = (self.heads.W_Q, self.heads.b_Q) if name == "Q" else (self.heads.W_K, self.heads.b_K)
+        repeats = len(W) // (norm.d // d_head)  # of a grouped-query key
+        y = self.seen.y[list(positions)].to(W)
+        together = (torch.einsum("pd,hdk->phk", y, W) + b)[:, ::repeats].flatten(1).cpu()
+        piece = slice(self.head // repeats * d_head, (self.head // repeats + 1) * d_head)
+        return norm.sigma(together), gain[piece], None if bias is None else bias[piece]
+
+    def mean_side(self, name: str, positions: Sequence[int], typical: float) -> Side:
+        """The mean over these positions, some at a time."""
+        made: Side | None = None
+        for some in in_chunks(positions):
+            found = self.side(name, some, typical)
+            whole, terms = found.whole.sum(0, keepdim=True), {t: v.sum(0, keepdim=True) for t, v in found.terms.items()}
+            summed = Side(found.parts, whole, terms)
+            made = summed if made is None else made.plus(summed)
+        assert made is not None
+        return made.times(1.0 / len(positions))
+
+
+def in_chunks(positions: Sequence[int]) -> list[list[int]]:
+    return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
