@@ -171,7 +171,7 @@ def test_scores_of_caches(make_bridge: Callable[..., Any], make_hooked: Callable
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "hook_pattern" not in n)
     with pytest.raises(SplitError, match=r"the cache lacks 'blocks.1.attn.hook_pattern': take the cache without"):
         attribute_scores(raw, cache, **HEAD)
-    _, cache = model.run_with_cache(TOKENS[None])
+    _, cache = make_bridge("gpt2").run_with_cache(TOKENS[None])
     with pytest.raises(SplitError, match="the cache is of another model"):
         attribute_scores(raw, cache, **HEAD)
 
