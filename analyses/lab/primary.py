@@ -46,7 +46,7 @@ def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
         if "none" in cells:
             having, lacking = ([n for n in TERMS if (term in TERMS[n]) is has] for has in (True, False))
         else:
-            having, lacking = ["layernorm"], [n for n in cells if n != "layernorm" and term not in TERMS[n]]
+            having, lacking = ["layernorm"], [n for n in TERMS if n in cells and term not in TERMS[n]]
         if lacking:
             effects[term] = (
                 cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
@@ -148,7 +148,8 @@ def primary_contrasts() -> pd.DataFrame:
                 "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
             })  # fmt: skip
     table = pd.DataFrame(rows)
-    table.insert(table.columns.get_loc("p") + 1, "p_holm", table.groupby("experiment")["p"].transform(holm))
+    adjusted = [pd.Series(holm(rows["p"].to_numpy()), rows.index) for _, rows in table.groupby("experiment")]
+    table.insert(list(table).index("p") + 1, "p_holm", pd.concat(adjusted))
     return table
 
 
