@@ -59,6 +59,7 @@ def test_margins_of_a_hundred_off_centre_ellipsoids():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_margins_of_five_thousand_off_centre_ellipsoids():
     report = judged(range(1000, 6000))
     assert not report.bounds, str(report)

@@ -177,6 +177,7 @@ def test_mgm_in_both_worlds(mgm: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 def test_smollm2_in_both_worlds(smollm2: Path) -> None:
     """RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest."""
