@@ -160,7 +160,10 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
     ]
     (finding,) = sentences(table(*few))
     assert finding.rank == DESCRIBED
-    assert "of 2 norms frozen one at a time, 1 changes the loss by 0.01 or more, in one direction on" in finding.text
+    assert (
+        "of 2 norms frozen one at a time, 1 changes the loss by 0.01 or more, with a significant sign test over prompts"
+        in finding.text
+    )
 
 
 def test_a_term_that_is_not_there_is_not_applicable() -> None:

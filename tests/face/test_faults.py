@@ -255,7 +255,7 @@ def test_c04_a_lost_or_damaged_run_file(prompts: Path, tmp_path: Path) -> None:
             assert why in said
             assert "delete it and run the same command again (finished reports are kept)" in said
     file.write_text('{"format": 2}')
-    assert f"{file} has format 2, this ln_probe writes 4: start anew with --fresh" in report(*line)[2]
+    assert f"{file} has format 2, this ln_probe writes 5: start anew with --fresh" in report(*line)[2]
     file.unlink()
     code, _, said = report(*line)
     assert code == 0
