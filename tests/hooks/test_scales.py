@@ -73,11 +73,17 @@ def test_resampling_repeats_with_its_seed(make_bridge: Callable[..., Any]) -> No
 def test_with_a_cache_later_tokens_are_not_position_0(
     arch: str, make_bridge: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
-    """Token by token, with earlier keys and values kept: the same logits as all at once."""
+    """Token by token, with earlier keys and values kept: the same logits as all at once.
+
+    Rotary tables are float32 in every format, and on some processors differ in the last bit with the number of
+    positions, so the intact model's two passes may differ, too.
+    """
     hooked = arch == "hooked"
     model = request.getfixturevalue("make_hooked")(dtype=torch.float64) if hooked else make_bridge(arch, torch.float64)
     scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_sites(model)}
-    with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+
+    def apart() -> float:
+        """The largest difference of the two ways, relative to the largest logit."""
         whole = model(TOKENS)
         if hooked:
             from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
@@ -93,9 +99,14 @@ def test_with_a_cache_later_tokens_are_not_position_0(
                 out = model.original_model(part, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 steps.append(out.logits)
-        again = model(TOKENS)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-9, atol=1e-9)
-    assert torch.equal(again, whole)
+        assert torch.equal(model(TOKENS), whole)
+        return float((torch.cat(steps, dim=1) - whole).abs().max() / whole.abs().max())
+
+    with torch.no_grad():
+        intact = apart()
+        assert intact < 1e-6
+        with without(model, "scaling", sites="all", scale=scale):
+            assert apart() < 1e-9 + 10 * intact
 
 
 def test_padding_on_the_left_moves_position_0(make_bridge: Callable[..., Any]) -> None:
