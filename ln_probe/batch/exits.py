@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,8 +67,19 @@ def out_of_memory(error: BaseException | None) -> bool:
         text = str(error).lower()
         if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
             return True
+        if isinstance(error, SystemError) and _memory_is_limited():  # C code that could not even make a MemoryError
+            return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _memory_is_limited() -> bool:
+    """Whether this process may have less memory than the machine has (`ulimit -v`)."""
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def traceback_wanted() -> bool:
