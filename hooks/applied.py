@@ -42,7 +42,7 @@ class Applied(OneLine):
 
     Attributes:
         model: the edited copy, a `PreTrainedModel`; the model it was made of is unchanged.
-        variant: what is left of its norms.
+        variant: the edit, "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that were edited.
         divisors: what each of them divides by.
         difference: largest difference of its logits from those under `without`, relative to the largest logit.
@@ -78,7 +78,7 @@ def apply(
     scale: str | float | Mapping[str, object] = UNIFORM,
     tokens: Rows | None = None,
 ) -> Applied:
-    """Return a Hugging Face model of its own whose norms compute what the model's compute under `without`.
+    """Return a new Hugging Face model whose norms compute what the model's norms compute under `without`.
 
     A checkpoint holds one eps for all norms and a gain per norm, so an edit has a standard form if it freezes the
     scaling of every norm that scales, with one constant per norm, and leaves projection as it is. Anything else is

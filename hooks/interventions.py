@@ -382,10 +382,12 @@ def _divisors(
 def _default_sigmas(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, Sigmas]:
     """The sigmas of norms over the model's default prompts; those of all norms are measured, the first time."""
     model = facts.model
-    prompts = "default sigmas", id(tokenizer_of(model)), id(bundled_prompts(model))
-    if prompts not in facts.tried:
-        facts.tried[prompts] = calibration_sigmas(model, facts.sites, default_tokens(model))
-    known: dict[str, Sigmas] = facts.tried[prompts]
+    origin = tokenizer_of(model), bundled_prompts(model)  # what the default prompts are made of
+    kept = facts.tried.get(("default sigmas",))
+    if kept is None or any(one is not two for one, two in zip(kept[0], origin, strict=True)):
+        kept = origin, calibration_sigmas(model, facts.sites, default_tokens(model))
+        facts.tried["default sigmas",] = kept
+    known: dict[str, Sigmas] = kept[1]
     return {s.name: known[s.name] for s in sites}
 
 
