@@ -123,18 +123,25 @@ def base_loss(row: Any) -> float:
     return float(row["loss"] - row["delta_loss"])
 
 
-def change(row: Any, unit: str = _NATS) -> str:
-    """What a contrast did, to stand behind its subject: "raises the loss by 0.16 nats/token (…)"."""
+def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
+    """What a contrast did, to stand behind its subject: "raises the loss by 0.16 nats/token (…)".
+
+    With `of_the_whole` a change of the loss is given as a share of the intact loss, too.
+    """
     delta, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
-    size = f"{number(abs(delta))} {unit}"
+    whole = ""
+    if of_the_whole and (intact := base_loss(row)) > 0:
+        whole = f", {percent(abs(delta) / intact)} of the intact loss of {number(intact)}"
     if math.isnan(low):
         median = float(row["delta_loss_median"])
         middle = "" if math.isnan(median) else f" (median prompt {signed(median)})"
-        return f"changes the loss by {signed(delta)} {unit} on average{middle} on {_prompts(row)}: {_no_interval(row)}"
+        size = f"{signed(delta)} {unit} on average{whole}{middle}"
+        return f"changes the loss by {size} on {_prompts(row)}: {_no_interval(row)}"
     interval = f"95 % CI {signed(low)} to {signed(high)}"
     if is_significant(row):
-        small = "" if is_effect(row) else f", less than the {LEAST_CHANGE:g} that count as an effect"
-        return f"{'raises' if delta > 0 else 'lowers'} the loss by {size} ({interval}; {_p(row)}){small}"
+        verb, size = "raises" if delta > 0 else "lowers", f"{number(abs(delta))} {unit}{whole}"
+        small = "" if is_effect(row) else f", a significant change, but below the {LEAST_CHANGE:g} {unit} of an effect"
+        return f"{verb} the loss by {size} ({interval}; {_p(row)}){small}"
     if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
         return (
             f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}; 90 % CI within "
@@ -153,10 +160,7 @@ def _primary(
     subject = f"{wording} {places[str(first['sites'])]}"
     if reason := str(first["no_op"] or ""):
         return Finding(f"{subject} is not applicable ({reason}).", "causal", NO_EFFECT, size=-1)
-    share = f", from {number(base_loss(first))}" + (
-        f" ({percent(abs(first['delta_loss']) / base_loss(first))})" if base_loss(first) > 0 else ""
-    )
-    text = f"{subject} {change(first, unit)}{share if is_significant(first) else ''}{_optimal(first)}{_sink(first)}."
+    text = f"{subject} {change(first, unit, of_the_whole=True)}{_optimal(first)}{_sink(first)}."
     if every is not None and attention is not None:
         where = f"{places['attention'].capitalize()} alone"
         reason = str(attention["no_op"] or "")

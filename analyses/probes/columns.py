@@ -227,7 +227,7 @@ CAUSAL = declare(
     delta_loss_optimal_low (float, as loss): lower end of its 95 % CI over prompt groups
     delta_loss_optimal_high (float, as loss): upper end of the same
     prompts_worse (int): prompts whose loss rises
-    p_adjusted (float): sign test over prompt groups: of the direction of the median, not of the size of the mean;
+    p_adjusted (float): sign test over prompt groups: of the direction of the median, not of the mean as p_mean is;
         Holm-adjusted within its family; NaN where nothing changes by construction or there is no loss
     kl (float, nats): KL(intact ‖ edited) of next-token distributions, mean over positions; NaN where outputs are no
         token logits

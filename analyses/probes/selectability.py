@@ -451,7 +451,7 @@ def _selectable(heads: pd.DataFrame, space: str, picture: str) -> list[Finding]:
     reach = _shares(heads, space, "unreachable_fraction")
     if reach:
         if all(abs(reach[v] - shares.get(v, math.nan)) < 5e-4 for v in reach):
-            text += f" Restricting queries to those {_produced(heads)} changes none of these shares."
+            text += f" Fewer than 0.05 % of the keys are selectable, but not by a query {_produced(heads)}."
         else:
             unable = f"cannot be selected by any query {_produced(heads)}"
             text += f" {_compared(reach, '', unable)}."

@@ -179,7 +179,7 @@ class ReportOptions:
             metavar="FILE",
             is_eager=True,
             callback=read_options,
-            help="A TOML file of these options (max-tokens = 256); what is typed counts before it.",
+            help="A TOML file of these options (max-tokens = 256); options on the command line override it.",
         ),
     ] = None
 
@@ -205,7 +205,7 @@ class Workers:
         count_option(
             WORK,
             least=0,
-            help="Processes, each with one checkpoint and one thread; 0: none but this. Default: the machine's.",
+            help="Processes, each with one checkpoint and one thread; 0: work in this process. Default: the machine's.",
         ),
     ] = None
 

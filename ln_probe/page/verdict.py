@@ -188,8 +188,7 @@ def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers:
     if why := _idle(everywhere):
         return f"{term.capitalize()} is not applicable ({why})."
     whose = f"the {term} of every norm{layers}" if layers else f"every norm’s {term}"
-    share = _share(float(everywhere["delta_loss"]), everywhere)
-    text = f"{verb} {whose} {change(everywhere, unit)}{f' ({share})' if share else ''}."
+    text = f"{verb} {whose} {change(everywhere, unit, of_the_whole=True)}."
     if attention is None:
         return text
     if why := _idle(attention):

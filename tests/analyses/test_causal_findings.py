@@ -62,8 +62,8 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
         )
     )
     assert [f.text for f in found] == [
-        "Freezing scaling at every norm raises the loss by 0.327 nats/token (95 % CI +0.28 to +0.38; Holm-adjusted "
-        "p = 0.002), from 4 (8.2 %). At the norms that attention reads alone it does not significantly change the loss "
+        "Freezing scaling at every norm raises the loss by 0.327 nats/token, 8.2 % of the intact loss of 4 (95 % CI "
+        "+0.28 to +0.38; Holm-adjusted p = 0.002). At the norms that attention reads alone it does not significantly change the loss "
         "(+0.02 nats/token, 95 % CI -0.01 to +0.05; Holm-adjusted p = 0.44).",
         "Removing projection at every norm does not significantly change the loss (-0.007 nats/token, 95 % CI -0.027 "
         "to +0.013; Holm-adjusted p = 0.9). At the norms that attention reads alone it does not change the loss by "
@@ -76,8 +76,8 @@ def test_a_significant_change_below_the_threshold_is_no_effect() -> None:
     (finding,) = sentences(table(row("all", "no_projection", 0.004, 0.001)))
     assert finding.rank == NO_EFFECT
     assert finding.text == (
-        "Removing projection at every norm raises the loss by 0.004 nats/token (95 % CI +0.003 to +0.005; "
-        "Holm-adjusted p = 0.002), less than the 0.01 that count as an effect, from 4 (0.1 %)."
+        "Removing projection at every norm raises the loss by 0.004 nats/token, 0.1 % of the intact loss of 4 (95 % CI "
+        "+0.003 to +0.005; Holm-adjusted p = 0.002), a significant change, but below the 0.01 nats/token of an effect."
     )
 
 
@@ -86,7 +86,7 @@ def test_holm_decides_which_changes_are_significant() -> None:
     assert text.startswith("Freezing scaling at the norms that attention reads does not significantly change the loss")
     assert "(+0.044 nats/token, 95 % CI +0.014 to +0.074; Holm-adjusted p = 0.06)" in text
     (text,) = texts(row("attention", "no_scaling", 0.0436, 0.03, p_mean=0.04))
-    assert " raises the loss by 0.0436 nats/token (" in text
+    assert " raises the loss by 0.0436 nats/token, 1.1 % of the intact loss of 4 (" in text
 
 
 def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> None:
@@ -110,14 +110,15 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
 def test_both_estimates_are_given_where_loss_optimal_constants_were_fitted() -> None:
     best = {"delta_loss_optimal": 0.274, "delta_loss_optimal_low": 0.25, "delta_loss_optimal_high": 0.3}
     (text,) = texts(row("all", "no_scaling", 0.408, 0.04, **best))
-    assert text.endswith(", from 4 (10 %); with loss-optimal constants +0.27 (95 % CI +0.25 to +0.3).")
+    assert " raises the loss by 0.408 nats/token, 10 % of the intact loss of " in text
+    assert text.endswith("; with loss-optimal constants +0.27 (95 % CI +0.25 to +0.3).")
 
 
 def test_too_few_prompts_give_a_mean_and_a_direction() -> None:
     (finding,) = sentences(table(row("all", "no_projection", 0.5, **FEW | {"p_adjusted": 0.6})))
     assert finding.rank == NO_EFFECT
     assert finding.text == (
-        "Removing projection at every norm changes the loss by +0.5 nats/token on average (median prompt +0.4) on 20 "
+        "Removing projection at every norm changes the loss by +0.5 nats/token on average, 12 % of the intact loss of 4 (median prompt +0.4) on 20 "
         "prompts: no CI with fewer than 32 prompts."
     )
     (finding,) = sentences(table(row("all", "no_projection", 0.5, **FEW)))
@@ -187,4 +188,4 @@ def test_samples_of_the_model_estimate_a_divergence() -> None:
 
 def test_a_loss_of_the_users_has_its_own_unit() -> None:
     (text,) = texts(row("all", "no_scaling", 0.5), unit="units of task:error")
-    assert "raises the loss by 0.5 units of task:error (95 % CI" in text
+    assert "raises the loss by 0.5 units of task:error, 12 % of the intact loss of 4 (95 % CI" in text

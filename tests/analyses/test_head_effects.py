@@ -152,7 +152,7 @@ def test_the_table_and_what_is_said_of_it() -> None:
     )
     made["p_adjusted"] = 1.0
     assert (
-        "no head's effect is both at least 0.001 nats/token and significant"
+        "no head raises the loss by 0.001 nats/token or more with a significant test"
         in probe.findings({"head_effects": made}, {})[0].text
     )
 

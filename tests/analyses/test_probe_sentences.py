@@ -236,8 +236,8 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
     assert "(it rises on 7 of 9 prompts)" in finding.text
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
     assert finding.text == (
-        "With scaling frozen for one head at a time, no head's effect is both at least 0.001 nats/token and "
-        "significant (Holm-adjusted sign test over 2 heads; largest change: L1H3, +0.2 nats/token from 2)."
+        "With scaling frozen for one head at a time, no head raises the loss by 0.001 nats/token or more with a "
+        "significant test (Holm-adjusted sign test over 2 heads; largest change: L1H3, +0.2 nats/token from 2)."
     )
     assert finding.rank == NO_EFFECT
     assert not head_effects._leading(None)

@@ -100,14 +100,20 @@ def wait_for(seconds: float, what: object) -> bool:
 ENDS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}  # exit statuses
 
 
-def torment(batch: Batch, out: Path, moments: Iterator[float], kills: int, expected: dict[str, bytes]) -> list[str]:
+def torment(
+    batch: Batch,
+    out: Path,
+    moments: Iterator[float],
+    numbers: Iterator[signal.Signals],
+    kills: int,
+    expected: dict[str, bytes],
+) -> list[str]:
     """Start, and at random moments end the driver (and start it again) or kill a worker at work; then let it finish.
 
-    The driver gets SIGKILL, SIGTERM and SIGINT in turn, a worker SIGKILL after each. Returns what was ended, at most
-    `kills` of them: fewer if the run was over before.
+    The driver gets the next of `numbers`, a worker SIGKILL after each. Returns what was ended, at most `kills` of
+    them: fewer if the run was over before.
     """
     killed: list[str] = []
-    numbers = itertools.cycle(ENDS)
     process = batch.start(out)
     while len(killed) < kills:
         time.sleep(next(moments))
@@ -226,6 +232,7 @@ def test_kill_after_kill(lab_suite: list[Path], shared: Path, tmp_path: Path) ->
     assert len(expected) == 10 * len(TABLES)
     generator = random.Random(0)
     moments = iter(lambda: generator.uniform(0, took / 2), None)
+    numbers = itertools.cycle(ENDS)  # over all runs: few get to a third signal
     killed: list[str] = []
     for number in range(40):
         out = tmp_path / f"out {number}"
@@ -239,7 +246,7 @@ def test_kill_after_kill(lab_suite: list[Path], shared: Path, tmp_path: Path) ->
 
         write(early)
         os.utime(theirs[0].parent, (0, 0))  # as old as a file can be
-        done = torment(batch, out, moments, min(4, kills - len(killed)), expected)
+        done = torment(batch, out, moments, numbers, min(4, kills - len(killed)), expected)
         write(late)  # a folder that holds a user's files before there is a report is left alone: `lm-layernorm-2`
         code, said = batch.finish(out)
         assert (code, tables(out) == expected) == (0, True), said

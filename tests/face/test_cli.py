@@ -119,7 +119,7 @@ def test_options_from_a_file(capp: Path, tmp_path: Path) -> None:
     assert {k: asked[k] for k in ("max_tokens", "probes", "layers", "seed")} == {
         "max_tokens": 9, "probes": ["decomposition", "uniformity"], "layers": [0, 2], "seed": 5,
     }  # fmt: skip
-    assert not (tmp_path / "elsewhere").exists(), "what is typed counts before the file"
+    assert not (tmp_path / "elsewhere").exists(), "options on the command line override the file"
 
 
 @pytest.mark.parametrize(("text", "said"), [
