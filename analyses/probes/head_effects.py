@@ -461,8 +461,8 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
             text = f"No effect of a single head can be significant: {few} ({tested}; {largest})."
         else:
             text = (
-                f"With scaling frozen for one head at a time, no head raises the loss by {MATTERS:g} nats/token or more "
-                f"with a significant test ({tested}; {largest})."
+                f"With scaling frozen for one head at a time, no head raises the loss by {MATTERS:g} nats/token or "
+                f"more with a significant test ({tested}; {largest})."
             )
         return [Finding(text, "by-head", NO_EFFECT)]
     worst = significant.iloc[int(significant["delta_loss"].argmax())]

@@ -53,8 +53,8 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
     card = made_of(report, effects)
     assert card.sentences == (
         "Freezing every norm’s scaling raises the loss by 0.327 nats/token, 7.6 % of the intact loss of 4.3 (95 % CI "
-        "+0.28 to +0.37; Holm-adjusted p = 0.001). At attention alone it does not significantly change the loss (+0.004 "
-        "nats/token, 95 % CI -0.03 to +0.04; Holm-adjusted p = 0.5).",
+        "+0.28 to +0.37; Holm-adjusted p = 0.001). At attention alone it does not significantly change the loss "
+        "(+0.004 nats/token, 95 % CI -0.03 to +0.04; Holm-adjusted p = 0.5).",
         "Removing every norm’s projection does not change the loss by more than 0.01 nats/token (-0.001; 90 % CI "
         "within ±0.0017, the equivalence bound). At attention alone it raises the loss by 0.003 nats/token (95 % CI "
         "+0.001 to +0.005; Holm-adjusted p = 0.001), a significant change, but below the 0.01 nats/token of an effect.",
@@ -94,8 +94,8 @@ def test_without_intervals_nothing_is_called_an_effect(report: Report, effects: 
     few = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5, prompts_worse=3, p_adjusted=1.0)
     card = made_of(report, few)
     assert card.sentences[0].startswith(
-        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of 4.3 "
-        "(median prompt +0.3) on 5 prompts in 33 groups: no CI"
+        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of "
+        "4.3 (median prompt +0.3) on 5 prompts in 33 groups: no CI"
     )
     assert not any(b.effect or b.span is not None for b in card.bars)
     assert "There are no confidence intervals: too few prompt groups, or a few prompts" in report_page(
@@ -121,9 +121,9 @@ def test_directions_and_what_a_few_prompts_carry(report: Report, effects: pd.Dat
     none = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, p_mean=np.nan)
     card = made_of(report, none.assign(prompts=20, groups=20, prompts_worse=19, p_adjusted=1e-4))
     assert card.sentences[0].startswith(
-        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of 4.3 "
-        "(median prompt +0.3) on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer "
-        "than 32 prompts). "
+        "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of "
+        "4.3 (median prompt +0.3) on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with "
+        "fewer than 32 prompts). "
     )
     card = made_of(report, none.assign(prompts=64, groups=64, p_adjusted=1.0))
     assert " on 64 prompts: no CI, because a few prompts carry the mean. " in card.sentences[0]
