@@ -27,9 +27,21 @@ from ln_probe.hooks.components import (
     Wiring,
     neurons_of,
     outside_attention,
+    unembedding,
     watched,
 )
-from ln_probe.hooks.model import Hook, HookedModel, attentions, exclusive, flat, hooks_on, n_layers, run, tensors_in
+from ln_probe.hooks.model import (
+    Hook,
+    HookedModel,
+    attentions,
+    child_of,
+    exclusive,
+    flat,
+    hooks_on,
+    n_layers,
+    run,
+    tensors_in,
+)
 from ln_probe.hooks.norm import Site, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
@@ -416,8 +428,8 @@ def record(
     after = [(module, keep(seen, source)) for source, module in watched(model)]
     after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
     before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
-    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
-        before.append((unembed, keep(inputs, END)))
+    if (reader := unembedding(model)) is not None:
+        before.append((reader, keep(inputs, END)))
     for layer in neurons:
         if (shown := neurons_of(model, layer)) is None:
             raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
@@ -551,7 +563,12 @@ class CachedPrompts:
         """The points that may show what is read at a place."""
         last = f"blocks.{n_layers(self.model) - 1}"
         if place == END:
-            return ["unembed.hook_in", f"{last}.hook_resid_post", f"{last}.hook_out"]
+            projected = child_of(self.model, "project_out") is not None
+            return [
+                "project_out.hook_in" if projected else "unembed.hook_in",
+                f"{last}.hook_resid_post",
+                f"{last}.hook_out",
+            ]
         block, leaf = place.rsplit(".", 1)[0], place.rsplit(".", 1)[-1]
         stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf, "")
         names = [f"{place}.hook_in"]

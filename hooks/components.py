@@ -87,7 +87,7 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
     for name in EMBEDDINGS:
         # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
         # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
-        own = child_of(model, name)
+        own = (child_of(model, "project_in") if name == "embed" else None) or child_of(model, name)
         scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
         module = own if scaled else child_of(own, "hook_out") or child_of(model, f"hook_{name}")
         # The laboratory's sinusoidal positions are a table without a module.
@@ -101,6 +101,11 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
         if (out := child_of(mlp, "out", "hook_out") or mlp) is not None:
             yield Source("mlp", layer), out
+
+
+def unembedding(model: HookedModel) -> nn.Module | None:
+    """The module that reads logits off the end of the stream (of OPT-350m, the projection before the unembedding)."""
+    return child_of(model, "project_out") or child_of(model, "unembed")
 
 
 def attention_output(attn: nn.Module) -> nn.Module:
@@ -356,8 +361,8 @@ def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int]
         elif given.shape[-1] != writers.d_model:
             search.open[END] = (
                 f"what the unembedding reads is {given.shape[-1]} wide, and the residual stream {writers.d_model}: a "
-                "projection stands between them (as in OPT-350m), so what is written to the stream is no part of a "
-                "logit"
+                "map that ln_probe does not know comes between them, so what is written to the stream is no part of a "
+                "logit. Attention scores and layers before it can be attributed"
             )
         elif (expression := search.see(END, given)) is not None:
             reads[END] = expression
@@ -387,8 +392,8 @@ def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens:
     after = [(module, look(source)) for source, module in watched(model)]
     after += [(site.module, look(site)) for site in stream]
     before = [(block, look(layer)) for layer, block in enumerate(blocks(model))]
-    if isinstance(unembed := getattr(model, "unembed", None), nn.Module):
-        before.append((unembed, look(END)))
+    if (reader := unembedding(model)) is not None:
+        before.append((reader, look(END)))
     with hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
     return events

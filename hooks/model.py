@@ -162,6 +162,12 @@ def weight_of(owner: object, name: str) -> Tensor | None:
 ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
+def before_projection(model: object, w: Float[Tensor, "row d_embed"]) -> Float[Tensor, "row d_model"]:
+    """Columns of W_U as readings of the residual stream: the same unless a `project_out` comes between (OPT-350m)."""
+    projection = weight_of(child_of(model, "project_out"), "weight")
+    return w if projection is None else w @ projection.to(w)
+
+
 def child_of(owner: object, *path: str) -> nn.Module | None:
     """The module at a path of attributes; None where there is none."""
     for name in path:

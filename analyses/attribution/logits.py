@@ -57,6 +57,7 @@ from ln_probe.hooks.default_tokens import tokenizer_of
 from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.model import (
     HookedModel,
+    before_projection,
     check_model,
     evaluating,
     logit_factor,
@@ -465,6 +466,7 @@ class _Reader:
         out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()
         W_U, b_U = weight_of(self.model, "W_U"), weight_of(self.model, "b_U")
         assert W_U is not None
+        W_U = before_projection(self.model, W_U.T).T
         logits = out.to(W_U) @ W_U if W_U.dtype == torch.float64 else (out.float().to(W_U) @ W_U).double()
         return (logits if b_U is None else logits + b_U).double().cpu() * logit_factor(self.model)
 
@@ -546,6 +548,7 @@ def _plain_logits(model: HookedModel, seen: Record) -> Float64[Tensor, " d_vocab
     W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
     if W_U is None or END not in seen.inputs:
         return None
+    W_U = before_projection(model, W_U.T).T
     plain = (seen.inputs[END][0].to(W_U) @ W_U).double().cpu()
     return plain if b_U is None else plain + b_U.double().cpu()
 

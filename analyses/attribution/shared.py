@@ -16,7 +16,7 @@ from torch import Tensor
 from ln_probe.hooks.capture import is_cache
 from ln_probe.hooks.components import Part, Source
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, context_length, device_of, vocabulary_size, weight_of
+from ln_probe.hooks.model import HookedModel, before_projection, context_length, device_of, vocabulary_size, weight_of
 
 MEAN = "mean"
 # A token by id or text, or several: their mean logit.
@@ -245,9 +245,10 @@ def mean_columns(
     if ids is None:
         vector = W_U[:, :size].mean(1, dtype=torch.float64).cpu()[None]
         lift = torch.zeros(1).double() if b_U is None else b_U[:size].double().mean().cpu()[None]
-        return vector, lift
+        return before_projection(model, vector), lift
     at = ids.to(W_U.device)
     vectors = W_U[:, at].double().mean(2, dtype=torch.float64).cpu().T
+    vectors = before_projection(model, vectors)
     return vectors, torch.zeros(len(ids)).double() if b_U is None else b_U[at].double().mean(1).cpu()
 
 

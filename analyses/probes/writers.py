@@ -40,7 +40,7 @@ from ln_probe.hooks.components import (
     outside_attention,
     watched,
 )
-from ln_probe.hooks.model import flat, run, weight_of
+from ln_probe.hooks.model import before_projection, flat, run, weight_of
 from ln_probe.hooks.norm import Site
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
@@ -343,7 +343,8 @@ class _WatchingLogits(Observer):
         self.count += len(known)
 
     def _add(self, split: Split, following: Int[Tensor, " row"]) -> None:
-        w = self.W_U[:, following.to(self.W_U.device)].double().cpu().T - self.mean  # [row d_model]
+        w = self.W_U[:, following.to(self.W_U.device)].double().cpu().T - self.mean
+        w = before_projection(self.model, w)  # [row d_model]
         final = self.final
         gain = w if final is None or final.gain is None else w * final.gain.detach().cpu().double()
         sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)

@@ -27,7 +27,7 @@ HOOKED = {
     "hooked qk-norm": {"use_qk_norm": True, **ROTARY},
     "hooked soft cap": {"attn_scores_soft_cap": 3.0},
 }
-BRIDGED = ("gpt2", "gpt2 folded", "neox", "llama", "gemma2", "olmo2", "gpt-oss", "granite", "bloom", "opt")
+BRIDGED = ("gpt2", "gpt2 folded", "neox", "llama", "gemma2", "olmo2", "gpt-oss", "granite", "bloom", "opt", "opt-350m")
 CHECKPOINTS = ("lm-layernorm", "mgm", "capp", "post-norm")
 QUICK = ("hooked", "gpt2 folded", "olmo2", "gpt-oss", "gemma2")
 FORMS = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in (*HOOKED, *BRIDGED, *CHECKPOINTS)]

@@ -69,15 +69,20 @@ def test_scores_with_positions_instead_of_distances(make_bridge: Callable[..., A
     assert found.total == pytest.approx(math.log(pattern[2] / pattern[3]), rel=1e-4)
 
 
-def test_a_projection_before_the_unembedding_is_refused_by_name(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
-    model = folder(hf_model("opt-350m"), tmp_path)
-    with pytest.raises(SplitError, match="what the unembedding reads is 16 wide, and the residual stream 32: a proj"):
-        ln_probe.attribute_logits(model, TOKENS)
-    with pytest.raises(SplitError, match=r"what is read at blocks\.0\.ln1 is not the sum"):
-        ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2)
-    with pytest.warns(UserWarning, match="writers"):
-        report = ln_probe.analyze(model, TOKENS, probes=("decomposition", "writers"), progress=False)
-    assert "not the sum of what embeddings, heads, MLPs and norms wrote" in report.failures[0].error
+def test_projections_around_the_stream_are_followed(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+    """OPT-350m: embeddings are the stream's through `project_in`, logits are read through `project_out`."""
+    original = hf_model("opt-350m")
+    model = folder(original, tmp_path)
+    with torch.no_grad():
+        logits = original(TOKENS).logits[0].double()
+    found = ln_probe.attribute_logits(model, TOKENS[0], slice(0, -1), against="mean").check()
+    own = logits[range(len(logits) - 1), TOKENS[0, 1:]] - logits[:-1].mean(1)
+    assert torch.allclose(found.total[0], own, atol=1e-5 * float(logits.abs().max()))
+    one = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
+    assert {"embed", "pos_embed", "L0H0", "L0 mlp"} <= set(one.pairs.columns)
+    report = ln_probe.analyze(model, TOKENS, probes=("decomposition", "writers", "attribution"), progress=False)
+    assert not report.failures
+    assert report.tables["attribution"]["contribution"].sum() == pytest.approx(float(own.mean()), abs=1e-4)
 
 
 def test_a_head_that_transforms_the_stream_is_refused_by_name(make_bridge: Callable[..., Any]) -> None:
