@@ -189,18 +189,22 @@ class Features:
         written = dot(active @ directions, f)
         lift = torch.zeros_like(whole) if self.bias is None else dot(self.bias.double().cpu(), f)
         kept = {part: value for part, value in values.items() if part not in replaced}
-        layer, at = self.layer, self.hook_name
+        layer, at = self.layer, self._short()
         of_feature = {Part(self._name(i), "feature", layer, i): value for i, value in zip(named, shown, strict=True)}
         return {
             **of_feature,
-            Part(f"other features of {at}", "feature", layer): written - shown.sum(0),
-            Part(f"decoder bias of {at}", "bias", layer): lift,
-            Part(f"reconstruction error of {at}", "error", layer): each.sum(0) - written - lift,
+            Part(f"{at} other features", "feature", layer): written - shown.sum(0),
+            Part(f"{at} decoder bias", "bias", layer): lift,
+            Part(f"{at} reconstruction error", "error", layer): each.sum(0) - written - lift,
             **kept,
         }
 
+    def _short(self) -> str:
+        """The hook point in the form of the names of components: "L3 resid_pre"."""
+        return f"L{self.layer} {self._match()[2].removeprefix('hook_')}"
+
     def _name(self, i: int) -> str:
-        return f"{self.hook_name} {'feature ' + str(i) if self.names is None else self.names[i]}"
+        return f"{self._short()} {f'feature {i}' if self.names is None else self.names[i]}"
 
 
 def _named(holders: Sequence[Any], names: Sequence[str]) -> str | None:

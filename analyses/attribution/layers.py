@@ -127,13 +127,15 @@ def _without_cap(logits: Float[Tensor, " d_vocab"], cap: float) -> Float[Tensor,
     """Logits before the model's soft cap, which is what parts add up to.
 
     Raises:
-        AttributionError: one is so far beyond the cap that it cannot be told from it.
+        AttributionError: one is rounded to the cap itself, so the logit before it is not known.
     """
     if not cap:
         return logits
     found: Tensor = cap * torch.atanh(logits / cap)
     if not bool(found.isfinite().all()):
-        raise AttributionError(f"a logit has reached the soft cap of {cap:g}, and what it was before cannot be told")
+        raise AttributionError(
+            f"a logit is rounded to the soft cap of {cap:g}: the logit before it is not known. Run the model in float64"
+        )
     return found
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -27,6 +26,8 @@ from ln_probe.analyses.attribution.shared import (
     TOP,
     AttributionError,
     Bar,
+    Sums,
+    SumsAtPositions,
     Tokens,
     draw,
     ids_of_rows,
@@ -71,10 +72,11 @@ from ln_probe.hooks.sites import facts_of
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
 COMPONENTS = ("heads", "layers", "neurons")
+_REMEDY = ". Does something after the final norm change its logits?"
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttribution:
+class LogitAttribution(Sums):
     """A logit (or a difference of logits) as a sum over parts.
 
     Attributes:
@@ -98,6 +100,7 @@ class LogitAttribution:
     label: str
     sigma: float
     soft_cap: float = 0.0
+    _remedy = _REMEDY
 
     def to_torch(self) -> Float64[Tensor, "part term"]:
         """`without_projection`, `projection` and `bias` of every row of the table."""
@@ -107,22 +110,6 @@ class LogitAttribution:
     def values(self) -> Float64[Tensor, "component 1 1"]:
         """The contribution of every row of the table."""
         return torch.tensor(self.table["contribution"].to_numpy(dtype=float))[:, None, None]
-
-    @property
-    def error(self) -> float:
-        """|total − own| relative to `scale`."""
-        return abs(self.total - self.own) / self.scale
-
-    def check(self) -> LogitAttribution:
-        """This, if the parts add up to the model's own logit.
-
-        Raises:
-            AttributionError: they do not; says by how much.
-        """
-        summed = float(self.table["contribution"].sum())
-        if not (self.error <= self.bound and math.isclose(summed, self.total, abs_tol=self.bound * self.scale)):
-            raise _does_not_add_up(summed, self.own, abs(summed - self.own) / self.scale, self.bound, self.label)
-        return self
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k rows with the largest contributions, either way."""
@@ -142,7 +129,7 @@ class LogitAttribution:
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttributions:
+class LogitAttributions(SumsAtPositions):
     """Logits (or differences of logits) at several positions of one or several prompts, each as a sum over components.
 
     Attributes:
@@ -165,6 +152,7 @@ class LogitAttributions:
     at: Int[Tensor, "batch pos"]
     label: str
     soft_cap: float = 0.0
+    _remedy = _REMEDY
 
     @property
     def values(self) -> Float64[Tensor, "component batch pos"]:
@@ -174,44 +162,13 @@ class LogitAttributions:
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row per component, prompt and position: `batch`, `position`, and `LogitAttribution.table`'s columns."""
-        known = torch.nonzero(self.total.isfinite())
-        terms = self.terms[:, :, known[:, 0], known[:, 1]].permute(2, 0, 1).reshape(-1, len(TERMS)).numpy()
-        parts = pd.DataFrame([part_columns(part) for part in self.components])
-        table = parts.iloc[np.tile(np.arange(len(parts)), len(known))].reset_index(drop=True)
-        each = len(self.components)
-        table.insert(0, "batch", known[:, 0].numpy().repeat(each))
-        table.insert(1, "position", self.at[known[:, 0], known[:, 1]].numpy().repeat(each))
-        table["contribution"] = terms.sum(1)
-        table[list(TERMS)] = terms
-        return table
+        present = torch.nonzero(self.total.isfinite())
+        terms = self.terms[:, :, present[:, 0], present[:, 1]].permute(2, 0, 1).reshape(-1, len(TERMS)).numpy()
+        return self._rows(position=self.at).assign(contribution=terms.sum(1), **dict(zip(TERMS, terms.T, strict=True)))
 
-    @property
-    def error(self) -> float:
-        """The largest |total − own| relative to `scale`."""
-        off = ((self.total - self.own).abs() / self.scale)[self.total.isfinite()]
-        return float(off.max()) if len(off) else 0.0
-
-    def check(self) -> LogitAttributions:
-        """This, if the components add up to the model's own logits everywhere.
-
-        Raises:
-            AttributionError: they do not; says where and by how much.
-        """
-        off = torch.where(self.total.isfinite(), (self.total - self.own).abs() / self.scale, torch.zeros(()).double())
-        if not float(off.max()) <= self.bound:
-            prompt_number, at = divmod(int(off.argmax()), off.shape[1])
-            raise _does_not_add_up(
-                float(self.total[prompt_number, at]), float(self.own[prompt_number, at]), float(off.max()), self.bound,
-                f"{self.label} at position {int(self.at[prompt_number, at])} of prompt {prompt_number}",
-            )  # fmt: skip
-        return self
-
-    def top(self, k: int = TOP) -> pd.DataFrame:
-        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
-        table = pd.DataFrame([part_columns(part) for part in self.components])
-        values = self.values.flatten(1)
-        table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
-        return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
+    def _place(self, at: int) -> str:
+        prompt_number, position = divmod(at, self.at.shape[1])
+        return f" at position {int(self.at[prompt_number, position])} of prompt {prompt_number}"
 
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.total.shape))
@@ -226,13 +183,6 @@ class LogitAttributions:
         ]
         note = f"Means over {count} positions; the tick: without projection. Values: .values [component, batch, pos]."
         return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} on average", note))
-
-
-def _does_not_add_up(summed: float, own: float, off: float, bound: float, label: str) -> AttributionError:
-    return AttributionError(
-        f"the parts add up to {summed:.6g}, and the model's own {label} is {own:.6g}: {off:.1e} of the largest logit "
-        f"apart (rounding explains {bound:.0e}). Does something after the final norm change its logits?"
-    )
 
 
 def attribute_logits(

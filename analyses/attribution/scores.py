@@ -3,7 +3,7 @@
     score = (W_Q LN(x_q) + b_Q)ᵀ R (W_K LN(x_k) + b_K) / divisor
 
 is bilinear in the parts of both sides once both sigmas are held (Elhage et al. 2021, section on QK circuits, has it
-without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a pair of its own,
+without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a separate pair,
 "position bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such
 sums: what softmax depends on. Scores are meant before a soft cap; a sink in the softmax is of no key, so it is no part
 of a score.
@@ -29,6 +29,8 @@ from ln_probe.analyses.attribution.shared import (
     MEAN,
     AttributionError,
     Bar,
+    Sums,
+    SumsAtPositions,
     draw,
     largest,
     of_equal_length,
@@ -48,7 +50,7 @@ SHOWN = 8  # pairs in the picture, above the eight LN terms
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreAttribution:
+class ScoreAttribution(Sums):
     """An attention score (or a difference of scores) as a sum over pairs of parts.
 
     Attributes:
@@ -74,25 +76,11 @@ class ScoreAttribution:
     weight: float
     label: str
     soft_cap: float = 0.0
+    _number = "score"
 
     def to_torch(self) -> Float64[Tensor, "query_part key_part"]:
         """`pairs` as a tensor."""
         return torch.tensor(self.pairs.to_numpy(dtype=float))
-
-    @property
-    def error(self) -> float:
-        """|total − own| relative to `scale`."""
-        return abs(self.total - self.own) / self.scale
-
-    def check(self) -> ScoreAttribution:
-        """This, if the pairs add up to the model's own score.
-
-        Raises:
-            AttributionError: they do not; says by how much.
-        """
-        if not self.error <= self.bound:
-            raise _does_not_add_up(self.total, self.own, self.error, self.bound, self.label)
-        return self
 
     def top(self, k: int = 10) -> pd.DataFrame:
         """The k pairs that contribute most, either way: `query_part`, `key_part`, `contribution`."""
@@ -125,7 +113,7 @@ class ScoreAttribution:
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreAttributions:
+class ScoreAttributions(SumsAtPositions):
     """Attention scores (or differences of scores) of one head at many positions, each as a sum over one side's parts.
 
     Attributes:
@@ -153,47 +141,21 @@ class ScoreAttributions:
     bound: float
     label: str
     soft_cap: float = 0.0
+    _number = "score"
 
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row per component and score: `batch`, `query`, `key`, `side`, `part`, `kind`, `layer`, `index`,
         `contribution`."""
-        seen = self.total.isfinite()
-        parts = pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
-        count, each = int(seen.sum()), len(self.components)
-        table = parts.iloc[np.tile(np.arange(each), count)].reset_index(drop=True)
-        columns = (("batch", torch.nonzero(seen)[:, 0]), ("query", self.queries[seen]), ("key", self.keys[seen]))
-        for i, (name, values) in enumerate(columns):
-            table.insert(i, name, values.numpy().repeat(each))
-        return table.assign(contribution=self.values[:, seen].T.reshape(-1).numpy())
+        values = self.values[:, self.total.isfinite()].T.reshape(-1).numpy()
+        return self._rows(query=self.queries, key=self.keys).assign(contribution=values)
 
-    @property
-    def error(self) -> float:
-        """The largest |total − own| relative to `scale`."""
-        off = ((self.total - self.own).abs() / self.scale)[self.total.isfinite()]
-        return float(off.max()) if len(off) else 0.0
+    def _components(self) -> pd.DataFrame:
+        return pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
 
-    def check(self) -> ScoreAttributions:
-        """This, if the components add up to the model's own scores everywhere.
-
-        Raises:
-            AttributionError: they do not; says where and by how much.
-        """
-        if not self.error <= self.bound:
-            off = ((self.total - self.own).abs() / self.scale).nan_to_num(-1.0).flatten()
-            at = int(off.argmax())
-            total, own, query, key = (t.flatten()[at].item() for t in (self.total, self.own, self.queries, self.keys))
-            prompt_number = at // max(1, self.total[0].numel())
-            label = f"{self.label} (query {query}, key {key} of prompt {prompt_number})"
-            raise _does_not_add_up(total, own, self.error, self.bound, label)
-        return self
-
-    def top(self, k: int = 10) -> pd.DataFrame:
-        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
-        table = pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
-        values = self.values.flatten(1)
-        table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
-        return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
+    def _place(self, at: int) -> str:
+        query, key = (int(t.flatten()[at]) for t in (self.queries, self.keys))
+        return f" (query {query}, key {key} of prompt {at // max(1, self.total[0].numel())})"
 
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.total.shape))
@@ -205,13 +167,6 @@ class ScoreAttributions:
         count = int(self.total.isfinite().sum())
         note = f"Components of the {self.side}, means over {count} scores. Values: .values [component, batch, …]."
         return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} nats on average", note))
-
-
-def _does_not_add_up(summed: float, own: float, off: float, bound: float, label: str) -> AttributionError:
-    return AttributionError(
-        f"the parts add up to {summed:.6g}, and the model's own {label} is {own:.6g}: "
-        f"{off:.1e} of the largest score apart (rounding explains {bound:.0e})"
-    )
 
 
 _TERMS = {
@@ -367,7 +322,7 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
     keys = mine.whole[0] if two is None else mine.whole[0] - two.whole[0]
     matrix = queries.whole[0] @ keys.T / heads.divisor
     q_parts, k_parts = list(queries.parts), list(mine.parts)
-    if (lifts := one.position_bias([q_at])) is not None:  # a pair of its own: what ALiBi adds is of no other part
+    if (lifts := one.position_bias([q_at])) is not None:  # a separate pair: what ALiBi adds is of no other part
         lift = float(lifts[0, k_at]) - (0.0 if other is None else float(lifts[0, other].mean()))
         matrix = torch.block_diag(matrix, torch.full((1, 1), lift, dtype=torch.float64))
         for parts in (q_parts, k_parts):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float64, Int
 from markupsafe import Markup
@@ -19,6 +21,7 @@ from ln_probe.hooks.default_tokens import encode, tokenizer_of
 from ln_probe.hooks.model import HookedModel, before_projection, context_length, device_of, vocabulary_size, weight_of
 
 MEAN = "mean"
+TOP = 12  # bars before the rest, rows of `top`: what fits a notebook cell
 # A token by id or text, or several: their mean logit.
 Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarray
 
@@ -61,7 +64,7 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
         AttributionError: something else; ids outside the vocabulary; longer than the context; empty.
     """
     if is_cache(tokens):
-        raise AttributionError("this needs a pass of its own: give tokens, not a cache")
+        raise AttributionError("this runs the model: give tokens, not a cache")
     ids: Any
     if isinstance(tokens, str):
         try:
@@ -287,10 +290,87 @@ def part_columns(part: Part) -> dict[str, object]:
     return {"part": part.name, "kind": part.kind, "layer": part.layer, "index": part.index}
 
 
+AnySums = TypeVar("AnySums", bound="Sums")
+
+
+class Sums:
+    """A sum over components beside the model's own number: what every result of an attribution has.
+
+    `total`, `own` and `scale` are floats, or tensors with an entry per position (NaN where a prompt has none).
+    """
+
+    total: Any
+    own: Any
+    scale: Any
+    bound: float
+    label: str
+    _number = "logit"
+    _remedy = ""
+
+    def _errors(self) -> Float64[Tensor, " *pos"]:
+        total, own, scale = (torch.as_tensor(v, dtype=torch.float64) for v in (self.total, self.own, self.scale))
+        absent = total.isnan() & own.isnan() & (total.ndim > 0)
+        return ((total - own).abs() / scale).masked_fill(absent, 0.0)
+
+    @property
+    def error(self) -> float:
+        """|total − own| relative to `scale`, the largest of all positions."""
+        return float(self._errors().max())
+
+    def check(self: AnySums) -> AnySums:
+        """Return this result if its components add up to the model's own number everywhere.
+
+        Raises:
+            AttributionError: they do not; says where and by how much.
+        """
+        errors = self._errors().flatten()
+        if not float(errors.max()) <= self.bound:
+            at = int(errors.nan_to_num(math.inf).argmax())
+            total, own = (float(torch.as_tensor(v).flatten()[at]) for v in (self.total, self.own))
+            raise AttributionError(
+                f"the parts add up to {total:.6g}, and the model's own {self.label}{self._place(at)} is {own:.6g}: "
+                f"{float(errors[at]):.1e} of the largest {self._number} apart (rounding explains {self.bound:.0e})"
+                f"{self._remedy}"
+            )
+        return self
+
+    def _place(self, at: int) -> str:
+        """Which entry it is, as text."""
+        return ""
+
+
+class SumsAtPositions(Sums):
+    """Sums at several positions of one or several prompts.
+
+    `values` is [component batch …], `total` one of its components' sums [batch …].
+    """
+
+    components: tuple[Part, ...]
+    values: Any
+
+    def _components(self) -> pd.DataFrame:
+        return pd.DataFrame([part_columns(part) for part in self.components])
+
+    def _rows(self, **positions: Tensor) -> pd.DataFrame:
+        """A row per component and entry: `batch`, the entry's positions, and the component's columns."""
+        present, each = self.total.isfinite(), len(self.components)
+        table = self._components().iloc[np.tile(np.arange(each), int(present.sum()))].reset_index(drop=True)
+        columns = {"batch": torch.nonzero(present)[:, 0]} | {n: at[present] for n, at in positions.items()}
+        for i, (name, at) in enumerate(columns.items()):
+            table.insert(i, name, at.numpy().repeat(each))
+        return table
+
+    def top(self, k: int = TOP) -> pd.DataFrame:
+        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
+        table, values = self._components(), self.values.flatten(1)
+        table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
+        return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
+
+
 # ------------------------------------------------------------------------------------------------------------- pictures
 
-TOP = 12  # bars before the rest: what fits a notebook cell
-_WIDTH, _ROW, _LABEL, _NUMBER = 640, 20, 190, 70  # pixels
+_WIDTH, _ROW, _LABEL, _NUMBER, _LETTER = 640, 20, 190, 70, 6.4  # pixels
+_LONGEST = 360  # pixels of the widest label
 _UP, _DOWN, _REST = "#2166ac", "#b2182b", "#888888"  # colour-blind safe (ColorBrewer RdBu)
 
 
@@ -322,12 +402,13 @@ def draw(bars: Sequence[Bar], title: str, note: str = "") -> Markup:
     values = [v for b in bars for v in (b.value, b.mark) if v is not None]
     low, high = min([0.0, *values]), max([0.0, *values])
     span = (high - low) or 1.0
-    room = _WIDTH - _LABEL - _NUMBER
+    wide = min(max([_LABEL, *(round(8 + _LETTER * len(b.label)) for b in bars)]), _LONGEST)
+    room = _WIDTH - wide - _NUMBER
 
     def at(value: float) -> float:
-        return _LABEL + (value - low) / span * room
+        return wide + (value - low) / span * room
 
-    rows = [_bar(bar, i * _ROW, at) for i, bar in enumerate(bars)]
+    rows = [_bar(bar, i * _ROW, at, wide) for i, bar in enumerate(bars)]
     zero = _line(at(0.0), 0, len(bars) * _ROW, 1, 0.4)
     svg = Markup(
         '<svg viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" aria-label="{title}" '
@@ -338,11 +419,11 @@ def draw(bars: Sequence[Bar], title: str, note: str = "") -> Markup:
     return Markup("<div>{}{}{}</div>").format(head, svg, below if note else "")
 
 
-def _bar(bar: Bar, y: int, at: Callable[[float], float]) -> Markup:
+def _bar(bar: Bar, y: int, at: Callable[[float], float], wide: int) -> Markup:
     colour = _REST if bar.rest else _UP if bar.value >= 0 else _DOWN
     left, right = sorted((at(0.0), at(bar.value)))
     label = Markup('<text x="{}" y="{}" text-anchor="end" fill="currentColor">{}</text>').format(
-        _LABEL - 8, y + 14, bar.label
+        wide - 8, y + 14, bar.label
     )
     box = Markup(
         '<rect x="{:.1f}" y="{}" width="{:.1f}" height="{}" fill="{}"><title>{}: {:.6g}</title></rect>'

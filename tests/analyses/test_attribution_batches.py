@@ -99,7 +99,8 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, mak
     features = replace(Features.of(Dictionary(name), cache), top=50)
     found = attribute_logits(model, TOKENS, -1, 3, features=features).check()
     names = set(found.table["part"])
-    assert {f"other features of {name}", f"decoder bias of {name}", f"reconstruction error of {name}"} <= names
+    short = f"L1 {point.removeprefix('hook_')}"
+    assert {f"{short} other features", f"{short} decoder bias", f"{short} reconstruction error"} <= names
     shown = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
     assert len(shown) == 50
     if point in ("hook_resid_pre", "hook_attn_out"):
