@@ -17,12 +17,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from compose import every_outcome, hooked, subjects
+from compose import every_outcome, hooked, subjects, tolerance
 
 ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
 COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
-# Rotary tables and norms of some bridges are in float32 for any format of the model.
-SAME = 1e-5
 
 
 def main() -> int:
@@ -37,7 +35,7 @@ def main() -> int:
             continue
         counts: dict[str, Counter[str]] = {}
         which: dict[str, list[str]] = {}
-        for case, outcome in every_outcome(model, same=SAME):
+        for case, outcome in every_outcome(model, tolerance(name)):
             kind = outcome.split(":")[0]
             counts.setdefault(case[0], Counter())[kind] += 1
             if kind != "equal":

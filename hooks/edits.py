@@ -291,7 +291,7 @@ class EditedNorm:
         if not hooked:
             return x, out, out
         shown = self._through(points, linear, edit, x, out)
-        return x, points["hook_out"](shown) if "hook_out" in points else shown, out
+        return x, _passed(points["hook_out"], shown)[0] if "hook_out" in points else shown, out
 
     def _through(
         self, points: Mapping[str, nn.Module], linear: LinearEdit | None, edit: Edit | None, x: Tensor, out: Tensor
