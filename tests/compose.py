@@ -28,8 +28,8 @@ MODES = ("read", "edit", "in place", "backward")
 ORDERS = ("hook first", "edit first")
 CONSTANT = 2.0
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
-# Logits, what hooks see and gradients agree to this, relative to the largest, in models that compute in float64 throughout;
-# the others' rotary tables, norms or attention are in float32 for any format of the model.
+# Logits, what hooks see and gradients agree to this, relative to the largest, in models that compute in float64
+# throughout; the others' rotary tables, norms or attention are in float32 for any format of the model.
 IN_FLOAT64 = ("hooked", "gpt2", "opt", "neo", "bloom", "bert")
 SAME, SAME_IN_FLOAT32 = 1e-10, 1e-5
 
@@ -157,7 +157,9 @@ def by_hand(model: Any, site: Site, formula: Formula, sigma: Tensor, point: str,
             if formula.readers == "keys":
                 return other.reshape(given.shape)
             some = {head * heads // int(model.cfg.n_heads) for head in some_heads(model)}
-            return torch.where(torch.tensor([h in some for h in range(heads)])[:, None], other, own).reshape(given.shape)
+            return torch.where(torch.tensor([h in some for h in range(heads)])[:, None], other, own).reshape(
+                given.shape
+            )
 
         return forward
 

@@ -48,7 +48,7 @@ def doubt(p_holm: float, seeds: int) -> str:
     """What a sentence about a difference ends with: nothing if it is significant."""
     if p_holm < SIGNIFICANT:
         return ""
-    return ": no difference that these seeds can tell" if seeds > 1 else ": one seed, which tells nothing by itself"
+    return ": not significant after Holm's correction" if seeds > 1 else ": one seed, so there is no test"
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:

@@ -63,8 +63,8 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
     )
     assert [f.text for f in found] == [
         "Freezing scaling at every norm raises the loss by 0.327 nats/token, 8.2 % of the intact loss of 4 (95 % CI "
-        "+0.28 to +0.38; Holm-adjusted p = 0.002). At the norms that attention reads alone it does not "
-        "significantly change the loss (+0.02 nats/token, 95 % CI -0.01 to +0.05; Holm-adjusted p = 0.44).",
+        "+0.28 to +0.38; Holm-adjusted p = 0.002). At the norms that attention reads alone it does not significantly "
+        "change the loss (+0.02 nats/token, 95 % CI -0.01 to +0.05; Holm-adjusted p = 0.44).",
         "Removing projection at every norm does not significantly change the loss (-0.007 nats/token, 95 % CI -0.027 "
         "to +0.013; Holm-adjusted p = 0.9). At the norms that attention reads alone it does not change the loss by "
         "more than 0.01 nats/token (+0.001; 90 % CI within ±0.0034, the equivalence bound).",

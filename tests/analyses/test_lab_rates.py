@@ -149,7 +149,7 @@ def test_the_dot_products_factor() -> None:
     assert found["low"].tolist() == pytest.approx([4 * np.exp(-half)])
     (said,) = product_sentences(found)
     assert said.startswith("3a, dot product on 1b, linear, 4 heads, FFN of 32: 4 [")
-    assert said.endswith("times the error without it (2 seeds): no difference that these seeds can tell.")
+    assert said.endswith("times the error without it (2 seeds): not significant after Holm's correction.")
 
 
 @pytest.mark.parametrize("kernel", longer_inputs.KERNELS)

@@ -325,11 +325,9 @@ def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
         start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
         if np.isnan(row["p"]):
             who = "the one seed that has every run of them" if row["seeds"] else "runs of which no seed has all"
-            yield f"{start}: {100 * row['mean']:+.1f} points in {who}, which tells nothing by itself."
+            yield f"{start}: {100 * row['mean']:+.1f} points in {who}, so there is no test."
             continue
-        verb = (
-            "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no difference that these seeds can tell:"
-        )
+        verb = "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no significant difference:"
         yield (
             f"{start} {verb} {interval_text(row, '+.1f', 100)} points "
             f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."

@@ -249,7 +249,7 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
         unclear = doubt(projection["p_holm"], projection["seeds"])
         if whole["p_holm"] >= SIGNIFICANT or math.isnan(whole["p_holm"]):
             found.append(
-                f"Step {step}: the published comparison gives no gap in training loss that these seeds can tell ({gap} "
+                f"Step {step}: the published comparison gives no significant gap in training loss ({gap} "
                 f"nats; seeds: {whole['seeds']}); leaving projection out at the same size changes it by "
                 f"{matched}{unclear}."
             )
@@ -261,7 +261,7 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             f"that attention reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
         )
         cause = "size, not projection" if share < 0.5 else "projection, not size"
-        effect = "makes no difference that these seeds can tell"
+        effect = "makes no significant difference"
         if not unclear:
             effect = "raises the loss by itself" if projection["mean"] > 0 else "even helps"
         verdict = (
