@@ -42,6 +42,7 @@ from ln_probe.analyses.geometry.inputs import (
     QuerySet,
     Units,
     at_unit,
+    mean_key,
     of_unit_size,
     seen_from,
 )
@@ -235,7 +236,7 @@ class Checker:
         mean = _middle(own.keys)
         centred = own.keys - mean
         # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
-        left = centred.mean(axis=0)
+        left = mean_key(centred)
         points = centred - left
         noise = 2 * _EPS * np.linalg.norm(points, axis=1) + _EPS * float(np.linalg.norm(left))
         if np.linalg.norm(centred) <= 16 * _EPS * self.number**0.5 and (own.keys == own.keys[0]).all():
@@ -560,8 +561,8 @@ def through(
 
 def _middle(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
     """The mean key; far from zero the first one is off by its own rounding."""
-    mean = keys.mean(axis=0)
-    return np.asarray(mean + (keys - mean).mean(axis=0))
+    mean = mean_key(keys)
+    return mean + mean_key(keys - mean)
 
 
 def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | None:

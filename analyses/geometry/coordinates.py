@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.geometry.inputs import mean_key
 
 # Queries in a block of scores: at least so many, and more while the block stays below 16 MB.
 _QUERIES, _BLOCK = 64, 2_000_000
@@ -215,7 +216,7 @@ def normalize(
             return np.zeros_like(values), 0.0
         exponent = int(np.frexp(largest)[1])  # powers of two are exact, and keep squares in range
         values = np.ldexp(values, -exponent)  # (a copy: what follows is done in place)
-        values -= values.mean(axis=0)
+        values -= mean_key(values)
         rms = float(np.sqrt(np.einsum("ij,ij->", values, values) / len(values)))
         if rms <= _FAR:
             if (values == values[0]).all():
@@ -315,7 +316,7 @@ def coordinates(keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " 
     leaders = np.flatnonzero(representative == np.arange(len(keys)))
     rows = normalized[leaders]
     plain = rows[:, : keys.shape[1]]
-    plain = plain - plain.mean(axis=0)
+    plain = plain - mean_key(plain)
     basis = span(plain)
     flat = plain @ basis
     stretch = np.sqrt(np.einsum("ij,ij->j", flat, flat) / len(flat))

@@ -499,12 +499,13 @@ class _Deciding:
 
     def alone(self) -> None:
         """What rounding or the tolerance left open: together, in normalized coordinates, then alone (see `alone`)."""
-        if len(todo := self.left()):
-            sets, starts = self.sets, self.starts[todo]
-            rows = np.ascontiguousarray(sets.normalized[sets.leaders])
-            near = nearest_points(rows, todo, tau=TAU, starts=starts, ray=sets.biased, careful=True, budget=self.budget)
-            self._try_weights(todo, near.weights)
-            self._try_queries(todo, unit_rows(near.query))
+        if not len(todo := self.left()):
+            return
+        sets, starts = self.sets, self.starts[todo]
+        rows = np.ascontiguousarray(sets.normalized[sets.leaders])
+        near = nearest_points(rows, todo, tau=TAU, starts=starts, ray=sets.biased, careful=True, budget=self.budget)
+        self._try_weights(todo, near.weights)
+        self._try_queries(todo, unit_rows(near.query))
         for k in self.left():
             for query, index, value in alone(self.sets, int(self.sets.leaders[k]), self.budget):
                 self._try_weights(np.array([k]), Rows(np.array([0, len(index)]), index, value), leaders=False)

@@ -415,9 +415,13 @@ def nearest_points(
         gap < 0.0 if scaled is None else scaled,
         float(budget),
     )
-    keys = indices >= 0
-    start = np.concatenate([[0], np.cumsum(keys)])[np.concatenate([[0], np.cumsum(sizes)])]
-    return Nearest(ended, lower, upper, query, Rows(start, indices[keys], weights[keys]))
+    start = np.zeros(len(targets) + 1, np.int64)
+    np.cumsum(sizes, out=start[1:])
+    if ray:
+        keys = indices >= 0
+        start = np.concatenate([[0], np.cumsum(keys)])[start]
+        indices, weights = indices[keys], weights[keys]
+    return Nearest(ended, lower, upper, query, Rows(start, indices, weights))
 
 
 @compiled
