@@ -231,7 +231,7 @@ def test_kill_after_kill(lab_suite: list[Path], shared: Path, tmp_path: Path) ->
     expected = tables(tmp_path / "whole")
     assert len(expected) == 10 * len(TABLES)
     generator = random.Random(0)
-    moments = iter(lambda: generator.uniform(0, took / 2), None)
+    moments = iter(lambda: generator.uniform(0, took / 3), None)
     numbers = itertools.cycle(ENDS)  # over all runs: few get to a third signal
     killed: list[str] = []
     for number in range(40):
