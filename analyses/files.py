@@ -115,7 +115,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
 
     Args:
         path: a regular file.
-        most: its largest size in bytes. They are counted while they are read, whatever the file system says.
+        most: its largest size in bytes. They are counted as they are read.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -266,7 +266,7 @@ def first_damaged(folder: Path, files: Mapping[str, str]) -> str:
 def remove_listed(folder: Path, names: Iterable[str]) -> None:
     """Delete the files that a manifest lists, and the folder if nothing else is in it."""
     for name in names:
-        with suppress(IsADirectoryError, PermissionError):  # somebody's folder of that name stays
+        with suppress(IsADirectoryError, PermissionError):  # a user's folder of that name stays
             (folder / _plain(name)).unlink(missing_ok=True)
     with suppress(OSError):  # it is not there, or holds something that is not ours
         folder.rmdir()
@@ -308,7 +308,7 @@ def temporary_folder(base: str | Path | None = None) -> Iterator[Path]:
     sweep(Path(base or tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=base))
     try:
-        with FileLock(folder / _LOCK):  # held before the folder is marked: nobody sweeps it meanwhile
+        with FileLock(folder / _LOCK):  # held before the folder is marked, so that no other process sweeps it
             mark(folder)
             yield folder
     finally:

@@ -143,13 +143,13 @@ def _refuse(every: Sequence[Site], chosen: Sequence[Site], variant: str, divisor
         )
     if apart := [name for name, c in divisors.items() if c.first != c.rest]:
         raise InterventionError(
-            f"{apart[0]} has a constant of its own at position 0, and no standard norm tells positions apart. Use "
+            f"{apart[0]} has a separate constant at position 0, and no standard norm distinguishes positions. Use "
             'scale="uniform", or `without`'
         )
 
 
 def _hugging_face(model: HookedModel) -> Any:
-    """A Hugging Face model of its own with the weights of a hooked one.
+    """A separate Hugging Face model with the weights of a hooked one.
 
     Raises:
         InterventionError: there is none.

@@ -205,8 +205,8 @@ _kept = 0  # bytes in memory after the last time
 def return_free_memory() -> None:
     """Give memory that glibc's allocator holds for later back to the system; nothing on other systems.
 
-    What a layer's measures allocate and free would otherwise pile up over the layers, beside the forward pass's own
-    memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5. It has its
+    What a layer's measures allocate and free would otherwise pile up over the layers, in addition to the forward pass's
+    own memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5. It has its
     price (pages that are given back are zeroed when they are needed again: done twice a layer, 0.7 of a forward pass),
     so it is called around what takes much memory, and does something only where the process has grown since.
     """

@@ -136,7 +136,7 @@ class Writers:
         W_O = weight_of(child_of(blocks(self.model)[layer], "attn"), "W_O")
         if W_O is None or W_O.ndim != 3:
             raise SplitError(
-                f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be told apart"
+                f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be separated"
             )
         return W_O.to(like)
 

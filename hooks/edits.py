@@ -130,7 +130,7 @@ class LostEditError(InterventionError):
 def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _point, _key: False) -> Iterator[None]:
     """No hook is called at the hook points in a module while it lasts, but those that `keep` keeps, by number.
 
-    Hooks that are added meanwhile work, and stay. Dictionaries and handles of hooks remain those that they were.
+    Hooks that are added inside work, and stay. Dictionaries and handles of hooks remain those that they were.
     """
     taken = []
     for point in module.modules():
@@ -140,7 +140,7 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
             taken.append((point, before, handles))
             for store in HOOKS:
                 kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
-                # A norm of the laboratory computes in another order where nobody listens, so that rounding differs.
+                # A norm of the laboratory computes in another order where there are no hooks, so that rounding differs.
                 _refill(
                     getattr(point, store),
                     kept if store == "_forward_hooks" else [e for e in kept if e[1] is not _nothing],
@@ -395,7 +395,7 @@ class PartEdit(Edit):
 
             return projection, replace_first
         raise InterventionError(
-            f"{type(attn).__name__} has no projection of {self.part} of its own, so only={self.part!r} cannot be had "
+            f"{type(attn).__name__} has no separate projection of {self.part}, so only={self.part!r} cannot be had "
             "for this architecture: edit the whole norm with only=None"
         )
 

@@ -157,7 +157,7 @@ def _folded(model: HookedModel, site: Site, readers: Sequence[Weight]) -> tuple[
         return False, ""
     unit = "gain is exactly 1" + (" and bias 0" if bias is not None else "")
     if gain is None:
-        reason = "no gain or bias of its own"
+        reason = "no gain and no bias"
     elif getattr(model, "compatibility_mode", False) is True:
         reason = f"{unit}, in a {world(model)} in compatibility mode"
     elif site.projects and readers and all(w.centred for w in readers):
@@ -206,7 +206,7 @@ def state_of(
             reasons.append(f"{worst.name}, which writes to it, is not centred (|mean| {worst.off_centre:.1e} of RMS)")
             centred = False
         elif hidden:
-            reasons.append(f"{hidden[0].name} is not shown by this model: told from the stream alone")
+            reasons.append(f"{hidden[0].name} is not shown by this model: identified by the stream alone")
         elif before:
             largest = max(w.off_centre for w in before)
             reasons.append(f"every writing weight before it is centred (|mean| at most {largest:.1e} of RMS)")
@@ -214,7 +214,7 @@ def state_of(
 
 
 PROBE_TOKENS = 3
-_LISTED = 6  # layers named one by one in a sentence
+_LISTED = 6  # layers named one by one in a message
 
 
 def site_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
@@ -463,7 +463,7 @@ def _refuse_edited(model: HookedModel) -> None:
     for name, module in site_modules(model).items():
         if active := [e for e in edits_on(module) if not e.suspended]:
             raise SiteError(
-                f"{name} is under an intervention ({active[0].label}), so the model cannot be looked at as it is: "
+                f"{name} is under an intervention ({active[0].label}), so the model cannot be measured as it is: "
                 "leave the `with` block first"
             )
 

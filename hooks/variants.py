@@ -1,4 +1,4 @@
-"""Variants: what is left of a norm when a term is removed, or replaced by something else.
+"""Variants: norms with a term removed, or replaced by something else.
 
     intact           Px / sigma
     no_scaling       Px / c           c = the site's mean sigma over other prompts: two numbers, one for position 0
@@ -40,11 +40,11 @@ class Variant:
         color, marker: in pictures, as matplotlib takes them.
         wording: how a sentence about it begins ("Freezing scaling").
         state: what the norm is then ("scaling frozen").
-        transform: what the norm computes instead; None: what is left without the terms that are removed.
+        transform: what the norm computes instead; None: the norm without the terms that are removed.
         without: what `ln_probe.hooks.without` calls it; empty: nothing.
         primary: whether its contrasts on the primary sites are fixed before the data. All others are exploratory.
         standard: whether it is one of ln_probe's own. The others never change a number of these: their contrasts form
-            families of their own, and they have no say in which heads and keys are measured.
+            separate families, and they have no say in which heads and keys are measured.
 
     Example:
         >>> register(Variant("tanh", frozenset({"scaling"}), "tanh instead", "#000000", "x", "Replacing norms by tanh",

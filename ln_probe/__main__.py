@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command. Ctrl-C while its modules are imported ends it in a sentence, too."""
+    """Run the command. Ctrl-C while its modules are imported ends it with a message, too."""
     try:
         from ln_probe.analyses.processes import stop_on_signals
 

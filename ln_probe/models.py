@@ -180,7 +180,7 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     if given in bundled_models():
         return "bundled"
     if re.match(r"[./~\\]|[A-Za-z]:[\\/]", given) or given.endswith((".gguf", "/")) or given.count("/") > 1:
-        raise FileNotFoundError(f"{given} does not exist (looked at {path.absolute()}). Check the path.")
+        raise FileNotFoundError(f"{given} does not exist (full path {path.absolute()}). Check the path.")
     return "hub"
 
 

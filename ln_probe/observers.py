@@ -1,4 +1,4 @@
-"""Observers of a forward pass: each one's failures kept from the others, and a thread for those beside a GPU."""
+"""Observers of a forward pass: each one's failures kept from the others, and a thread for those of a model on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ln_probe.seal import Seal, SealError
 
 
 class GuardedObserver:
-    """A probe's observer, told what it is told itself; whatever it raises ends its part, and nobody else's."""
+    """A probe's observer, with the same calls; an exception of its ends its part, and no other's."""
 
     def __init__(
         self, probe: Probe, view: View, limit: int | None = None, seal: Seal | None = None, *, alone: bool = True
@@ -86,7 +86,7 @@ class BackgroundWorker:
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self._thread = (  # (that no gradients are wanted is said in every thread)
+        self._thread = (  # (gradients are switched off in every thread)
             ThreadPoolExecutor(1, "ln_probe beside a GPU", torch.set_grad_enabled, (False,)) if room else None
         )
         self._waiting: deque[tuple[Future[None], int]] = deque()

@@ -172,7 +172,7 @@ class Passes:
 
     @cached_property
     def _gpu_memory(self) -> int:
-        """Bytes that a batch may take, and bytes that may wait for the CPU meanwhile; 0 on a CPU."""
+        """Bytes that a batch may take, and bytes that may wait for the CPU; 0 on a CPU."""
         device = device_of(self.model)
         return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
 
@@ -411,7 +411,7 @@ class Passes:
     ) -> None:
         """Run one batch and pass its events to the probes.
 
-        Attention is evaluated on a thread of its own where there is a GPU. A probe that runs the model itself has to
+        Attention is evaluated on a separate thread where there is a GPU. A probe that runs the model itself has to
         wait for that thread, so it comes last.
         """
         norms = [w for w in watching if w.probe.needs.norms]

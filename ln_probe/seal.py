@@ -350,8 +350,8 @@ def _changed(name: str) -> str:
 
 def _added(left: Sequence[str]) -> str:
     return (
-        f"while the model was measured somebody added {'; '.join(left)}, so no table is made; it was removed: measure "
-        "again when nothing else uses the model"
+        f"while the model was measured, another caller added {'; '.join(left)}, so no table is made; it was removed: "
+        "measure again when nothing else uses the model"
     )
 
 

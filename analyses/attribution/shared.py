@@ -256,7 +256,7 @@ def mean_columns(
 
 
 def outputs(model: HookedModel) -> int:
-    """How many tokens have a logit: `d_vocab_out` where a model says so (its outputs may be others than its inputs)."""
+    """How many tokens have a logit: `d_vocab_out` where a model has it (its outputs may be others than its inputs)."""
     declared = getattr(model.cfg, "d_vocab_out", None)
     size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
     W_U = weight_of(model, "W_U")
@@ -294,7 +294,7 @@ AnySums = TypeVar("AnySums", bound="Sums")
 
 
 class Sums:
-    """A sum over components beside the model's own number: what every result of an attribution has.
+    """A sum over components and the model's own number: what every result of an attribution has.
 
     `total`, `own` and `scale` are floats, or tensors with an entry per position (NaN where a prompt has none).
     """

@@ -213,7 +213,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a model and its prompts before it is loaded; NaN where it cannot.
+    """Sizes of a model and its prompts before the model is loaded; NaN where they are not known.
 
     Attributes:
         layers, heads: that are measured, and of each layer.

@@ -144,7 +144,7 @@ class HeadRuns:
         if self.sites and not self.silent:
             there = {(layer, head) for layer, heads in self.heads.items() for head in heads}
             if exact is not None and (unknown := sorted(set(exact) - there)):
-                raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is looked at")
+                raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is measured")
             self.exact = frozenset(self._chosen() if exact is None else exact)
 
     def _chosen(self) -> list[tuple[int, int]]:

@@ -325,7 +325,7 @@ class Sinks(Probe):
         few = sum(int(p.info.get("few", 0)) for p in pieces)
         unseen = (
             f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: no "
-            "sink can be told there"
+            "sink can be detected there"
         )
         return Found(made, (note,) * (short > 0) + (unseen,) * (few > 0))
 
@@ -434,7 +434,7 @@ def _sentences(
     if not len(sinks):
         no_sink = f"Attention has no sink here{''.join(where)}"
         if not seen:
-            no_sink = f"Whether attention has a sink cannot be told where no token is seen by {LEAST_QUERIES} others"
+            no_sink = f"Whether attention has a sink cannot be decided where no token is seen by {LEAST_QUERIES} others"
         said = [f"{no_sink}, and no token is an outlier at any norm."]
         if longest < LEAST_TOKENS:
             said = ["Sinks and outlier tokens were not looked for: the prompts are too short."]

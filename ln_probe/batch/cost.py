@@ -34,7 +34,7 @@ _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one checkpoint. Numbers that cannot be told without loading it are NaN.
+    """Of one checkpoint. Numbers that are not known without loading it are NaN.
 
     Attributes:
         units: of work; shards of them with keys to measure.
@@ -94,7 +94,7 @@ def prompt_lengths(corpus: ShardedCorpus, file: Path) -> list[float]:
 
 
 def shape_of(target: Target) -> dict[str, float]:
-    """Layers, heads and context from the configuration beside the weights, as far as it says so."""
+    """Layers, heads and context from the configuration next to the weights, as far as it has them."""
     from ln_probe.models import bundled_folder, bundled_models
 
     folder = bundled_folder(target.name) if target.name in bundled_models() else Path(os.path.expanduser(target.name))
@@ -133,7 +133,7 @@ def _parameters(target: Target) -> float:
 
 
 def _loaded_bytes(run: Run, target: Target) -> float:
-    """Of the weights in memory, in the format that they are loaded in, whatever they have on disk; 0: not known."""
+    """Of the weights in memory, in the format that they are loaded in, not the one on disk; 0: not known."""
     return _parameters(target) * _ITEM_BYTES[run.dtype or _DTYPE]
 
 
@@ -150,7 +150,7 @@ def default_workers(run: Run, targets: Sequence[Target]) -> int:
 
 
 def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
-    """A line per checkpoint, and the sum; what cannot be told without loading a model is a question mark."""
+    """A line per checkpoint, and the sum; what is not known without loading a model is a question mark."""
     rows = [("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")]
     known = [c for _, c in costs if c is not None]
     for target, c in costs:

@@ -66,7 +66,7 @@ def _spelled(name: str) -> str:
 
 
 def _value(value: Any, where: str, *, several: bool) -> Any:
-    """As the command line would have it: a list is what stands there between commas."""
+    """As the command line would have it: a list is written with commas."""
     if isinstance(value, list) and all(isinstance(v, str | int) and not isinstance(v, bool) for v in value):
         return [str(v) for v in value] if several else ",".join(map(str, value))
     if isinstance(value, str | int | float | bool):
@@ -141,7 +141,7 @@ class ReportOptions:
     layers: Annotated[str | None, _of(MEASURED, help="Comma-separated layers, ranges as 3-5; default all.")] = None
     heads: Annotated[
         str | None,
-        _of(MEASURED, help="Heads measured, drawn, and kept as attention patterns, written alike; default all."),
+        _of(MEASURED, help="Heads measured, drawn, and kept as attention patterns, written as --layers; default all."),
     ] = None
     keys: Annotated[str, _of(MEASURED, help="Rows of the keys table: 'hardest' or 'all'.")] = "hardest"
     keys_sample: Annotated[

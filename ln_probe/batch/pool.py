@@ -54,7 +54,7 @@ _COUNTED = {Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, ru
 
 @dataclass
 class _Work:
-    """What is left to do on one checkpoint."""
+    """The work that remains on one checkpoint."""
 
     target: Target
     waiting: deque[Unit]
@@ -195,10 +195,10 @@ class Engine(Protocol):
         """Give an idle worker something to do."""
 
     def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
-        """What ended meanwhile, by worker; empty if nothing did within `seconds`."""
+        """Outcomes that arrived since the last call, by worker; empty if none did within `seconds`."""
 
     def close(self) -> None:
-        """End all workers, whatever they are doing."""
+        """End all workers, also those at work."""
 
 
 class LocalEngine:
@@ -301,7 +301,7 @@ class InProcess:
 
 @contextmanager
 def _few_threads() -> Iterator[None]:
-    """Processes started meanwhile use one thread in libraries that decide once, when they are imported."""
+    """Processes started inside use one thread in libraries that decide once, when they are imported."""
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(THREADS)))
     try:
@@ -371,7 +371,7 @@ class Display(ProgressLine):
                 self.say(f"{target.label}: done")
         elif outcome.state == DIED:
             self.say(f"{target.label}: {outcome.error} during {unit.kind} {unit.shard}; trying again")
-        elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is said there
+        elif outcome.state not in (RETURNED, NO_STORAGE):  # which ends the run, and is reported there
             self.failed += 1
             self.say(f"{target.label}: {outcome.state}: {outcome.error}")
         self._left = list(left)
@@ -422,7 +422,7 @@ class StoppedError(RuntimeError):
 def remains(
     run: Run, targets: Sequence[Target], display: Display, *, fresh: bool = False, part: Slice | None = None
 ) -> dict[Target, list[Unit]]:
-    """What is left to do: checkpoints without a report, with the units whose results are not there, or damaged."""
+    """The work that remains: checkpoints without a report, with the units whose results are not there, or damaged."""
     if part is None:
         remove_partial(run, targets)
     chosen = None if part is None else slice_of(run, targets, part.number, part.count)
@@ -518,7 +518,7 @@ def write_index(
 ) -> Ended:
     """OUT/index.html: every checkpoint of the folder, with its report or the reason why there is none.
 
-    `earlier` are those of earlier commands; what is told of them is of those times.
+    `earlier` are those of earlier commands; their messages are of those times.
     """
     from ln_probe.page.index import IndexEntry, index_page
     from ln_probe.report import load_report

@@ -37,9 +37,9 @@ class Outcome:
     """How a unit ended.
 
     Attributes:
-        state: DONE; FAILED (the checkpoint's own fault); NO_STORAGE (nobody can go on); DAMAGED (`again` names units
+        state: DONE; FAILED (the checkpoint's own fault); NO_STORAGE (no worker can go on); DAMAGED (`again` names units
             whose results have to be made once more); DIED (the worker was killed); RETURNED (it was not begun).
-        error: what went wrong, in a sentence.
+        error: the message of what went wrong.
         seconds, tokens: spent and measured.
     """
 

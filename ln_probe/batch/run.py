@@ -138,7 +138,7 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What two runs in one folder must agree on, as plain JSON.
 
-        Not how many prompts go through a model together: whoever ran out of memory goes on with fewer.
+        Not how many prompts go through a model together: a run that ran out of memory goes on with fewer.
         """
         return {
             **{k: v for k, v in self.settings.plain.items() if k != "batch_size"},
@@ -198,7 +198,7 @@ class Run:
 def slice_of(run: Run, targets: Sequence[Target], part: int, parts: int) -> dict[Target, set[Unit]]:
     """The units of slice `part` (1 … parts): neighbours in the list, so that few checkpoints are in two slices.
 
-    A slice calibrates the checkpoints it works on if nobody has yet; reports are made by joining.
+    A slice calibrates the checkpoints it works on if no other has yet; reports are made by joining.
     """
     pairs = [(t, u) for t in targets if not t.error for u in run.units() if u.kind != CALIBRATION]
     if not pairs:  # calibration is all there is
@@ -239,7 +239,7 @@ class Slice:
 def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
     """Keep other drivers out of the folder; slices of one run may be there together.
 
-    The operating system lets go of the lock when the process ends, however it ends, and whatever the clock says.
+    The operating system lets go of the lock when the process ends, however it ends.
 
     Raises:
         BusyError: another driver (or the same slice) is at work.
@@ -401,7 +401,7 @@ def reopen(out: Path) -> tuple[Run, list[Target]]:
 
 
 def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
-    """The checkpoints that the folder is about so far, and those whose reports do not belong beside this run's."""
+    """The checkpoints that the folder is about so far, and those whose reports do not belong with this run's."""
     path = run.work / RUN_FILE
     if not os.path.lexists(path):  # a new folder, or the file was lost: the reports say whose they are
         there = finished(run)
@@ -410,7 +410,7 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
         if others and not fresh:
             raise OtherRunError(
                 f"{run.out} holds reports made in another way ({others[0].folder} is one), and nothing says how (no "
-                f"{path}): choose another --out, or --fresh to replace what is there"
+                f"{path}): choose another --out, or --fresh to replace it"
             )
         return mine, others
     try:
@@ -426,9 +426,7 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
         return targets, []
     if not fresh:
         what = "; ".join(f"{k}: {held['identity'].get(k)!r} there, {run.identity[k]!r} now" for k in wrong)
-        raise OtherRunError(
-            f"{run.out} holds another run ({what}): choose another --out, or --fresh to replace what is there"
-        )
+        raise OtherRunError(f"{run.out} holds another run ({what}): choose another --out, or --fresh to replace it")
     return [], [t for t in targets if not t.error]
 
 
@@ -514,7 +512,7 @@ def done_file(run: Run, target: Target) -> Path:
 
 
 def what_is_done(path: Path) -> dict[str, Any]:
-    """What was written down of a report; empty if nothing was, or it is damaged: then the report is made again."""
+    """What was written down of a report; empty if nothing was, or it is damaged: then the report is recomputed."""
     try:
         return verify(read_json(path), str(path))
     except (OSError, FileError):
@@ -545,7 +543,7 @@ def awaited(run: Run, target: Target) -> bool:
 
 
 def finished(run: Run) -> list[tuple[Target, str]]:
-    """The checkpoints whose reports are in the folder, and the key of each, from what was left beside the reports."""
+    """The checkpoints whose reports are in the folder, and the key of each, from the files next to the reports."""
     held = map(what_is_done, sorted((run.work / "done").glob("*.json")))
     return [(Target.of_plain(h["target"]), h["key"]) for h in held if h.get("report")]
 
@@ -557,7 +555,7 @@ def remove(run: Run, target: Target) -> None:
 
 
 def remove_partial(run: Run, targets: Sequence[Target]) -> None:
-    """Delete half-written files that killed processes left behind. (Nobody else may be at work in the folder.)"""
+    """Delete half-written files that killed processes left behind. (No other process may be at work in the folder.)"""
     for path in run.work.rglob(f".*{PARTIAL}"):
         if re.fullmatch(rf"\..+\.\d+{PARTIAL}", path.name) and path.is_file():
             path.unlink()

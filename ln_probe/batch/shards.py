@@ -71,7 +71,7 @@ class ShardedCorpus:
 
 
 def divide(given: str | None, home: Path, per_shard: int | None = None, limit: int | None = None) -> ShardedCorpus:
-    """Read the prompts, one after another, into a file under `home`; what is there already is not read again.
+    """Read the prompts, one after another, into a file under `home`; prompts that are in it are not read again.
 
     Args:
         given: file or data set; "sampled"; None for the bundled prompts.
@@ -101,7 +101,7 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
     if not count:
         raise ValueError(f"no prompts ({given} is empty): give at least one")
     if not is_dataset(given) and _sha256(Path(given)) != file_sha256:
-        raise ValueError(f"{given} changed while it was being read: wait until nobody writes it, and try again")
+        raise ValueError(f"{given} changed while it was being read: wait until it is complete, and try again")
     source = given if is_dataset(given) else Path(given).name
     size = per_shard or min(PER_SHARD, -(-count // SHARDS))
     corpus = ShardedCorpus(given, source, count, digest, size, file_sha256, file.name)
@@ -214,7 +214,7 @@ class TokenShards:
         own = model is not None and (bundled_prompts(model) is not None or tokenizer_of(model) is None)
         self._of_model = given == SAMPLED or (given == DEFAULT and own)  # prompts that the model brings or samples
         self._made: Prompts | None = None
-        self._firsts = [0]  # of each shard that has been looked at, and of the one behind
+        self._firsts = [0]  # of each shard that has been read, and of the next one
         if key is None:
             assert model is not None
             key = run.key(target) if self._of_model else self._tokenizer_key(model)

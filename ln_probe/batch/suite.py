@@ -57,7 +57,7 @@ class SuiteError(ValueError):
 def suite(
     models: Sequence[str], checkpoints: str | None = None, revision: str | None = None, *, allow_pickle: bool = False
 ) -> list[Target]:
-    """The checkpoints that are asked for, in order; one that cannot be found says so in its `error`.
+    """The checkpoints that are asked for, in order; one that cannot be found has the reason in its `error`.
 
     Args:
         models: names and paths.
@@ -233,7 +233,7 @@ def check_same(target: Target, source: ModelSource) -> None:
     if then != now:
         raise ChangedError(
             f"{target.name} is not any more what it was when this run began (then {then[:16]}…, now {now[:16]}…). Run "
-            "the same command again: it measures what is there now, and mixes nothing of the two"
+            "the same command again: it measures the present files, and mixes nothing of the two"
         )
 
 

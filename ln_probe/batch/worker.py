@@ -73,7 +73,7 @@ class MixedError(ValueError):
 class Worker:
     """Does units of one run, one at a time.
 
-    Torch uses one thread whatever the number of workers, so that results do not depend on it; the geometry, whose
+    Torch uses one thread for any number of workers, so that results do not depend on it; the geometry, whose
     results do not depend on threads, uses `processors`.
     """
 
@@ -298,7 +298,7 @@ def _opened(run: Run, target: Target, *units: Unit) -> list[Stored]:
     """Results of units, verified.
 
     Raises:
-        _MissingError: names those that have to be made again.
+        _MissingError: names those that have to be recomputed.
     """
     found, missing, why = [], [], ""
     for unit in units:

@@ -17,7 +17,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLE_SUFFIXES = (".pt", ".pth")
 
-# What the Hugging Face trainer leaves beside the weights; none of these is a state dict of the model.
+# What the Hugging Face trainer leaves next to the weights; none of these is a state dict of the model.
 _TRAINER_LEFTOVERS = ("optimizer", "scheduler", "rng_state", "scaler", "training_args")
 
 # Any one of these is a whole tokenizer, or (pairs) its two halves.
@@ -70,7 +70,7 @@ def inspect_folder(folder: Path, *, allow_pickle: bool) -> Checkpoint:
     Raises:
         FileNotFoundError: no config.json, no weights, or a shard that the index names is missing.
         ValueError: config.json is not JSON or describes what cannot be loaded (quantized weights, an
-            adapter, code of its own), weights only as pickles without `allow_pickle`, or a weight file
+            adapter, custom code), weights only as pickles without `allow_pickle`, or a weight file
             that is truncated, corrupt, or outside the folder.
     """
     config = _read_config(folder)
@@ -160,7 +160,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
             f"names to file names): {error!r}. Copy the file again."
         ) from error
     for name in names:
-        # A path here would make the loader read whatever it names.
+        # A path here would make the loader read the file that it names.
         if not isinstance(name, str) or name != Path(name).name or "\\" in name or len(name) > _LONGEST_NAME:
             raise ValueError(f"{index} names {str(name)[:80]!r}, which is not a file in its own folder: refused.")
     missing = [name for name in names if not (index.parent / name).is_file()]

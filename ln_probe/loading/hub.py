@@ -333,7 +333,7 @@ def _bytes(folder: Path) -> int:
     """Return the size of a repository's files, unfinished ones included."""
     try:
         return sum(path.stat().st_size for path in (folder / "blobs").iterdir())
-    except OSError:  # not there yet, or renamed meanwhile
+    except OSError:  # not there yet, or renamed since
         return 0
 
 

@@ -82,7 +82,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
         device: where the model goes.
 
     Raises:
-        ValueError: an architecture that is unknown, needs code of its own or is not a language model; a
+        ValueError: an architecture that is unknown, needs custom code or is not a language model; a
             config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
             that holds more than tensors.
     """
@@ -108,7 +108,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
             model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
     except _PickleRefusedError:
         raise
-    except Exception as error:  # whatever the config and the file provoke, the answer is the same
+    except Exception as error:  # any error of the config or the file has the same answer
         raise ValueError(
             f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
             f"{type(error).__name__}: {_first_lines(error)}"
@@ -147,7 +147,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     if (file.parent / "adapter_config.json").is_file():
         raise ValueError(
             f"{file.parent} holds a PEFT adapter (adapter_config.json), which transformers would follow to "
-            f"another model. Move {file.name} to a folder of its own."
+            f"another model. Move {file.name} to a separate folder."
         )
     where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
@@ -215,7 +215,7 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         if config.get("auto_map"):
             raise ValueError(
-                f"{folder} needs Python code of its own to run (auto_map in config.json, model_type "
+                f"{folder} needs custom Python code to run (auto_map in config.json, model_type "
                 f"{model_type!r}), and ln_probe does not run code that comes with a model. Load it yourself "
                 "with TransformerLens and pass the model object."
             )
@@ -295,7 +295,7 @@ def _check_loading_info(
         reason = f"{NO_HEAD}: {_some(head)} drawn at random (seed 0)"
     elif other := next((name for name in named if _OTHER_TASK.search(name)), ""):
         its = f" ({_some(unused)})" if unused else ""
-        reason = f"{NO_HEAD}: the head of a {other}{its} predicts no tokens, and the embedding stands in for one"
+        reason = f"{NO_HEAD}: the head of a {other}{its} predicts no tokens, and the embedding is used as one"
     if reason:
         reason += ", so logits and losses of this model are meaningless; what happens inside its blocks is not affected"
     notes: tuple[str, ...] = (reason,) if reason else ()

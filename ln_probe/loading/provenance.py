@@ -201,5 +201,5 @@ def unchanged(files: Sequence[Path]) -> Iterator[dict[Path, str]]:
             now = f"now {after[file][:16]}…" if after[file] else "now it cannot be read"
             raise ChangedError(
                 f"{file} changed while it was being read (SHA-256 {before[file][:16]}… before, {now}). Wait until "
-                "nobody writes it, and load it again."
+                "it is complete, and load it again."
             )

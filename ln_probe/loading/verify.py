@@ -219,7 +219,7 @@ def _settle_tokenizer(model: Any, pretrained: Pretrained) -> tuple[str, ...]:
     if exists(tokenizer.bos_token_id):
         return ()
     model.cfg.default_prepend_bos = False
-    return ("the tokenizer has no begin or end mark of its own: none is put before a text by default",)
+    return ("the tokenizer has no begin or end mark: none is put before a text by default",)
 
 
 # Largest difference of logits between the Hugging Face model and the loaded one, relative to the largest

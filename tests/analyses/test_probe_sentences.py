@@ -334,8 +334,8 @@ def test_sinks_are_described() -> None:
         "most, dimension 7, 50 times at b.",
     ]
     short = (
-        "Whether attention has a sink cannot be told where no token is seen by 10 others, and no token is an outlier "
-        "at any norm."
+        "Whether attention has a sink cannot be decided where no token is seen by 10 others, and no token is an "
+        "outlier at any norm."
     )
     assert sinks._sentences(pd.DataFrame(), dimensions, 64, seen=False)[0] == short
     assert sinks._sentences(pd.DataFrame(), dimensions, 7, seen=False)[0].endswith(

@@ -151,9 +151,7 @@ def test_a_wrong_fold_is_a_note(make_hooked: Callable[..., Any]) -> None:
             weight.sub_(weight.mean(1, keepdim=True))
     report = ln_probe.analyze(model, torch.arange(9)[None], probes=("decomposition",), progress=False)
     (note,) = [n for n in report.notes if "folded wrongly" in n]
-    assert note.startswith(
-        "blocks.0.ln1 may have been folded wrongly: no gain or bias of its own; blocks.0.attn.W_K is"
-    )
+    assert note.startswith("blocks.0.ln1 may have been folded wrongly: no gain and no bias; blocks.0.attn.W_K is")
     assert note.endswith("ln_probe.hooks.check_equivalent(raw, folded)")
 
 

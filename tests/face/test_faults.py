@@ -157,7 +157,7 @@ def test_c02_slices_of_different_prompts_are_not_merged(
     first, second, _ = sorted((tmp_path / "out" / ".ln_probe" / "tokens").glob("*/*.safetensors"))
     shutil.copy(first, second)
     code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-    assert code == 0, "token shards can be made again"
+    assert code == 0, "token shards can be recomputed"
     assert f"{second} is the result of something else" in said
     assert tables(tmp_path / "out") == undisturbed
 

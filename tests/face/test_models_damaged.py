@@ -163,7 +163,7 @@ def test_a_folder_that_brings_its_own_code_is_not_run(folder: Path) -> None:
     marker = folder / "ran"
     (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\n")
     change_config(folder, model_type="own", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"})
-    with pytest.raises(ValueError, match=r"needs Python code of its own to run \(auto_map in config\.json"):
+    with pytest.raises(ValueError, match=r"needs custom Python code to run \(auto_map in config\.json"):
         load_model(folder)
     # A type that transformers knows is loaded with transformers' own class.
     change_config(folder, model_type="gpt2")

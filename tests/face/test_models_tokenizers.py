@@ -43,7 +43,7 @@ def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     model: Any = load_model(folder, device="cpu", world=world)
-    note = "the tokenizer has no begin or end mark of its own: none is put before a text by default"
+    note = "the tokenizer has no begin or end mark: none is put before a text by default"
     assert note in source_of(model).notes
     assert model.to_tokens("w3 w4").tolist() == [[3, 4]]
     tokens = model.to_tokens(["w3 w4", "w5"])

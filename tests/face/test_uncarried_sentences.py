@@ -34,7 +34,9 @@ def test_norms_that_were_not_looked_at_are_not_absent(model: Any) -> None:
 
 def test_prompts_too_short_for_sinks(model: Any) -> None:
     report = ln_probe.analyze(model, [list(range(1, 10))], probes=["sinks"], progress=False)
-    assert said(report)[0].startswith("Whether attention has a sink cannot be told where no token is seen by 10 others")
+    assert said(report)[0].startswith(
+        "Whether attention has a sink cannot be decided where no token is seen by 10 others"
+    )
     assert any("in 1 prompt no token is seen by 10 queries that see another one" in note for note in report.notes)
 
 
@@ -51,8 +53,8 @@ def test_sinks_are_told_of_where_enough_queries_see_a_token(
     made = make_hooked(n_layers=2, **more)
     report = ln_probe.analyze(made, [list(range(1, length + 1))], probes=["sinks"], progress=False)
     assert (report.tables["sink_heads"]["seen_by"] >= 10).all() == told
-    assert said(report)[0].startswith("Whether attention has a sink cannot be told") != told
-    assert any("no sink can be told there" in note for note in report.notes) != told
+    assert said(report)[0].startswith("Whether attention has a sink cannot be decided") != told
+    assert any("no sink can be detected there" in note for note in report.notes) != told
 
 
 def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any]) -> None:

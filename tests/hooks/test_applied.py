@@ -52,7 +52,7 @@ def test_what_has_no_standard_form_is_refused(make_bridge: Callable[..., Any]) -
         ({"what": "both"}, r"has no standard form without projection: a LayerNorm always subtracts the mean"),
         ({"what": "projection"}, r"has no standard form without projection"),
         ({"what": "scaling", "sites": "attention"}, r"blocks\.0\.ln2 would still scale: a config holds one eps"),
-        ({"what": "scaling", "scale": "frozen"}, r"blocks\.0\.ln1 has a constant of its own at position 0"),
+        ({"what": "scaling", "scale": "frozen"}, r"blocks\.0\.ln1 has a separate constant at position 0"),
     ]
     for arguments, message in refused:
         with pytest.raises(InterventionError, match=message):

@@ -36,7 +36,7 @@ def test_hooked_states(fold: bool, centre: bool, state: str, make_hooked: Callab
     sites = find_sites(model)
     assert {s.state for s in sites} == {state}
     for site in sites:
-        assert ("no gain or bias of its own" in site.evidence) == fold
+        assert ("no gain and no bias" in site.evidence) == fold
         assert ("every writing weight before it is centred" in site.evidence) == centre
         assert ("which writes to it, is not centred" in site.evidence) != centre
 
