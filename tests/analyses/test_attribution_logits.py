@@ -258,7 +258,6 @@ def test_real_checkpoints(mgm: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_smollm2(smollm2: Path) -> None:
     model = ln_probe.load_model(smollm2)
     found = attribute_logits(model, "The capital of France is", -1, target=" Paris", against=" London").check()

@@ -196,6 +196,7 @@ def test_too_few_prompts_give_no_interval(make_bridge: Callable[..., Any]) -> No
     assert notes == [FEW]
 
 
+@pytest.mark.slow
 def test_the_table_comes_from_what_is_kept_of_each_prompt(make_bridge: Callable[..., Any]) -> None:
     """Of 33 prompts of several lengths: means, intervals and signs, from `causal_prompts` alone."""
     model = make_bridge("gpt2")

@@ -105,6 +105,7 @@ def test_analyses_of_a_loaded_program(tmp_path: Path) -> None:
         ln_probe.attribute_logits(model, given[:1], -1, target=1)  # what is rounded is no sum
 
 
+@pytest.mark.slow
 def test_a_report_on_a_compiled_folder(tmp_path: Path) -> None:
     folder = compiled_to(tmp_path, depth_task.DYCK_1, "--construction", "rounding")
     np.save(tmp_path / "words.npy", tokens(folder, ["(())()" * 4, "())(()" * 4]).numpy())

@@ -190,6 +190,7 @@ def test_intervals_add_what_a_group_does_to_the_others_constants(make_bridge: Ca
     assert set(moved) == {"attention", "all"}
 
 
+@pytest.mark.slow
 def test_a_derivative_that_holds_over_no_real_step_is_reduced(make_bridge: Callable[..., Any]) -> None:
     """A loss that goes up and down within a thousandth of the constants' standard error: its slope says nothing."""
     model = make_bridge("gpt2", torch.float64)

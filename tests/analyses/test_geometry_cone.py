@@ -59,7 +59,6 @@ def test_margins_of_a_hundred_off_centre_ellipsoids():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_margins_of_five_thousand_off_centre_ellipsoids():
     report = judged(range(1000, 6000))
     assert not report.bounds, str(report)

@@ -40,6 +40,7 @@ def margins_hold(case: Case, keys=None, **options):
 # 1. Above 4096 distinct keys.
 
 
+@pytest.mark.slow
 def test_a01_a_vertex_of_five_thousand_keys_is_not_reproduced_by_itself():
     x = np.random.default_rng(1).standard_normal((5000, 8)).astype(np.float32)
     x -= x.mean(1, keepdims=True)

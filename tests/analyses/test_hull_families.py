@@ -106,6 +106,7 @@ def families(rng, n, d):
     yield np.concatenate([half, half])  # everything twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("large", "pool"), [(4096, 100), (100, 100)])
 @pytest.mark.parametrize(("n", "d"), [(600, 4), (500, 24)])
 def test_a_pool_gives_the_same_verdicts(n, d, large, pool, monkeypatch):

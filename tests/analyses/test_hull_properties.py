@@ -27,6 +27,7 @@ def verdicts(keys, **arguments):
     return geometry.verdict
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(KEYS, SEEDS)
 def test_order_does_not_matter(keys, seed):
@@ -34,6 +35,7 @@ def test_order_does_not_matter(keys, seed):
     assert (verdicts(keys[order]) == verdicts(keys)[order]).all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(KEYS, SEEDS)
 def test_well_conditioned_affine_maps_do_not_matter(keys, seed):

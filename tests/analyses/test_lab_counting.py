@@ -308,6 +308,7 @@ def test_the_grid_has_what_must_be_shown() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = (
         counting.Cell("L5", "lstm"),

@@ -149,6 +149,7 @@ def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
         assert terms["p"].notna().sum() == 2 * 2, "only the reach over all depths is tested"
 
 
+@pytest.mark.slow
 def test_what_is_independent_are_seeds() -> None:
     """Effects that a seed's runs share are as many as there are seeds, however many runs show them."""
     table = planted(0.0)
@@ -168,6 +169,7 @@ def test_what_is_independent_are_seeds() -> None:
     assert "in the one seed that has every run" in said[0]
 
 
+@pytest.mark.slow
 def test_thresholds() -> None:
     swept = sweep(planted(0.3)).set_index(["norm", "side", "threshold"])
     assert swept.loc["layernorm", "within", 0.99]["hits"] == swept.loc["none", "beyond", 0.5]["hits"] == 9

@@ -97,6 +97,7 @@ def test_main_effects_of_a_two_by_two_design() -> None:
     assert pairs["scaling"].tolist() == [3.0, 6.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", THERE)
 def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> None:
     found, where = made_again(experiment), folder(experiment)
@@ -111,6 +112,7 @@ def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> N
         pd.testing.assert_frame_equal(kept, table.reset_index(drop=True), check_dtype=False, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", THERE)
 def test_pictures_are_drawn_of_the_values_of_every_seed(experiment: str) -> None:
     figures, where = made_again(experiment).figures, folder(experiment)

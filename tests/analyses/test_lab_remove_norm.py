@@ -125,6 +125,7 @@ def test_a_plain_model_computes_the_same(start: Path) -> None:
         plain(model)
 
 
+@pytest.mark.slow
 def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> None:
     request = Request(tmp_path, seeds=(0, 1), texts=(prose,), progress=False)
     results = run_from(request, SIZE, start)

@@ -99,6 +99,7 @@ def test_what_is_kept_beside_weights_is_of_these_weights(tmp_path: Path) -> None
     assert found == [1, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_last_update_that_breaks_the_weights_is_a_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_run: Callable[[Path], Run]
 ) -> None:

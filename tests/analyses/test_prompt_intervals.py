@@ -62,7 +62,6 @@ def test_the_page_shows_what_was_simulated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "outliers", "outliers 5 %", "outliers 3 %"])
 @pytest.mark.parametrize("prompts", [4, 8, 16, 32, 64])
 def test_what_was_simulated(kind: str, prompts: int) -> None:

@@ -57,6 +57,7 @@ def test_a_bias_can_save_or_bury_a_token() -> None:
     assert verdicts == ["selectable", "unselectable"]
 
 
+@pytest.mark.slow
 def test_probability_is_what_an_optimizer_finds() -> None:
     site = a_final_norm()
     rng = np.random.default_rng(2)

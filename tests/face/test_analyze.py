@@ -15,6 +15,7 @@ import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 
 
+@pytest.mark.slow
 def test_a_report_says_where_it_came_from(capp: Path) -> None:
     model = ln_probe.load_model(capp)
     asked = {"max_tokens": 16, "layers": [1], "probes": ("decomposition", "uniformity")}

@@ -32,6 +32,7 @@ def part(make_bridge: Callable[..., Any], causal: pd.DataFrame) -> Report:
     return made.with_tables(causal=causal)
 
 
+@pytest.mark.slow
 def test_every_norm_is_every_norm_of_the_layers_asked_for(part: Report, report: Report, causal: pd.DataFrame) -> None:
     whole = report.with_tables(causal=causal)
     for page, found, there in ((report_page(part), part, True), (report_page(whole), whole, False)):

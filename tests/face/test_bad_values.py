@@ -126,7 +126,6 @@ def test_b06_what_is_said_of_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long  # where memory runs out, also inside the C library and the interpreter, differs from run to run
 @pytest.mark.parametrize("gigabytes", [0.4, 0.9, 1.6, 2.4])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_b06_a_limit_on_memory(gigabytes: float, workers: int, tmp_path: Path) -> None:

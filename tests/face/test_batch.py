@@ -101,6 +101,7 @@ def test_tables_do_not_depend_on_shards_and_workers(
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
 
 
+@pytest.mark.slow
 def test_torch_threads_change_rounding_alone(lab_suite: list[Path], prompts: Path) -> None:
     model, threads = ln_probe.load_model(lab_suite[0]), torch.get_num_threads()
     made = []
@@ -145,6 +146,7 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     assert "run-layernorm" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_done_is_done_unless_it_is_damaged(whole: Path, lab_suite: list[Path], prompts: Path) -> None:
     line = [*lab_suite, "--prompts", prompts, "--out", whole, "--max-tokens", 9]
     before = tables(whole)
@@ -245,6 +247,7 @@ def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
             suite(models, steps, revision)
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_is_a_suite(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
     """What a trainer leaves: one folder per step."""
     for step in (1000, 0):

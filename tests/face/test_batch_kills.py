@@ -205,7 +205,6 @@ def test_a_full_disk(whole: tuple[Batch, dict[str, bytes]], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_kill_after_kill(lab_suite: list[Path], tmp_path: Path) -> None:
     """Five checkpoints in three shards each: a lab run at four steps, and lm-layernorm; forty kills with
     LN_PROBE_FAULTS=all, else eight. A user's files in the report's folders and beside compiled kernels stay."""

@@ -69,6 +69,7 @@ def test_together_is_alone(arch: str, make_bridge: Callable[..., Any], passed: l
         assert_alike(table, together.tables[name], name, 1e-6)
 
 
+@pytest.mark.slow
 def test_together_in_single_precision(make_hooked: Callable[..., Any], passed: list[list[int]]) -> None:
     model = make_hooked()
     tables = [

@@ -139,6 +139,7 @@ def test_what_goes_wrong_there_is_raised_here_and_ends_it() -> None:
     assert done == [True]  # what waits is not begun any more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2, "probes": PROBES[1:4]}])
 def test_tables_are_the_same(
     options: dict[str, Any], make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

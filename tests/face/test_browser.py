@@ -98,6 +98,7 @@ def test_many_choices_leave_one_chart(long_report: Report, visit: Any, page_of: 
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_tables_sort_filter_and_download(report: Report, visit: Any, page_of: Any) -> None:
     opened = visit(page_of(report))
     section = opened.page.locator("#table-keys")

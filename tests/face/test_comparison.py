@@ -87,6 +87,7 @@ def test_the_index_draws_training_over_steps_and_models_over_depth(
     assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]
 
 
+@pytest.mark.slow
 def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Callable[[str], Any]) -> None:
     heads = report.heads[report.heads["layer"] == 0]
     small = Report({"layernorms": report.layernorms, "heads": heads}, report.provenance)

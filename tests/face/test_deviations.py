@@ -120,6 +120,7 @@ def test_b08_only_what_ends_the_process_passes_a_worker(tmp_path: Path, monkeypa
 # -------------------------------------------------------------------------------------------------------- the layers
 
 
+@pytest.mark.slow
 def test_a18_layers_left_over_in_the_weights(hf_model: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     hf_model("gpt2", n_layer=2).save_pretrained(folder)
@@ -153,6 +154,7 @@ NOTE = (
 )
 
 
+@pytest.mark.slow
 def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     """It failed the whole model after loading; now the others give the tables that they would give alone."""
     with_tokenizer(folder)

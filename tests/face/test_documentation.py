@@ -15,7 +15,6 @@ SHOWN = [page for page, blocks in PAGES.items() if blocks]
 
 
 @pytest.mark.slow
-@pytest.mark.long  # some analyze a model on all bundled prompts
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
 def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

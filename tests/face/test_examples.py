@@ -26,10 +26,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(p, id=p.stem, marks=[pytest.mark.slow, pytest.mark.long] if p.stem in LONG else [])
-        for p in NOTEBOOKS
-    ],
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in NOTEBOOKS],
 )
 def test_d8_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> None:
     jupytext = pytest.importorskip("jupytext", reason="notebooks are run with jupytext and nbclient (extra: dev)")

@@ -152,6 +152,7 @@ def test_saved_exhibits_load_as_they_were(long_report: Report, hostile: list[str
     assert same(Exhibits.load(tmp_path / "none.npz"), Exhibits())
 
 
+@pytest.mark.slow
 def test_heads_that_were_asked_for(make_bridge: Any) -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
     report = ln_probe.analyze(model, tokens, heads=[3, 1], layers=[1], progress=False)

@@ -195,6 +195,7 @@ def test_c06_a_schema_that_is_not_the_tables(tmp_path: Path) -> None:
         ln_probe.load_report(folder)
 
 
+@pytest.mark.slow
 def test_c06_a_table_of_an_earlier_save_does_not_stay(report: Report, tmp_path: Path) -> None:
     mine = pd.DataFrame({"word": ["a"], "count": [1]})
     folder = report.with_tables(mine=mine).save(tmp_path / "r")
@@ -370,6 +371,7 @@ def test_programs_may_nest() -> None:
 # ------------------------------------------------------------------------------------------------- text and names
 
 
+@pytest.mark.slow
 def test_c09_half_a_surrogate_pair(report: Report, tmp_path: Path) -> None:
     shown, sample = report.exhibits.attention[0], report.exhibits.samples[0]
     tokens = ("\ud800", *shown.tokens[1:])

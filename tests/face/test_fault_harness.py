@@ -221,7 +221,6 @@ def _again(case: Home, allowed: list[tuple[dict[str, bytes], str] | None]) -> st
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_files(tmp_path: Path, others: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     without_pages(monkeypatch)
     oracle = Oracle(tmp_path / "oracle")
@@ -302,7 +301,6 @@ def second_driver(process: Process, case: Home) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("act", [kill, stop_and_go_on, interrupt_it, second_driver])
 def test_processes(act: Callable[[Process, Home], None], tmp_path: Path, others: dict[bool, Path]) -> None:
     """What is done to a process in the middle of its work; then the same command, and the same tables."""

@@ -45,6 +45,7 @@ def replace_weights(model: Path, other: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- inputs
 
 
+@pytest.mark.slow
 def test_c01_weights_replaced_during_a_run(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the units done with the old weights; a new worker finds other ones, and no table mixes the two."""
     model, other = plain_model(tmp_path / "m"), plain_model(tmp_path / "n", 1)
@@ -95,6 +96,7 @@ def test_c01_a_loaded_model_is_no_view_of_its_file(folder: Path) -> None:
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["altered", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lost", "another's", "order"))]
 )
@@ -129,6 +131,7 @@ def test_c02_prompts_that_are_not_what_was_read(
     assert tables(tmp_path / "out") == undisturbed
 
 
+@pytest.mark.slow
 def test_c02_slices_of_different_prompts_are_not_merged(
     prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -172,6 +175,7 @@ def _header(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 def test_c03_two_models_of_one_name(prompts: Path, tmp_path: Path) -> None:
     one, other = lab_model(tmp_path / "a" / "model"), lab_model(tmp_path / "b" / "model", 1)
     out = tmp_path / "out"
@@ -217,6 +221,7 @@ def test_c04_a_name_that_was_mistyped(prompts: Path, tmp_path: Path) -> None:
     assert "in an earlier command" in (out / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_c04_fresh_keeps_what_was_made_alike_and_removes_the_rest(prompts: Path, tmp_path: Path) -> None:
     one, other, out = lab_model(tmp_path / "one"), lab_model(tmp_path / "other", 1), tmp_path / "out"
     line = ["--prompts", prompts, "--out", out]

@@ -49,6 +49,7 @@ def test_a_model_without_a_next_token_loss_is_told_so(make_bridge: Callable[...,
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_gives_the_default_numbers_where_it_is_the_default(make_bridge: Callable[..., Any]) -> None:
     """Prompts of one length weigh the same under both."""
     model = make_bridge("gpt2", torch.float64)
@@ -65,6 +66,7 @@ def test_a_loss_of_the_users_gives_the_default_numbers_where_it_is_the_default(m
     assert (theirs.causal_prompts["predicted"] == 1).all()
 
 
+@pytest.mark.slow
 def test_a_classifier_is_measured_with_its_own_loss(make_hooked: Callable[..., Any]) -> None:
     """Its outputs are no logits of tokens, so there is no KL; without a loss the answer is that there is none."""
     model = make_hooked(d_vocab_out=3)

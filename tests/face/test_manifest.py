@@ -67,6 +67,7 @@ def test_b02_a_users_file_in_a_report_folder_is_never_ours(line: list[object], t
         assert table.read_bytes() == b"no table of ours"
 
 
+@pytest.mark.slow
 def test_b02_files_beside_the_results_of_units_stay(line: list[object], tmp_path: Path) -> None:
     def stop(_: object) -> None:
         raise KeyboardInterrupt
@@ -87,6 +88,7 @@ def test_b02_files_beside_the_results_of_units_stay(line: list[object], tmp_path
     assert [file.read_text() for file in mine] == ["mine"] * 4
 
 
+@pytest.mark.slow
 def test_b02_what_a_kill_left_of_a_report_is_replaced(line: list[object], tmp_path: Path) -> None:
     """Files are listed before they are written: --fresh knows them, though no report.json does."""
     folder = tmp_path / "out" / "m"
@@ -190,6 +192,7 @@ def everything(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     ["--engine", "ray", "--address", "127.0.0.1:1"],
     ["--prompts", "{empty}"],

@@ -144,6 +144,7 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_
     check(report, patterns, [None, 6] if "window_size" in options else [None, None])
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_token_tells_nothing_about_scores(make_bridge: Callable[..., Any]) -> None:
     """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
     model, long = make_bridge("neo"), TOKENS[0].tolist()

@@ -124,6 +124,7 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_b07_two_analyses_in_threads_give_the_tables_of_each_alone(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     how: dict[str, Any] = {

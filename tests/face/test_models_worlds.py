@@ -325,6 +325,7 @@ def assert_the_head_is_not_measured(folder: Path) -> None:
     assert not len(alone.tables["unembedding"])
 
 
+@pytest.mark.slow
 def test_the_head_of_a_bert_model_is_not_measured(tmp_path: Path) -> None:
     transformers.BertModel(transformers.BertConfig(**SMALL), add_pooling_layer=False).save_pretrained(tmp_path)
     assert_the_head_is_not_measured(tmp_path)

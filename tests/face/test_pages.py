@@ -83,6 +83,7 @@ def asked_of(report: Report, *probes: str) -> Report:
     return replace(report, provenance={**report.provenance, "arguments": arguments})
 
 
+@pytest.mark.slow
 def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, page_of: PageOf) -> None:
     everything = [p.name for p in chosen(DEFAULT)]
     assert "Not run:" not in page_of(asked_of(report, *everything)).replace("Not run: how the loss changes", "")
@@ -91,6 +92,7 @@ def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, pag
     assert "Not run: attention sinks and outlier tokens (the sinks probe)." in page
 
 
+@pytest.mark.slow
 def test_interventions_are_drawn_when_there_are_some(
     report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
 ) -> None:
@@ -108,6 +110,7 @@ def test_interventions_are_drawn_when_there_are_some(
     assert "change of loss" in svg(causal_effects(report.with_tables(causal=unknown)), "x")
 
 
+@pytest.mark.slow
 def test_reductions_are_stated(long_report: Report) -> None:
     notes = ("attention is shown for the first 1 of 9 prompts; the tables hold all",)
     exhibits = replace(long_report.exhibits, notes=notes)
@@ -164,6 +167,7 @@ def test_hostile_text_is_text_in_every_single_place(
             assert shortened(disarmed(text), 200).strip() in page.text
 
 
+@pytest.mark.slow
 def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], hostile: list[str], parsed: Reader) -> None:
     entries = [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(hostile)]
     entries += [IndexEntry(t, t, one) for t, one in zip(hostile, single, strict=True)]
@@ -267,6 +271,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
     assert len(html) < 5_000_000
 
 
+@pytest.mark.slow
 def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
     report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
     assert "No norm of this model projects" in parsed(report_page(report)).text

@@ -141,6 +141,7 @@ def test_every_column_is_compared() -> None:
         assert set(columns) - known == left.get(table, set()), table
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_differences(make_bridge: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, keys="all")
     tables = {t: getattr(report, t) for t in TABLES}
@@ -177,7 +178,6 @@ def test_mgm_in_both_worlds(mgm: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 def test_smollm2_in_both_worlds(smollm2: Path) -> None:
     """RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest."""

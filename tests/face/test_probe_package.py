@@ -177,6 +177,7 @@ def test_a_batch_run_that_is_killed_and_resumed(
     assert (report.causal["prompts"] == 3).all()
 
 
+@pytest.mark.slow
 def test_pieces_where_its_package_is_gone(
     package: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

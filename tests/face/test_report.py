@@ -32,6 +32,7 @@ def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_damaged_reports(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     kept = folder / "exhibits.npz"
@@ -171,6 +172,7 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     assert again.findings() == report.findings()
 
 
+@pytest.mark.slow
 def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -> None:
     """An earlier ln_probe may have known fewer columns, a later one more."""
     folder = Path(shutil.copytree(OLD, tmp_path / "r"))

@@ -157,6 +157,7 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_hook_that_edits_later_prompts_alone_changes_no_number(bridge: Any) -> None:
     """It is equal on the first prompt; it is off for all of them."""
     reference = measured(bridge)
@@ -227,6 +228,7 @@ def test_a_wrapped_module_is_refused_or_kept(bridge: Any) -> None:
     assert report.provenance["hooks"]["changing"] is True
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_in_memory(hf_model: Callable[[str], Any]) -> None:
     model = hf_model("gpt2")
     reference = measured(model)

@@ -106,6 +106,7 @@ def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model:
     assert {c.first for c in with_first}.isdisjoint(c.first for c in without)
 
 
+@pytest.mark.slow
 def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
     """Nothing is left of equal prompts when their group is left out."""
     report = ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=False, probes=["causal"], progress=False)
@@ -122,6 +123,7 @@ def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_only_what_is_comparable_is_paired(model: Any) -> None:
     prompts = [list(range(1, 20)), list(range(30, 50))]
     whole, first = (
@@ -170,6 +172,7 @@ def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
     assert not any("nan" in text for text in said(report))
 
 
+@pytest.mark.slow
 def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..., Any]) -> None:
     """Without norms scaling cannot be frozen, and no figure for it is given."""
     tokens = torch.arange(1, 25)[None]
@@ -182,6 +185,7 @@ def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..
         assert all(("with scaling frozen" in f) == beside for f in said)
 
 
+@pytest.mark.slow
 def test_entropy_is_a_mean_over_queries_in_both_directions(make_bridge: Callable[..., Any]) -> None:
     """Prompts of other lengths count with the queries that have a choice: all of them, if they see both ways."""
     for arch in ("bert", "gpt2"):

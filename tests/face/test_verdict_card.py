@@ -191,6 +191,7 @@ def test_a_loss_that_is_not_applicable_says_why(report: Report, effects: pd.Data
     assert "nats" not in text
 
 
+@pytest.mark.slow
 def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame, hostile: list[str], parsed: Reader) -> None:
     """The reason why nothing changes is the only text of the card that is not ours."""
     html = ""

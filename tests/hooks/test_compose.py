@@ -18,8 +18,6 @@ FAST = {
 }
 ALL = ("hooked", "gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
 
-WHOLE = (pytest.mark.slow, pytest.mark.long)  # minutes each
-
 
 def model_of(name: str) -> Any:
     model = compose.hooked() if name == "hooked" else dict(compose.subjects(name))["bridge"]
@@ -30,7 +28,7 @@ def model_of(name: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in FAST else (pytest.mark.slow, pytest.mark.long)) for n in (*FAST, *ALL[3:])],
+    [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*FAST, *ALL[3:])],
 )
 def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     model = model_of(name)
@@ -43,7 +41,6 @@ def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("name", FAST)
 def test_every_case(name: str) -> None:
     assert {c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o != "equal"} == {}

@@ -10,14 +10,6 @@ from laws import LAWS, Refused, cases, subject
 # A few that differ most: learned, rotary and ALiBi positions; parallel blocks, grouped keys, tied and untied heads, an
 # encoder with a norm in its head.
 FAST = ("gpt2", "neox", "mistral", "mpt", "bert", "phi")
-# Of the others, those that continuous integration tries too; `make slow` tries all.
-OFTEN = (
-    "opt", "opt-350m", "llama", "gemma", "gemma2", "qwen3", "bloom", "gptj", "olmo2", "falcon-40b", "openai-gpt",
-    "granite",
-)  # fmt: skip
-
-MARKS_OF_LONG = [pytest.mark.slow, pytest.mark.long]
-
 # What is refused, and with which words; anything else that is refused is a failure.
 NOT_LOADED = {
     "biogpt": "architecture 'BioGptForCausalLM' is not supported",
@@ -53,10 +45,7 @@ def refusal(architecture: str, model_class: str, law: str) -> str | None:
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
     ("architecture", "model_class"),
-    [
-        pytest.param(a, c, marks=() if a in FAST else [pytest.mark.slow] if a in OFTEN else MARKS_OF_LONG)
-        for a, c in cases()
-    ],
+    [pytest.param(a, c, marks=() if a in FAST else pytest.mark.slow) for a, c in cases()],
 )
 def test_law(architecture: str, model_class: str, law: str) -> None:
     message = ""
