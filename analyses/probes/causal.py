@@ -140,7 +140,8 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
     interval = f"95 % CI {signed(low)} to {signed(high)}"
     if is_significant(row):
         verb, size = "raises" if delta > 0 else "lowers", f"{number(abs(delta))} {unit}{whole}"
-        small = "" if is_effect(row) else f", a significant change, but below the {LEAST_CHANGE:g} {unit} of an effect"
+        small = f": significant, but too small to be called an effect (below {LEAST_CHANGE:g} {unit})"
+        small = "" if is_effect(row) else small
         return f"{verb} the loss by {size} ({interval}; {_p(row)}){small}"
     if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
         return (

@@ -77,7 +77,8 @@ def test_a_significant_change_below_the_threshold_is_no_effect() -> None:
     assert finding.rank == NO_EFFECT
     assert finding.text == (
         "Removing projection at every norm raises the loss by 0.004 nats/token, 0.1 % of the intact loss of 4 (95 % CI "
-        "+0.003 to +0.005; Holm-adjusted p = 0.002), a significant change, but below the 0.01 nats/token of an effect."
+        "+0.003 to +0.005; Holm-adjusted p = 0.002): significant, but too small to be called an effect (below 0.01 "
+        "nats/token)."
     )
 
 

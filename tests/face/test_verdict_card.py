@@ -57,7 +57,8 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
         "(+0.004 nats/token, 95 % CI -0.03 to +0.04; Holm-adjusted p = 0.5).",
         "Removing every norm’s projection does not change the loss by more than 0.01 nats/token (-0.001; 90 % CI "
         "within ±0.0017, the equivalence bound). At attention alone it raises the loss by 0.003 nats/token (95 % CI "
-        "+0.001 to +0.005; Holm-adjusted p = 0.001), a significant change, but below the 0.01 nats/token of an effect.",
+        "+0.001 to +0.005; Holm-adjusted p = 0.001): significant, but too small to be called an effect (below 0.01 "
+        "nats/token).",
     )
     html = report_page(report.with_tables(causal=effects))
     assert html.index('id="verdict"') < html.index('id="findings"') < html.index("<figure")
