@@ -5,12 +5,17 @@ included); *one score* against another key; the *writers* and *attribution* obse
 included (norms and wiring are found once a model, and are not counted). Random weights, two threads; medians of repeats
 that alternate with a bare forward pass, in one process, wall and processor time. Peaks of memory are of separate
 processes, compared with the forward pass's. Bounds: one logit ≤ 2 passes; `writers` ≤ 2.5 passes and 1.3 × the memory.
+
+`--beside`: 128 tokens, one thread, beside TransformerLens's direct logit attribution on the folded model and
+`run_with_cache`, all in one process, in turn. Bounds: all positions ≤ 2 × direct logit attribution and ≤ 1.5 × the
+memory of `run_with_cache`; one position ≤ 1.3 passes; one head's scores of one query ≤ 3 passes.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib.metadata
 import json
 import os
 import resource
@@ -23,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 import ln_probe
@@ -35,9 +41,10 @@ from ln_probe.hooks.sites import find_sites
 
 TOKENS, THREADS, REPEATS = 512, 2, 5
 PARTS = ("forward", "logit", "score", "writers", "attribution")
-# At fewer tokens, beside TransformerLens's direct logit attribution on the folded model ("direct"). Goals: all
-# positions <= 2 x its time, <= 1.5 x the memory of run_with_cache ("cache"); one position <= 1.3 passes, scores <= 3.
-BESIDE_TOKENS, BESIDE = 128, ("cache", "direct", "positions", "position", "keys")
+BESIDE_TOKENS = 128
+# What is measured beside TransformerLens, each with the part of TransformerLens's that its time is compared with.
+BESIDE = {"cache": "", "direct": "", "direct_layers": "", "positions": "direct", "layers": "direct_layers",
+          "position": "", "keys": ""}  # fmt: skip
 BOUNDS = {"logit": (2.0, None), "writers": (2.5, 1.3)}
 
 
@@ -54,10 +61,13 @@ def gpt2_small(vocabulary: int = 50257) -> Any:
     )
 
 
-def direct_logit_attribution(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def direct_logit_attribution(model: Any, tokens: torch.Tensor, heads: bool) -> torch.Tensor:
     """Of every next token's logit, through TransformerLens's cache of a folded model [component pos]."""
     _, cache = model.run_with_cache(tokens[None])
-    components = cache.get_full_resid_decomposition(expand_neurons=False, apply_ln=True)
+    if heads:
+        components = cache.get_full_resid_decomposition(expand_neurons=False, apply_ln=True)
+    else:
+        components = cache.decompose_resid(apply_ln=True)
     return torch.einsum("cpd,dp->cp", components[:, 0, :-1], model.W_U[:, tokens[1:]])
 
 
@@ -72,11 +82,11 @@ def view_of(model: Any) -> View:
 def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     if part == "cache":
         return lambda: model.run_with_cache(tokens[None])
-    if part == "direct":
-        model.enable_compatibility_mode(disable_warnings=True, fold_ln=True, center_writing_weights=True)
-        return lambda: direct_logit_attribution(model, tokens)
-    if part == "positions":
-        return lambda: ln_probe.attribute_logits(model, tokens).check()
+    if part.startswith("direct"):
+        return lambda: direct_logit_attribution(model, tokens, part == "direct")
+    if part in ("positions", "layers"):
+        components = "heads" if part == "positions" else part
+        return lambda: ln_probe.attribute_logits(model, tokens, components=components).check()
     if part == "keys":
         return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1).check()
     if part in ("logit", "position"):
@@ -95,6 +105,8 @@ def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
     model = gpt2_small(vocabulary)
     length = BESIDE_TOKENS if part in BESIDE else TOKENS
     tokens = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(1))
+    if part.startswith("direct"):
+        model.enable_compatibility_mode(disable_warnings=True, fold_ln=True, center_writing_weights=True)
     wanted, bare = doing(part, model, tokens), doing("forward", model, tokens)
     bare()
     if part != "forward":
@@ -110,28 +122,75 @@ def measure(part: str, vocabulary: int, repeats: int) -> dict[str, float]:
     return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
+def take_turns(vocabulary: int, repeats: int) -> dict[str, float]:
+    """Processor time of the parts of BESIDE, which run in turn in this process: medians, in seconds."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    raw, folded = gpt2_small(vocabulary), gpt2_small(vocabulary)
+    folded.enable_compatibility_mode(disable_warnings=True, fold_ln=True, center_writing_weights=True)
+    tokens = torch.randint(0, vocabulary, (BESIDE_TOKENS,), generator=torch.Generator().manual_seed(1))
+    acts = {part: doing(part, folded if part.startswith("direct") else raw, tokens) for part in ("forward", *BESIDE)}
+    taken: dict[str, list[float]] = {part: [] for part in acts}
+    for number in range(repeats + 1):
+        for part, act in acts.items():
+            used = time.process_time()
+            act()
+            if number:  # the first is for what is found once a model
+                taken[part].append(time.process_time() - used)
+    return {part: statistics.median(t) for part, t in taken.items()}
+
+
+def beside(arguments: argparse.Namespace) -> None:
+    version, vocabulary = importlib.metadata.version("transformer-lens"), arguments.vocabulary
+    print(f"\nattribution beside TransformerLens {version}: GPT-2 small's shape, {BESIDE_TOKENS} tokens, one thread")
+    memory = {part: child(part, vocabulary, 1, threads=1)["peak_mb"] for part in BESIDE}
+    seconds = take_turns(vocabulary, arguments.repeats)  # (last: a child's peak is at least its parent's)
+    columns = ("transformer_lens", "part", "passes", "direct", "memory")
+    rows = []
+    for part, other in BESIDE.items():
+        ratio = f"{seconds[part] / seconds[other]:.2f}" if other else ""
+        figures = (f"{seconds[part] / seconds['forward']:.2f}", ratio, f"{memory[part] / memory['cache']:.2f}")
+        rows.append(dict(zip(columns, (version, part, *figures), strict=True)))
+    print(pd.DataFrame(rows).to_string(index=False))
+    if arguments.out:
+        kept = (
+            pd.read_csv(arguments.out, dtype=str, keep_default_na=False)
+            if arguments.out.exists()
+            else pd.DataFrame(columns=columns)
+        )
+        kept = pd.concat([kept[kept["transformer_lens"] != version], pd.DataFrame(rows)])
+        kept.sort_values("transformer_lens", kind="stable").to_csv(arguments.out, index=False)
+
+
+def child(part: str, vocabulary: int, repeats: int, threads: int = THREADS) -> Any:
+    """What a separate process measures of a part."""
+    counts = {n: str(threads) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    command = [sys.executable, __file__, "--part", part, "--vocabulary", str(vocabulary)]
+    command += ["--repeats", str(repeats)]
+    done = subprocess.run(command, env=os.environ | counts, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--part", choices=(*PARTS, *BESIDE))
-    parser.add_argument("--beside", action="store_true", help=f"the parts at {BESIDE_TOKENS} tokens instead")
+    parser.add_argument("--beside", action="store_true", help="TransformerLens's functions in turn")
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--out", type=Path, help="a CSV file: part, passes (of processor time), memory over forward's")
+    parser.add_argument("--out", type=Path, help="a CSV file; --beside replaces the rows of its version")
     arguments = parser.parse_args()
     if arguments.part:
         print(json.dumps(measure(arguments.part, arguments.vocabulary, arguments.repeats)))
         return
-    threads = {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    length = BESIDE_TOKENS if arguments.beside else TOKENS
-    print(f"\nattribution: GPT-2 small's shape, {length} tokens, {THREADS} threads")
+    if arguments.beside:
+        beside(arguments)
+        return
+    print(f"\nattribution: GPT-2 small's shape, {TOKENS} tokens, {THREADS} threads")
     print("| part | seconds | passes (wall) | passes (processor) | peak, MB | … of the first | bound |")
     print("|---|---|---|---|---|---|---|")
     base, rows = 0.0, [("part", "passes", "memory")]
-    for part in BESIDE if arguments.beside else PARTS:
-        command = [sys.executable, __file__, "--part", part, "--vocabulary", str(arguments.vocabulary)]
-        command += ["--repeats", str(arguments.repeats)]
-        done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+    for part in PARTS:
+        found = child(part, arguments.vocabulary, arguments.repeats)
         base = base or found["peak_mb"]
         passes, memory = BOUNDS.get(part, (None, None))
         bound = "" if passes is None else f"{passes} passes" + ("" if memory is None else f", {memory} × memory")

@@ -148,9 +148,11 @@ class Writers:
             return None
         return bias.to(like).reshape(-1)
 
-    def split(self, layer: int, z: Float[Tensor, "*row wide"]) -> Float[Tensor, "*row head d_head"]:
-        """z by head, whichever way the world keeps it."""
-        n_heads = self.heads(layer, z[:0]).shape[0]
+    def split(
+        self, layer: int, z: Float[Tensor, "*row wide"], W_O: Float[Tensor, "head d_head d_model"] | None = None
+    ) -> Float[Tensor, "*row head d_head"]:
+        """z by head, whichever way the world keeps it; `W_O`: of the layer, where it is at hand."""
+        n_heads = len(self.heads(layer, z[:0]) if W_O is None else W_O)
         by_head: Tensor = rearrange(z, "... (head d_head) -> ... head d_head", head=n_heads)
         return by_head
 
@@ -158,7 +160,8 @@ class Writers:
         """What a source wrote, from what its module showed."""
         if source.kind != "attn":
             return seen
-        out: Tensor = torch.einsum("rhk,hkd->rd", self.split(source.layer, seen), self.heads(source.layer, seen))
+        W_O = self.heads(source.layer, seen)
+        out: Tensor = torch.einsum("rhk,hkd->rd", self.split(source.layer, seen, W_O), W_O)
         bias = self.bias(source, seen)
         return out if bias is None else out + bias
 
@@ -544,7 +547,7 @@ class Split:
         if layer not in self._weights:
             self._weights[layer] = self.wiring.writers.heads(layer, z)
         pulled = einsum(once(f), self._weights[layer], "row reading d, head k d -> head row reading k")
-        by_head = self.wiring.writers.split(layer, z)
+        by_head = self.wiring.writers.split(layer, z, self._weights[layer])
         if is_shared(f):
             values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
         else:

@@ -263,6 +263,9 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Dropout off while it lasts; every module's own mode afterwards."""
     module = cast(nn.Module, model)
     training, modes = module.training, [(m, m.training) for m in module.modules()]
+    if not any(mode for _, mode in modes):
+        yield
+        return
     module.eval()
     try:
         yield

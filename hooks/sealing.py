@@ -101,9 +101,13 @@ class Fingerprint:
         self._states = {name: (tensor, _state(tensor)) for name, tensor in self._named()}
 
 
+def version_of(tensor: Tensor) -> int:
+    """How many in-place edits of a tensor PyTorch has counted; -1 for a tensor of inference mode: it counts none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _state(tensor: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
-    version = -1 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr(), tensor.dtype, tensor.shape
+    return version_of(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
 def _sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, torch.dtype, torch.Size]]:

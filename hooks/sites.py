@@ -42,7 +42,7 @@ from ln_probe.hooks.model import (
     world,
 )
 from ln_probe.hooks.norm import READERS, Site, SiteError, UnknownNormError, describe
-from ln_probe.hooks.sealing import checksum
+from ln_probe.hooks.sealing import checksum, version_of
 
 STATES = ("raw", "folded", "centred", "folded+centred")
 
@@ -422,41 +422,71 @@ _TOGETHER = 2**16  # entries of a tensor up to which it is summed together with 
 _KEPT = "_ln_probe_facts"  # the attribute of a model that keeps its facts: they live as long as it does
 
 
-def facts_of(model: object) -> ModelFacts:
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The facts of a model, and what showed its weights, modules, configuration and torch hooks at that time."""
+
+    layout: tuple[object, ...]
+    versions: list[int]
+    sums: list[int]
+    facts: ModelFacts
+
+
+def facts_of(model: object, *, checksums: bool = True) -> ModelFacts:
     """The norms of `model`, and what attention reads where there is no norm that ln_probe knows.
 
     They are kept until the model's weights, modules, configuration or torch hooks change.
+
+    Args:
+        model: any hooked model.
+        checksums: compare every bit of the weights. False: of large ones only the counts that PyTorch keeps of in-place
+            edits (edits through `.data` are missed), for callers that do not depend on what large weights hold.
 
     Raises:
         TypeError, SiteError: as `find_sites`, but for formulas that are not known.
     """
     hooked = check_model(model)
-    module, kept = cast(nn.Module, hooked), vars(hooked)
+    module, attributes = cast(nn.Module, hooked), vars(hooked)
     with exclusive(hooked):
         _refuse_edited(hooked)
-        if _KEPT not in kept or kept[_KEPT][0] != _state(module):
-            found = _survey(hooked)
-            kept[_KEPT] = (_state(module), found)  # (a bridge puts torch hooks on itself in its first pass)
-        facts: ModelFacts = kept[_KEPT][1]
+        kept: _Kept | None = attributes.get(_KEPT)
+        if kept is not None and kept.layout == _layout(module):
+            if not checksums and kept.versions == _versions(module):
+                return kept.facts
+            if kept.sums == _sums_of_large(module):
+                attributes[_KEPT] = replace(kept, versions=_versions(module))
+                return kept.facts
+        facts = _survey(hooked)  # (a bridge puts torch hooks on itself in its first pass)
+        attributes[_KEPT] = _Kept(_layout(module), _versions(module), _sums_of_large(module), facts)
         return facts
 
 
-def _state(model: nn.Module) -> tuple[object, ...]:
-    """What shows that a model's weights, modules, configuration or torch hooks are others than before."""
-    tensors = [*model.parameters(), *model.buffers()]
-    weights = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _layout(model: nn.Module) -> tuple[object, ...]:
+    """What shows that a model's modules, configuration, hooks, small weights or places of weights have changed."""
+    weights = [(t.data_ptr(), t.dtype, t.shape) for t in _weights(model)]
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in _weights(model):
         if tensor.numel() <= _TOGETHER:
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
-    large = [t for t in tensors if t.numel() > _TOGETHER]
-    sums = [int(checksum(t)) for t in (*large, *(torch.cat(some) for some in alike.values()))]
+    sums = [int(checksum(torch.cat(some))) for some in alike.values()]
     modules = [
         (id(m), id(m.__dict__.get("forward")), *sounding(m._forward_hooks), *sounding(m._forward_pre_hooks))
         for m in model.modules()
     ]
     settings = {k: v for k, v in vars(cast(Any, model).cfg).items() if isinstance(v, bool | int | float | str)}
     return sums, weights, modules, settings
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [version_of(tensor) for tensor in _weights(model)]
+
+
+def _sums_of_large(model: nn.Module) -> list[int]:
+    return [int(checksum(tensor)) for tensor in _weights(model) if tensor.numel() > _TOGETHER]
 
 
 def _refuse_edited(model: HookedModel) -> None:

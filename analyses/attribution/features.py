@@ -22,7 +22,9 @@ from ln_probe.hooks.components import Part, Record, dot, once
 from ln_probe.hooks.model import ABSENT, HookedModel, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
-_POINT = re.compile(r"blocks\.(\d+)\.(hook_resid_pre|hook_resid_mid|hook_resid_post|hook_attn_out|hook_mlp_out)$")
+# The hook points of a block in the order of the pass; the last one is the first one of the next block.
+_POINTS = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+_POINT = re.compile(rf"blocks\.(\d+)\.({'|'.join(_POINTS)})$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +91,7 @@ class Features:
     def _match(self) -> re.Match[str]:
         if (match := _POINT.match(self.hook_name)) is None:
             raise AttributionError(
-                f"features at {self.hook_name!r} are not known: there are blocks.L.hook_resid_pre, hook_resid_mid, "
-                "hook_resid_post, hook_attn_out and hook_mlp_out"
+                f"features at {self.hook_name!r} are not known: there are blocks.L. with one of {', '.join(_POINTS)}"
             )
         return match
 
@@ -127,19 +128,18 @@ class Features:
                 f"{self.hook_name}: activations must be {list(wanted)} (batch, positions, features), "
                 f"got {list(shape)}: encode the same tokens"
             )
+        if self.bias is not None and self.bias.shape != (d_model,):
+            raise AttributionError(f"{self.hook_name}: bias must be [{d_model}], got {list(self.bias.shape)}")
+        if not (self.activations.isfinite().all() and self.directions.isfinite().all()):
+            raise AttributionError(f"{self.hook_name}: activations or directions are not finite: encode finite vectors")
         if self.names is not None and len(self.names) != len(self.directions):
             raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {len(self.directions)} features")
 
     def replaces(self, part: Part) -> bool:
         """Whether a component is part of what the hook point shows."""
-        kind, layer = self._match()[2], self.layer
-        of_attention = part.kind == "head" or part.name.endswith(" b_O") or "ln1_post" in part.name
-        if kind in ("hook_attn_out", "hook_mlp_out"):
-            own = part.layer == layer and part.kind in ("head", "mlp", "neuron", "bias", "norm bias")
-            return own and of_attention == (kind == "hook_attn_out")
-        if part.kind in ("embedding", "position") or part.layer < layer:
-            return True
-        return part.layer == layer and (kind == "hook_resid_post" or (kind == "hook_resid_mid" and of_attention))
+        own = 4 * self.layer + _POINTS.index(self._match()[2])
+        when = _when(part)
+        return when == own if self.hook_name.endswith(("attn_out", "mlp_out")) else when < own
 
     def chosen(self, rows: Sequence[int]) -> list[int]:
         """The features that are named one by one: the largest at these rows."""
@@ -172,7 +172,10 @@ class Features:
         """
         replaced = [part for part in values if self.replaces(part)]
         if not replaced:
-            raise AttributionError(f"nothing that is read here was written before {self.hook_name}")
+            raise AttributionError(
+                f"{self.hook_name} shows no component of what is read here: it comes later, or other features replace "
+                "its components already"
+            )
         each = torch.stack([values[part] for part in replaced])
         whole = dot(record.points[self.hook_name].double(), f)
         missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
@@ -194,7 +197,7 @@ class Features:
         return {
             **of_feature,
             Part(f"{at} other features", "feature", layer): written - shown.sum(0),
-            Part(f"{at} decoder bias", "bias", layer): lift,
+            Part(f"{at} decoder bias", "decoder bias", layer): lift,
             Part(f"{at} reconstruction error", "error", layer): each.sum(0) - written - lift,
             **kept,
         }
@@ -205,6 +208,36 @@ class Features:
 
     def _name(self, i: int) -> str:
         return f"{self._short()} {f'feature {i}' if self.names is None else self.names[i]}"
+
+
+def dictionaries(features: object) -> list[Features]:
+    """The argument `features` as a list.
+
+    Raises:
+        AttributionError: something else is given, or two of one hook point.
+    """
+    given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
+    for one in given:
+        if not isinstance(one, Features):
+            raise AttributionError(
+                f"features must be Features or a list of them, got {type(one).__name__}: make them with "
+                "Features.of(sae, cache)"
+            )
+    points = [one.hook_name for one in given]
+    if twice := [name for name in points if points.count(name) > 1]:
+        raise AttributionError(f"two dictionaries at {twice[0]}: give one of them")
+    return given
+
+
+def _when(part: Part) -> int:
+    """The place of a component in the order of the pass: four steps per block, as those of _POINTS; embeddings: -1."""
+    if part.layer < 0 or part.kind in ("embedding", "position"):
+        return -1
+    point = part.name.removeprefix(f"L{part.layer} ").split(" ")[0]
+    if f"hook_{point}" in _POINTS:
+        return 4 * part.layer + _POINTS.index(f"hook_{point}")
+    of_attention = part.kind == "head" or part.name.endswith(" b_O") or "ln1_post" in part.name
+    return 4 * part.layer + _POINTS.index("hook_attn_out" if of_attention else "hook_mlp_out")
 
 
 def _named(holders: Sequence[Any], names: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.features import Features
+from ln_probe.analyses.attribution.features import Features, dictionaries
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     TOP,
@@ -235,9 +235,9 @@ def attribute_logits(
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
     if components not in COMPONENTS:
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
-    wanted = [features] if isinstance(features, Features) else list(features or ())
+    wanted = dictionaries(features)
     with evaluating(hooked):
-        facts = facts_of(hooked)
+        facts = facts_of(hooked, checksums=False)
         sites, wiring = facts.norms(), facts.wiring
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
         reader = _Reader(hooked, wiring, final, wanted, components == "layers")

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.features import Features
+from ln_probe.analyses.attribution.features import Features, dictionaries
 from ln_probe.analyses.attribution.heads import AT_ONCE, Head, in_chunks
 from ln_probe.analyses.attribution.shared import (
     MEAN,
@@ -216,22 +216,26 @@ def attribute_scores(
     """
     hooked = check_model(model)
     layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
-    dictionaries = [features] if isinstance(features, Features) else list(features or ())
+    wanted = dictionaries(features)
+    if isinstance(against, str) and against != MEAN:
+        raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
-        facts = facts_of(hooked)
+        facts = facts_of(hooked, checksums=False)
         site, where = _read_by(facts, layer)
         cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
         rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
         lengths = [cached.shape()[1]] * cached.shape()[0] if cached is not None else list(map(len, rows))
-        for given in dictionaries:
+        for given in wanted:
             given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
-        points = {given.hook_name: given.point(hooked) for given in dictionaries}
+        points = {given.hook_name: given.point(hooked) for given in wanted}
         for n in lengths:
-            for position, what in ((query, "query"), (key, "key"), (against if against != MEAN else None, "against")):
-                if position is not None and not isinstance(position, str):
+            for position, what in (
+                (query, "query"),
+                (key, "key"),
+                (None if isinstance(against, str) else against, "against"),
+            ):
+                if position is not None:
                     place(position, n, what)
-        if isinstance(against, str) and against != MEAN:
-            raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
         each: dict[int, Head] = {}
         for members in of_equal_length(lengths):
             length = lengths[members[0]]
@@ -255,7 +259,7 @@ def attribute_scores(
                 head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
                 own = split.rows(range(k * length, (k + 1) * length))
                 first, bound = number * max(lengths), facts.wiring.bound(where, look.x.dtype)
-                each[number] = Head(heads, head, site, where, own, look, dictionaries, [], first, bound)
+                each[number] = Head(heads, head, site, where, own, look, wanted, [], first, bound)
     ordered = [each[number] for number in range(len(lengths))]
     if len(ordered) == 1 and query is not None and key is not None:
         return _one(ordered[0], place(query, lengths[0]), place(key, lengths[0]), against)

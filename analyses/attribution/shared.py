@@ -155,6 +155,10 @@ def others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int
     except (TypeError, ValueError) as error:
         raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
     shape = (len(places), len(places[0]))
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise AttributionError(
+            f"{what} must hold token ids, whole numbers: got {str(ids.dtype).removeprefix('torch.')}"
+        )
     if ids.ndim == 1 and len(places) == 1:
         ids = ids[None]
     if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):

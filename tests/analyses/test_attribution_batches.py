@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,31 +124,46 @@ def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
     assert found.total == pytest.approx(plain.total, abs=1e-10)
     assert found.to_torch().sum().item() == pytest.approx(found.total, abs=1e-10)
     sigmas, point = linearized.sigmas(model, TOKENS), "blocks.1.attn.hook_attn_scores"
-    keys = found.table[
-        (found.table["side"] == "key") & (found.table["kind"] == "feature") & (found.table["index"] >= 0)
-    ]
-    assert len(keys) == 50
-    for row in keys.to_dict("records"):
-        i = row["index"]
+    rows = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
+    for side, places in (("key", (3, 5)), ("query", (7,))):
+        of_side = rows[rows["side"] == side]
+        assert len(of_side) == 50
+        for row in of_side.to_dict("records"):
+            i = row["index"]
 
-        def drop(x: Tensor, hook: Any, i: int = i) -> Tensor:
-            x = x.clone()
-            for p in (3, 5):
-                x[0, p] -= features.activations[0, p, i] * features.directions[i]
-            return x
+            def drop(x: Tensor, hook: Any, i: int = i, places: tuple[int, ...] = places) -> Tensor:
+                x = x.clone()
+                for p in places:
+                    x[0, p] -= features.activations[0, p, i] * features.directions[i]
+                return x
 
-        seen: list[Tensor] = []
-        hooks = [(name, drop), (point, lambda s, hook, seen=seen: seen.append(s.detach()))]
-        with torch.no_grad(), linearized(model, sigma=sigmas):
-            model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
-        edited = float(seen[0][0, 2, 7, 3] - seen[0][0, 2, 7, 5])
-        assert found.own - edited == pytest.approx(row["contribution"], abs=1e-7)
+            seen: list[Tensor] = []
+            hooks = [(name, drop), (point, lambda s, hook, seen=seen: seen.append(s.detach()))]
+            with torch.no_grad(), linearized(model, sigma=sigmas):
+                model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)
+            edited = float(seen[0][0, 2, 7, 3] - seen[0][0, 2, 7, 5])
+            assert found.own - edited == pytest.approx(row["contribution"], abs=1e-7)
     every = attribute_scores(model, TOKENS, 1, 2, 7, against=5, features=features).check()
     assert float(every.total[0, 3]) == pytest.approx(found.total, abs=1e-10)
     of = {part.name: float(v) for part, v in zip(every.components, every.values[:, 0, 3], strict=True)}
-    for row in keys.to_dict("records"):  # (other features are the largest of all keys)
+    for row in rows[rows["side"] == "key"].to_dict("records"):  # (other features are the largest of all keys)
         if row["part"] in of:
             assert of[row["part"]] == pytest.approx(row["contribution"], abs=1e-9)
+
+
+def test_features_of_several_hook_points(make_bridge: Callable[..., Any]) -> None:
+    """Later hook points replace the features of earlier ones; those of one block's attention and MLP stay apart."""
+    model = make_bridge("gpt2", torch.float64)
+    _, cache = model.run_with_cache(TOKENS[None])
+    plain = attribute_logits(model, TOKENS, -1, 3)
+    points = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")
+    three = [Features.of(Dictionary(f"blocks.1.{point}"), cache) for point in points]
+    found = attribute_logits(model, TOKENS, -1, 3, features=three).check()
+    assert found.total == pytest.approx(plain.total, abs=1e-10)
+    assert set(found.table["kind"]) == {"feature", "decoder bias", "error", "norm bias", "unembedding bias"}
+    last = Features.of(Dictionary("blocks.1.hook_resid_post"), cache)
+    alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [*three, last]))
+    assert list(after.table["part"]) == list(alone.table["part"])
 
 
 def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
@@ -156,19 +172,31 @@ def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
     name = "blocks.1.hook_resid_pre"
     features = Features.of(Dictionary(name), cache)
     vectors, active = features.directions, features.activations
+    narrow = replace(features)
+    object.__setattr__(narrow, "bias", torch.zeros(8))  # (the tests' type checker would refuse it before)
     for given, message in (
         (Features(name, vectors[:, :8], active), "directions must be [feature 32], got [128, 8]"),
         (Features(name, vectors, active[:, :4]), "activations must be [1, 10, 128] (batch, positions, features)"),
         (Features(name, vectors, active, names=["one"]), "1 names for 128 features"),
         (Features("blocks.1.attn.hook_z", vectors, active), "features at 'blocks.1.attn.hook_z' are not known"),
         (Features("blocks.7.hook_resid_pre", vectors, active), "the model has 2 layers (0 … 1)"),
+        (narrow, f"{name}: bias must be [32], got [8]"),
+        (Features(name, vectors, active * torch.nan), f"{name}: activations or directions are not finite"),
+        (
+            Features(name, vectors, active.repeat(2, 1, 1)),
+            "activations must be [1, 10, 128] (batch, positions, features)",
+        ),
+        (Dictionary(name), "features must be Features or a list of them, got Dictionary: make them with Features.of"),
+        ([features, features], f"two dictionaries at {name}: give one of them"),
+        ([features, replace(features, hook_name="blocks.0.hook_mlp_out")], "or other features replace its components"),
     ):
-        with pytest.raises(AttributionError) as error:
-            attribute_logits(model, TOKENS, -1, 3, features=[given])
-        assert message in str(error.value)
+        for attribute in (attribute_logits, partial(attribute_scores, layer=1, head=2, query=7, key=3)):
+            with pytest.raises(AttributionError) as error:
+                attribute(model, TOKENS, features=given)
+            assert message in str(error.value)
     with pytest.raises(AttributionError, match="SimpleNamespace has no encode"):
         Features.of(SimpleNamespace(), cache)
     with pytest.raises(AttributionError, match=r"the cache lacks 'blocks.5.hook_resid_pre', which Dictionary encodes"):
         Features.of(Dictionary("blocks.5.hook_resid_pre"), cache)
-    with pytest.raises(AttributionError, match=r"nothing that is read here was written before blocks\.1\.hook_mlp_out"):
+    with pytest.raises(AttributionError, match=r"blocks\.1\.hook_mlp_out shows no component of what is read here"):
         attribute_scores(model, TOKENS, 1, 2, 7, 3, features=Features("blocks.1.hook_mlp_out", vectors, active))

@@ -94,3 +94,14 @@ def test_an_input_for_every_head(make_hooked: Callable[..., Any]) -> None:
     split = ln_probe.analyze(model, TOKENS[None], probes=("decomposition", "uniformity", "sinks"), progress=False)
     np.testing.assert_allclose(split.heads["entropy_ratio"], report.heads["entropy_ratio"], rtol=1e-9)
     np.testing.assert_allclose(split.layernorms["sigma_mean"], report.layernorms["sigma_mean"], rtol=1e-9)
+
+
+def test_large_weights_edited_through_data_between_calls(make_hooked: Callable[..., Any]) -> None:
+    """PyTorch does not count such edits, so what is known of the model is kept; sums are of the weights as they are."""
+    model = make_hooked(d_vocab=4000, dtype=torch.float64)
+    before = attribute_logits(model, TOKENS, -1, target=3).check()
+    model.W_E.data.mul_(3)
+    model.W_U.data.mul_(2)
+    found = attribute_logits(model, TOKENS, -1, target=3).check()
+    assert found.total == pytest.approx(float(model(TOKENS[None])[0, -1, 3].detach()), abs=1e-10 * found.scale)
+    assert abs(found.total - before.total) > 1e-3

@@ -177,6 +177,19 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"tokens": TOKENS, "positions": [0, 10]}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
         ({"tokens": TOKENS, "positions": []}, "an empty list of positions: give at least one, or None for all"),
         ({"tokens": TOKENS, "positions": None, "target": [1, 2]}, "target must have an id for each position, [1, 10]"),
+        (
+            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), 77)},
+            "token id 77 is outside the vocabulary",
+        ),
+        (
+            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), -100)},
+            "token id -100 is outside the voc",
+        ),
+        (
+            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), 3.5)},
+            "target must hold token ids, whole",
+        ),
+        ({"tokens": TOKENS, "positions": None, "against": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": TOKENS, "components": "parts"}, "components must be one of heads, layers, neurons, got 'parts'"),
         ({"tokens": torch.tensor([1, 77])}, "token id 77 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),

@@ -34,7 +34,7 @@ def pattern_of(model: Any, layer: int, tokens: torch.Tensor = TOKENS) -> torch.T
 
 
 def assert_rebuilt(model: Any, bound: float) -> None:
-    """Score differences are the log ratios of the attention that the model paid: another way to them."""
+    """Score differences are the log ratios of the attention that the model paid, which is another way to them."""
     log = pattern_of(model, 1)[2, 7].log()
     seen = log[torch.isfinite(log)]
     one = attribute_scores(model, TOKENS, **HEAD, key=3, against=5).check()
@@ -69,7 +69,7 @@ def assert_rebuilt(model: Any, bound: float) -> None:
 )
 def test_bridges(arch: str, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
     assert_rebuilt(make_bridge(arch), 1e-5)
-    if arch == "bloom":  # ALiBi: a pair of its own, −slope·distance of the third of four heads
+    if arch == "bloom":  # ALiBi: a separate pair, −slope·distance of the third of four heads
         pairs = attribute_scores(make_bridge(arch), TOKENS, **HEAD, key=3, against=5).pairs
         assert pairs.loc["position bias", "position bias"] == pytest.approx(-(2**-6) * 2)
         assert (pairs.loc["position bias"].drop("position bias") == 0).all()
@@ -143,6 +143,8 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"key": 8}, "query 7 does not see key 8: it sees 0 … 7"),
         ({"against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
         ({"against": "median"}, "against must be a position, 'mean' or None, got 'median'"),
+        ({"query": 7.5}, "query must be a whole number, got 7.5"),
+        ({"query": "last"}, "query must be a whole number, got 'last'"),
         ({"key": 10}, "key 10 is out of range: the prompt has 10 tokens (0 … 9)"),
         ({"key": None, "against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
         ({"tokens_or_cache": [TOKENS, TOKENS[:5]]}, "query 7 is out of range: the prompt has 5 tokens (0 … 4)"),

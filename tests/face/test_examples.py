@@ -20,6 +20,7 @@ LONG = (  # a quarter of a minute and more
     "why_attend_to_position_0",
     "your_own_checkpoint",
     "where_does_this_logit_come_from",
+    "features_of_a_small_sae",
 )
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
@@ -98,6 +99,7 @@ def test_the_pictures_of_the_readme_can_be_drawn(report: Report, monkeypatch: py
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
     assert {p.stem for p in NOTEBOOKS} == {
         "does_projection_matter",
+        "features_of_a_small_sae",
         "tour",
         "where_does_this_logit_come_from",
         "why_attend_to_position_0",

@@ -12,7 +12,7 @@ import torch
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks.norm import SiteError
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.sites import facts_of, find_sites
 
 PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.ln1", "attention"),
             ("blocks.1.ln2", "mlp"), ("ln_final", "unembed")]  # fmt: skip
@@ -145,3 +145,19 @@ def test_a_norm_of_another_form_is_refused() -> None:
 def test_what_is_not_a_model(given: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         find_sites(given)
+
+
+def test_facts_are_kept_until_a_weight_changes(make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked(d_vocab=4000)  # so that the embedding is a large weight
+    first = facts_of(model)
+    assert facts_of(model) is first
+    model.W_E.data[0, 0] += 1
+    assert facts_of(model, checksums=False) is first  # PyTorch does not count edits through .data
+    second = facts_of(model)
+    assert second is not first
+    with torch.no_grad():
+        model.W_E[0, 0] += 1
+    third = facts_of(model, checksums=False)
+    assert third is not second
+    model.ln_final.w.data[0] += 1
+    assert facts_of(model, checksums=False) is not third  # of small weights every bit is compared
