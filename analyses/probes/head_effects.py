@@ -455,14 +455,18 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     top = rows.iloc[int(rows["delta_loss"].argmax())]
     tested = f"Holm-adjusted sign test over {counted(len(rows), 'head')}"
     if not len(significant):
-        largest = f"largest change: {_name(top)}, {top['delta_loss']:+.2g} nats/token from {top['loss']:.3g}"
+        change = f"{top['delta_loss']:+.2g} nats/token from {top['loss']:.3g}"
+        largest = f"the largest change is that of {_name(top)}, {change}"
+        prompts = counted(int(top["prompts"]), "prompt")
         if len(rows) * sign_test(np.ones(int(rows["prompts"].max()))) >= SIGNIFICANCE:
-            few = f"{counted(int(top['prompts']), 'prompt')} {'is' if top['prompts'] == 1 else 'are'} too few"
-            text = f"No effect of a single head can be significant: {few} ({tested}; {largest})."
+            few = f"{prompts} {'is' if top['prompts'] == 1 else 'are'} too few"
+            text = f"No effect of a single head can be significant: {few} ({tested}); {largest}."
         else:
+            small = (rows["p_adjusted"] < SIGNIFICANCE) & _worse_on_most(rows)
+            by = f" by {MATTERS:g} nats/token or more" if small.any() else ""
             text = (
-                f"With scaling frozen for one head at a time, no head raises the loss by {MATTERS:g} nats/token or "
-                f"more with a significant test ({tested}; {largest})."
+                f"With scaling frozen for one head at a time, no head significantly raises the loss{by} "
+                f"({tested}, {prompts}); {largest}."
             )
         return [Finding(text, "by-head", NO_EFFECT)]
     worst = significant.iloc[int(significant["delta_loss"].argmax())]

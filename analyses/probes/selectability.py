@@ -446,8 +446,8 @@ def _selectable(heads: pd.DataFrame, space: str, picture: str) -> list[Finding]:
     frozen = shares.get(SCALING_FROZEN.name)
     size = abs(frozen - shares["intact"]) if frozen is not None and "intact" in shares and not known else 0.0
     count = int(rows.groupby("variant")["keys"].sum().max())
-    place = "per head, last position" if space == HEAD else "at the norms' output"
-    text = f"{_compared(shares, f'{count:,} keys, {place}', 'cannot be selected by any query')}.{known}"
+    place = "of every head, as the last token of each prompt sees them" if space == HEAD else "at the norms' output"
+    text = f"{_compared(shares, f'{count:,} keys {place}', 'cannot be selected by any query')}.{known}"
     reach = _shares(heads, space, "unreachable_fraction")
     if reach:
         if all(abs(reach[v] - shares.get(v, math.nan)) < 5e-4 for v in reach):

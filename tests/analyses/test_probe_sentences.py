@@ -162,23 +162,23 @@ def test_keys_that_cannot_be_selected_are_counted() -> None:
     (finding,) = selectability._selectable(table, "head", "unselectable")
     assert finding.text == (
         "25.0 % of keys cannot be selected by any query (75.0 % with scaling frozen, 0.0 % with both removed; 16,000 "
-        "keys, per head, last position). 62.5 % of keys cannot be selected by any query the head can produce (87.5 % "
-        "with scaling frozen, 50.0 % with both removed)."
+        "keys of every head, as the last token of each prompt sees them). 62.5 % of keys cannot be selected by "
+        "any query the head can produce (87.5 % with scaling frozen, 50.0 % with both removed)."
     )
     assert (finding.size, finding.rank) == (0.5, DESCRIBED)
     unknown = table.assign(unreachable_fraction=math.nan)  # an earlier report
     (finding,) = selectability._selectable(unknown, "head", "unselectable")
-    assert finding.text.endswith("keys, per head, last position).")
+    assert finding.text.endswith("keys of every head, as the last token of each prompt sees them).")
     sphere = unknown.assign(by_theorem=["sphere" if v == "intact" else "" for v in table["variant"]])
     (finding,) = selectability._selectable(sphere, "head", "unselectable")
-    assert finding.text.endswith("last position). The intact figure follows from theory (sphere).")
+    assert finding.text.endswith("prompt sees them). The intact figure follows from theory (sphere).")
     assert finding.size == 0.0
     (finding,) = selectability._selectable(unknown.assign(by_theorem="flat"), "head", "unselectable")
     assert finding.text.endswith("This follows from theory (flat), so it is not a finding.")
     assert finding.rank == NO_EFFECT
     outside = unknown.assign(space="normalized", no_op=["" if v == "intact" else "none" for v in table["variant"]])
     (finding,) = selectability._selectable(outside, "normalized", "geometry")
-    assert finding.text == "25.0 % of keys cannot be selected by any query (16,000 keys, at the norms' output)."
+    assert finding.text == "25.0 % of keys cannot be selected by any query (16,000 keys at the norms' output)."
     assert not selectability._selectable(table, "normalized", "geometry")
     assert not selectability._selectable(table.assign(keys=math.nan), "head", "unselectable")
 
@@ -236,8 +236,8 @@ def test_the_head_that_needs_scaling_most_is_named() -> None:
     assert "(it rises on 7 of 9 prompts)" in finding.text
     (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
     assert finding.text == (
-        "With scaling frozen for one head at a time, no head raises the loss by 0.001 nats/token or more with a "
-        "significant test (Holm-adjusted sign test over 2 heads; largest change: L1H3, +0.2 nats/token from 2)."
+        "With scaling frozen for one head at a time, no head significantly raises the loss (Holm-adjusted "
+        "sign test over 2 heads, 9 prompts); the largest change is that of L1H3, +0.2 nats/token from 2."
     )
     assert finding.rank == NO_EFFECT
     assert not head_effects._leading(None)
