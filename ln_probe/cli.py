@@ -74,7 +74,12 @@ def main() -> None:
     stop_on_signals()
     try:
         app()
-    except (SystemExit, GeneratorExit):
+    except SystemExit as end:
+        cause = end.__context__.__cause__ if end.__context__ else None
+        if isinstance(cause, KeyboardInterrupt):  # while arguments were read: typer's answer is 130, without a word
+            sys.exit(exits.interrupted(cause).exit_code)
+        raise
+    except GeneratorExit:
         raise
     except KeyboardInterrupt as stop:
         sys.exit(exits.interrupted(stop).exit_code)

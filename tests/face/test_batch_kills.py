@@ -53,6 +53,7 @@ class Batch:
 
     def start(self, out: Path, limit: int | None = None) -> subprocess.Popen[str]:
         def restrict() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job that a shell runs in the background ignores it
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 

@@ -36,6 +36,22 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
+def test_b04_a_command_that_is_stopped_while_its_arguments_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typer makes 130 of any signal there, and says nothing."""
+    from ln_probe import cli
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    monkeypatch.setattr(cli._Commands, "make_context", stop)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, capsys.readouterr().err) == (143, RESUME)
+
+
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (lambda: Stopped(signal.SIGTERM), 143)])
 def test_b04_a_command_that_is_stopped(
     error: type[BaseException], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
