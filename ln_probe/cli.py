@@ -108,7 +108,7 @@ def root(
 def models(
     bundled: Annotated[bool, typer.Option("--bundled", help="Only the bundled ones, one a line.")] = False,
 ) -> None:
-    """Names that load: the bundled checkpoints, and what else `report` takes."""
+    """List models you can load: the bundled checkpoints, and what else `report` takes."""
     import ln_probe
 
     names = ln_probe.bundled_models()
