@@ -205,7 +205,7 @@ class Workers:
         count_option(
             WORK,
             least=0,
-            help="Processes, each with one checkpoint and one thread; 0: work in this process. Default: what processors and memory allow.",
+            help="Processes, a checkpoint and a thread each; 0: this one. Default: what processors and memory allow.",
         ),
     ] = None
 
