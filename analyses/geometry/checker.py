@@ -304,8 +304,7 @@ class Checker:
     def selects(
         self, targets: Ints, queries: Float64[np.ndarray, "target dim"], until: Ints | None = None
     ) -> tuple[Between, Bool[np.ndarray, " target"]]:
-        """The smallest gap of each unit query over the keys that differ (up to position `until`), and whether some do
-        not.
+        """The smallest gap of each unit query over keys that differ (up to position `until`), and whether some do not.
 
         Queries are over the judged points; of zero length or with NaN they prove nothing.
         """

@@ -574,8 +574,7 @@ def nearest_leaders(
 def alone(
     sets: KeyCoordinates, i: int, budget: float, until: int | None = None
 ) -> Iterator[tuple[Floats, Ints, Floats]]:
-    """A query and weights for key i against every key (up to position `until`) that differs from it, from two
-    solvers."""
+    """Queries and weights, of two solvers, for key i against every key (up to position `until`) that differs."""
     seen = sets.normalized if until is None else sets.normalized[: until + 1]
     apart = np.linalg.norm(seen - sets.normalized[i], axis=1)
     others = np.flatnonzero(apart > TAU * (1 + SLACK))

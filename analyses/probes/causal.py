@@ -1,9 +1,8 @@
 """The probe `causal`: how the loss changes without projection, scaling or both, with intervals over prompts.
 
 Prompts are measured one by one (`ln_probe.analyses.probes.edited_runs`), and weighted by the tokens they predict.
-Intervals (`ln_probe.analyses.probes.statistics`) resample groups of prompts, the same resamples for all rows with as
-many groups, so that rows can be compared. For the primary contrasts that freeze scaling they include the choice of the
-constants, which are means over prompts too (`shifts`).
+Intervals (`statistics`) resample groups of prompts, the same resamples for all rows with as many groups. For the primary
+contrasts that freeze scaling they include the choice of the constants, which are means over prompts too (`shifts`).
 
 Two terms, scaling and projection, at every norm and at the norms that attention reads, are the primary contrasts: each
 is always reported, significant or not. All other changes are exploratory: they are reported only where significant
@@ -124,13 +123,10 @@ def base_loss(row: Any) -> float:
 
 
 def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
-    """What a contrast did, to stand behind its subject: "raises the loss by 0.16 nats/token (…)".
-
-    With `of_the_whole` a change of the loss is given as a share of the intact loss, too.
-    """
+    """What a contrast did: "raises the loss by 0.16 nats/token (…)"; `of_the_whole`: as a share of the loss, too."""
     delta, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
-    whole = ""
-    if of_the_whole and (intact := base_loss(row)) > 0:
+    intact, whole = base_loss(row) if of_the_whole else 0.0, ""
+    if intact > 0:
         whole = f", {percent(abs(delta) / intact)} of the intact loss of {number(intact)}"
     if math.isnan(low):
         median = float(row["delta_loss_median"])
@@ -139,10 +135,9 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
         return f"changes the loss by {size} on {_prompts(row)}: {_no_interval(row)}"
     interval = f"95 % CI {signed(low)} to {signed(high)}"
     if is_significant(row):
-        verb, size = "raises" if delta > 0 else "lowers", f"{number(abs(delta))} {unit}{whole}"
+        changed = f"{'raises' if delta > 0 else 'lowers'} the loss by {number(abs(delta))} {unit}{whole}"
         small = f": significant, but too small to be called an effect (below {LEAST_CHANGE:g} {unit})"
-        small = "" if is_effect(row) else small
-        return f"{verb} the loss by {size} ({interval}; {_p(row)}){small}"
+        return f"{changed} ({interval}; {_p(row)}){'' if is_effect(row) else small}"
     if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
         return (
             f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}; 90 % CI within "
