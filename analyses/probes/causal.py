@@ -1,7 +1,7 @@
 """The probe `causal`: how the loss changes without projection, scaling or both, with intervals over prompts.
 
 Prompts are measured one by one (`ln_probe.analyses.probes.edited_runs`), and weighted by the tokens they predict.
-Intervals (`statistics`) resample groups of prompts, the same resamples for all rows with as many groups. For the primary
+Intervals (`statistics`) resample groups of prompts, the same for all rows with as many groups. For the primary
 contrasts that freeze scaling they include the choice of the constants, which are means over prompts too (`shifts`).
 
 Two terms, scaling and projection, at every norm and at the norms that attention reads, are the primary contrasts: each
