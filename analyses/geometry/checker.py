@@ -561,7 +561,7 @@ def through(
 def _middle(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
     """The mean key; far from zero the first one is off by its own rounding."""
     mean = mean_key(keys)
-    return mean + mean_key(keys - mean)
+    return np.asarray(mean + mean_key(keys - mean))
 
 
 def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | None:

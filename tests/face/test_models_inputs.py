@@ -109,7 +109,7 @@ def test_options(folder: Path, options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "model.gguf"])
 def test_a_path_that_does_not_exist(path: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"does not exist \(looked at .*\)\. Check the path\."):
+    with pytest.raises(FileNotFoundError, match=r"does not exist \(full path .*\)\. Check the path\."):
         load_model(path)
 
 
