@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,42 @@ def command(*args: object) -> tuple[int, str, str]:
 
 def report(*args: object) -> tuple[int, str, str]:
     return command("report", "--workers", 0, "--quiet", "--probes", PROBES, *args)
+
+
+@contextmanager
+def soon(megabytes: float = math.inf) -> Iterator[None]:
+    """What happens inside takes less than ten seconds of the processor and so much memory; a read that waits is
+    interrupted."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    earlier = signal.signal(signal.SIGALRM, late)
+    signal.alarm(120)  # of a busy machine; ten seconds of an idle one
+    start = time.process_time()
+    try:
+        yield
+        assert time.process_time() - start < 10
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < megabytes * 1024
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -> Any:
+    """A tokenizer of whole words: the first stands for all others, and the next two, as `marks`, begin and end a text.
+
+    `pattern`: what a text is split at first.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    parts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, pre_tokenizers.Whitespace()])
+    known = {"unk_token": words[0], "bos_token": words[1], "eos_token": words[2]} if marks else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
 
 
 def write_prompts(path: Path, rows: list[list[int]] = ROWS) -> Path:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import faulty
 import numpy as np
 import pytest
 from faulty import command, lab_model, without_pages, write_prompts
@@ -22,7 +21,7 @@ from ln_probe.prompt_sources import entries
 from ln_probe.prompts import read_vocabulary
 from ln_probe.report import Report
 
-MEGABYTES = 64  # that a refusal may take
+soon = partial(faulty.soon, 64)  # megabytes that a refusal may take
 
 
 def fifo(path: Path) -> Path:
@@ -45,27 +44,6 @@ STRANGE: list[tuple[Callable[[Path], Path], str]] = [
     (zeros, "a device, not a file"),
     (folder, "a folder, not a file"),
 ]
-
-
-@contextmanager
-def soon() -> Iterator[None]:
-    """What happens inside is over within ten seconds and takes little memory; a read that waits is interrupted."""
-    import signal
-
-    def late(*_: object) -> None:
-        raise TimeoutError("it waits")
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    earlier = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)  # of a busy machine; ten seconds of an idle one
-    start = time.process_time()
-    try:
-        yield
-        assert time.process_time() - start < 10
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEGABYTES * 1024
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 # ------------------------------------------------------------------------------------------------------ the reader

@@ -15,17 +15,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from faulty import word_tokenizer
 from hub_standin import Hub, serving
 from huggingface_hub import constants
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
 from ln_probe.analyses import progress
@@ -58,13 +51,10 @@ def pythia() -> Any:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A repository's files for each model: weights, config, a tokenizer of five words; `pickled`: weights of old."""
     home = tmp_path_factory.mktemp("repositories")
-    tokenizer = Tokenizer(models.WordLevel(dict(zip(["?", "<s>", "</s>", "the", "norm"], range(5), strict=True)), "?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    marks = {"unk_token": "?", "bos_token": "<s>", "eos_token": "</s>"}
     torch.manual_seed(0)
     for name, made in {"gpt2": gpt2(), "main": pythia(), "step1000": pythia(), "pickled": gpt2()}.items():
         made.save_pretrained(home / name)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(home / name)
+        word_tokenizer(["?", "<s>", "</s>", "the", "norm"]).save_pretrained(home / name)
         if name == "pickled":
             (home / name / "model.safetensors").unlink()
             torch.save(made.state_dict(), home / name / "pytorch_model.bin")

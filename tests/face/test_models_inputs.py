@@ -1,17 +1,20 @@
-"""What a user can type, and what is recorded of a loaded model."""
+"""What a user can type, what is recorded of a loaded model, and the tokenizer beside it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faulty import word_tokenizer
 
 from ln_probe.loading.provenance import hashes, sha256_of_hashes
 from ln_probe.models import bundled_models, load_model, source_of
@@ -56,38 +59,27 @@ def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Pa
     assert both == expected
 
 
-def test_loading_leaves_the_process_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def process() -> list[Any]:
+    """What loading may not change."""
     from huggingface_hub import constants
 
     root, library = logging.getLogger(), logging.getLogger("transformers")
-    before = (
+    about_logs = [list(root.handlers), root.level, list(root.filters), library.level, list(warnings.filters)]
+    streams = [sys.stdout, sys.stderr]
+    return [
         dict(os.environ),
         constants.HF_HUB_OFFLINE,
-        list(root.handlers),
-        root.level,
-        list(root.filters),
-        library.level,
-        list(warnings.filters),
-        sys.stdout,
-        sys.stderr,
+        about_logs,
+        streams,
         torch.get_rng_state().tolist(),
         os.getcwd(),
-    )
+    ]
+
+
+def test_loading_leaves_the_process_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = process()
     load_model(folder, device="cpu")
-    after = (
-        dict(os.environ),
-        constants.HF_HUB_OFFLINE,
-        list(root.handlers),
-        root.level,
-        list(root.filters),
-        library.level,
-        list(warnings.filters),
-        sys.stdout,
-        sys.stderr,
-        torch.get_rng_state().tolist(),
-        os.getcwd(),
-    )
-    assert before == after
+    assert process() == before
     assert capsys.readouterr() == ("", "")
 
 
@@ -107,21 +99,17 @@ def test_options(folder: Path, options: dict[str, Any], message: str) -> None:
         load_model(folder, **({"device": "cpu"} | options))
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "model.gguf"])
-def test_a_path_that_does_not_exist(path: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"does not exist \(full path .*\)\. Check the path\."):
-        load_model(path)
+AWAY = r"does not exist \(full path .*\)\. Check the path\."
+NOTHING = "No model is called|does not exist|is no model's name"
 
 
-@pytest.mark.parametrize("name", ["", "  "])
-def test_an_empty_name(name: str) -> None:
-    with pytest.raises(ValueError, match="the model's name is empty"):
-        load_model(name)
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "nul\0byte", "né", "-rf", "owner/", "a b"])
-def test_a_name_that_is_nothing(name: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=r"No model is called|does not exist|is no model's name"):
+@pytest.mark.parametrize(("name", "said"), [
+    *((path, AWAY) for path in ("./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "model.gguf")),
+    *((name, NOTHING) for name in ("nul\0byte", "né", "-rf", "owner/", "a b")),
+    ("", "the model's name is empty"),
+])  # fmt: skip
+def test_a_name_that_is_nothing(name: str, said: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
         load_model(name)
 
 
@@ -167,3 +155,50 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         load_model(tmp_path, device="cpu", revision="main")
     with pytest.raises(ValueError, match="is a lab model, whose weights are only ever used as trained"):
         load_model(tmp_path, device="cpu", fold_ln=True)
+
+
+# -------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("world", [None, "bridge"])
+def test_a_tokenizer_is_loaded_where_there_is_one(folder: Path, world: Any) -> None:
+    word_tokenizer(["?", "<s>", "</s>", "the", "norm", "projects"]).save_pretrained(folder)
+    model: Any = load_model(folder, device="cpu", world=world)
+    assert model.tokenizer.name_or_path == str(folder)
+    assert model.to_tokens("the norm projects", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
+    assert not any("no tokenizer" in note for note in source_of(model).notes)
+
+
+@pytest.mark.parametrize("world", [None, "bridge"])
+def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder: Path, world: Any) -> None:
+    word_tokenizer([f"w{i}" for i in range(50)], marks=False).save_pretrained(folder)
+    model: Any = load_model(folder, device="cpu", world=world)
+    note = "the tokenizer has no begin or end mark: none is put before a text by default"
+    assert note in source_of(model).notes
+    assert model.to_tokens("w3 w4").tolist() == [[3, 4]]
+    tokens = model.to_tokens(["w3 w4", "w5"])
+    assert tokens.max() < 50
+    assert torch.isfinite(model(tokens, return_type="logits")).all()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_noted(folder: Path) -> None:
+    word_tokenizer(["?", "<s>", "</s>", *(f"w{i}" for i in range(60))]).save_pretrained(folder)
+    notes = source_of(load_model(folder, device="cpu")).notes
+    assert "the tokenizer knows 63 tokens, the model 50: some texts give ids out of range" in notes
+
+
+def test_c07_a_tokenizer_with_an_id_of_four_billion(folder: Path) -> None:
+    word_tokenizer(["a", "b", "c"]).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    text = json.loads(path.read_text())
+    text["model"]["vocab"]["b"] = 4_000_000_000
+    path.write_text(json.dumps(text))
+    notes = source_of(load_model(folder, device="cpu")).notes
+    assert any("gives the token id 4000000000, and no vocabulary has one" in note for note in notes)
+
+
+def test_no_tokenizer_is_invented_for_llama(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+    make_hugging_face("llama").save_pretrained(tmp_path)
+    for world in (None, "bridge"):
+        model: Any = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
+        assert model.tokenizer is None

@@ -2,140 +2,87 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from architectures import hugging_face
 
 import ln_probe
+from ln_probe.hooks.model import device_obstacle
 from ln_probe.hooks.objective import Objective
 from ln_probe.loading import verify
+from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.models import load_model, source_of
 
-try:
-    from transformer_lens import HookedTransformer  # noqa: F401
+pytestmark = pytest.mark.usefixtures("no_network")
 
-    HAS_HOOKED = True
-except ImportError:
-    HAS_HOOKED = False
-
+HAS_HOOKED = has_hooked_transformer()
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="this TransformerLens has no HookedTransformer")
+WORLDS = ["hooked", "bridge"] if HAS_HOOKED else ["bridge"]
+WIDE: dict[str, Any] = {"head_dim": 16}  # heads wider than d_model / heads
+TOKENS = torch.randint(3, 50, (2, 30), generator=torch.Generator().manual_seed(7))
 
-SMALL = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 80,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 97}
-NEO = {
-    "hidden_size": 32,
-    "num_heads": 4,
-    "num_layers": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 8,
-}
-OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-# name: (config class, its arguments, whether HookedTransformer can hold it)
+# name: (one of ARCHITECTURES, further options, whether HookedTransformer can hold it)
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "gpt2": ("GPT2Config", GPT2, True),
-    "gpt2_n_inner": ("GPT2Config", GPT2 | {"n_inner": 48}, False),
-    "neox": ("GPTNeoXConfig", SMALL | {"rotary_pct": 0.25}, True),
+    "gpt2": ("gpt2", {}, True),
+    "gpt2_n_inner": ("gpt2-narrow-mlp", {}, False),
+    "neox": ("neox", {}, True),
     "neox_theta": (
-        "GPTNeoXConfig",
-        SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
-        True,
+        "neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}, True
     ),
-    "neox_sequential": ("GPTNeoXConfig", SMALL | {"use_parallel_residual": False}, True),
-    "neox_no_attention_bias": ("GPTNeoXConfig", SMALL | {"attention_bias": False}, True),
-    "opt": ("OPTConfig", SMALL | OPT, True),
-    "gpt_neo": ("GPTNeoConfig", NEO, True),
-    "gpt_neo_intermediate": ("GPTNeoConfig", NEO | {"intermediate_size": 80}, False),
-    "llama_gqa": ("LlamaConfig", SMALL | {"num_key_value_heads": 2, "rope_theta": 500.0}, True),
-    "llama_head_dim": ("LlamaConfig", SMALL | {"head_dim": 16}, False),
-    "llama_bias": ("LlamaConfig", SMALL | {"attention_bias": True, "mlp_bias": True}, False),
-    "llama_rope_scaling": ("LlamaConfig", SMALL | {"rope_parameters": LLAMA3_ROPE}, False),
-    "mistral_window": ("MistralConfig", SMALL | {"num_key_value_heads": 2, "sliding_window": 8}, True),
-    "qwen2": ("Qwen2Config", SMALL | {"num_key_value_heads": 2}, True),
-    "qwen3": ("Qwen3Config", SMALL | {"num_key_value_heads": 2, "head_dim": 16}, True),
-    "gemma": ("GemmaConfig", SMALL | {"num_key_value_heads": 1, "head_dim": 16}, False),
-    "gemma2": (
-        "Gemma2Config",
-        SMALL | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
-        False,
-    ),
-    "olmo2": ("Olmo2Config", SMALL, False),
-    "bert": ("BertConfig", SMALL, False),
-}
+    "neox_sequential": ("neox-sequential", {}, True),
+    "neox_no_attention_bias": ("neox-no-bias", {}, True),
+    "opt": ("opt", {}, True),
+    "gpt_neo": ("neo", {"window_size": 8}, True),
+    "gpt_neo_intermediate": ("neo", {"intermediate_size": 80}, False),
+    "llama_gqa": ("llama", {"rope_theta": 500.0}, True),
+    "llama_head_dim": ("llama-wide-heads", {}, False),
+    "llama_bias": ("llama-biases", {}, False),
+    "llama_rope_scaling": ("llama3-rope", {}, False),
+    "mistral_window": ("mistral", {}, True),
+    "qwen2": ("qwen2", {}, True),
+    "qwen3": ("qwen3", WIDE, True),
+    "gemma": ("gemma", WIDE, False),
+    "gemma2": ("gemma2", WIDE | {"num_key_value_heads": 2, "sliding_window": 8}, False),
+    "olmo2": ("olmo2", {}, False),
+    "bert": ("bert", {}, False),
+}  # fmt: skip
 
 
-def write_folder(
-    folder: Path, config_class: str, options: dict[str, Any], *, std: float = 0.3, **how: Any
-) -> transformers.PreTrainedModel:
-    """Write a Hugging Face folder with random weights, biases and gains; return the model itself."""
-    config = getattr(transformers, config_class)(**options)
-    config._attn_implementation = "eager"  # the other kernels leave soft caps out in transformers' earlier versions
-    mapping = MODEL_FOR_MASKED_LM_MAPPING if config.model_type == "bert" else MODEL_FOR_CAUSAL_LM_MAPPING
-    torch.manual_seed(0)
-    model = mapping[type(config)](config).eval()
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=std)
-        if parameter.dim() == 1 and name.endswith("weight") and "gemma" not in config.model_type:
-            parameter.data += 1
-    model.save_pretrained(folder, **how)
+def saved(folder: Path, case: str, **options: Any) -> Any:
+    """A Hugging Face model of a case, written to a folder."""
+    arch, more, _ = CASES[case]
+    model = hugging_face(arch, **(more | options))
+    model.save_pretrained(folder)
     return model
 
 
 def worlds_of(case: str) -> list[str]:
-    return ["hooked", "bridge"] if CASES[case][2] and HAS_HOOKED else ["bridge"]
+    return WORLDS if CASES[case][2] else ["bridge"]
 
 
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a local model asked for the network")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
+def assert_faithful(model: Any) -> None:
+    difference = source_of(model).logits_max_difference
+    assert difference is not None
+    assert difference < 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_hugging_face(case: str, tmp_path: Path) -> None:
-    config_class, options, _ = CASES[case]
-    original = write_folder(tmp_path, config_class, options)
-    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(7))
+    original = saved(tmp_path, case)
     with torch.no_grad():
-        expected = original(tokens).logits
+        expected = original(TOKENS).logits
     for world in worlds_of(case):
-        model = load_model(tmp_path, device="cpu", world=world)
+        model: Any = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
         with torch.no_grad():
-            logits = model(tokens, return_type="logits")
+            logits = model(TOKENS, return_type="logits")
         # float32: 1e-5 of the largest logit (measured: 2.1e-6)
         assert float((logits - expected).abs().max()) < 1e-5 * float(expected.abs().max()), world
-        source = source_of(model)
-        assert source.world == {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}[world]
-        assert source.logits_max_difference is not None
-        assert source.logits_max_difference < 1e-5
+        assert source_of(model).world == CLASS_OF_WORLD[world]  # type: ignore[index]
+        assert_faithful(model)
         assert not model.training
         assert model.tokenizer is None
 
@@ -143,8 +90,7 @@ def test_logits_are_those_of_hugging_face(case: str, tmp_path: Path) -> None:
 @needs_hooked
 @pytest.mark.parametrize("case", [case for case, (_, _, hooked) in CASES.items() if not hooked])
 def test_hooked_transformer_is_refused_where_it_would_be_wrong(case: str, tmp_path: Path) -> None:
-    config_class, options, _ = CASES[case]
-    write_folder(tmp_path, config_class, options)
+    saved(tmp_path, case)
     with pytest.raises(ValueError, match=r"cannot be a HookedTransformer: .* Use world='bridge'\."):
         load_model(tmp_path, device="cpu", world="hooked")
     source = source_of(load_model(tmp_path, device="cpu"))
@@ -154,7 +100,7 @@ def test_hooked_transformer_is_refused_where_it_would_be_wrong(case: str, tmp_pa
 
 @pytest.mark.skipif(HAS_HOOKED, reason="this TransformerLens has HookedTransformer")
 def test_hooked_transformer_is_refused_where_there_is_none(tmp_path: Path) -> None:
-    write_folder(tmp_path, "GPT2Config", GPT2)
+    saved(tmp_path, "gpt2")
     with pytest.raises(ValueError, match="this version of TransformerLens has no HookedTransformer"):
         load_model(tmp_path, device="cpu", world="hooked")
 
@@ -163,7 +109,7 @@ def test_hooked_transformer_is_refused_where_there_is_none(tmp_path: Path) -> No
 @pytest.mark.parametrize("trap", ["llama-7b", "gemma-2-9b", "bert", "t5", "Mixed Llama Folder"])
 def test_a_folders_name_does_not_decide_what_is_loaded(trap: str, tmp_path: Path) -> None:
     folder = tmp_path / trap / "gpt2"
-    write_folder(folder, "GPT2Config", GPT2)
+    saved(folder, "gpt2")
     source = source_of(load_model(folder, device="cpu"))
     assert (source.world, source.architecture) == ("HookedTransformer", "GPT2LMHeadModel")
 
@@ -175,28 +121,65 @@ def test_a_temporary_folder_with_a_loaded_name_is_avoided(tmp_path: Path, monkey
     elsewhere = tmp_path / "bert" / "llama"
     elsewhere.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    write_folder(tmp_path / "model", "GPT2Config", GPT2)
+    saved(tmp_path / "model", "gpt2")
     assert source_of(load_model(tmp_path / "model", device="cpu", world="hooked")).world == "HookedTransformer"
 
 
-@needs_hooked
-def test_a_wrong_conversion_falls_back_to_the_bridge_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = verify.to_hooked
+@pytest.mark.parametrize("world", WORLDS)
+def test_b04_a_wrong_conversion_is_refused(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the bridge takes the place of a wrong HookedTransformer, and that is said."""
+    right = getattr(verify, f"to_{world}")
 
     def wrong(*args: Any, **options: Any) -> Any:
         model: Any = right(*args, **options)
-        model.ln_final.w.data *= 1.001
+        next(p for n, p in model.named_parameters() if "ln_f" in n).data *= 1.0001
         return model
 
-    monkeypatch.setattr(verify, "to_hooked", wrong)
-    write_folder(tmp_path, "GPT2Config", GPT2)
+    monkeypatch.setattr(verify, f"to_{world}", wrong)
+    saved(tmp_path, "gpt2")
+    expected = f"could not be loaded faithfully as {CLASS_OF_WORLD[world]} .* off the original's"
+    with pytest.raises(ValueError, match=expected):
+        load_model(tmp_path, device="cpu", world=world)
+    if world == "hooked":
+        source = source_of(load_model(tmp_path, device="cpu"))
+        assert source.world == "TransformerBridge"
+        assert any("of the largest off the original's (bound 1e-05)" in note for note in source.notes)
+
+
+def test_b04_a_difference_that_the_original_rounds_itself_is_no_other_model(tmp_path: Path) -> None:
+    """Large scores: the loaded model is further from the original than ports of ordinary models, and no further than
+    the original is from itself in float64."""
+    original = saved(tmp_path, "neox", hidden_size=64, intermediate_size=256, num_hidden_layers=6)
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if "query_key_value" in name:
+                parameter.mul_(5)
+    original.save_pretrained(tmp_path)
+    tokens = verify.probe_tokens(original.config, torch.device("cpu"))
+    logits = verify.logits_of(lambda ids: original(ids).logits, tokens)
+    own = verify.own_rounding(original, "float32", tokens, logits)
+    assert verify.OWN_ROUNDINGS * own > verify.CONVERSION_BOUND["float32"], "the case must be a case"
     source = source_of(load_model(tmp_path, device="cpu"))
-    assert source.world == "TransformerBridge"
-    assert any("of the largest off the original's (bound 1e-05)" in note for note in source.notes)
-    with pytest.raises(ValueError, match="could not be loaded faithfully as HookedTransformer"):
-        load_model(tmp_path, device="cpu", world="hooked")
+    assert source.world == CLASS_OF_WORLD[WORLDS[0]]  # type: ignore[index]
+    assert source.logits_max_difference is not None
+    assert source.logits_max_difference <= verify.OWN_ROUNDINGS * own
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_b05_several_end_tokens(world: Any, tmp_path: Path) -> None:
+    """Llama 3 Instruct: eos_token_id is a list."""
+    original = saved(tmp_path, "llama_gqa", eos_token_id=[2, 5, 9], bos_token_id=1, pad_token_id=0)
+    assert_faithful(load_model(tmp_path, device="cpu", world=world))
+    tokens = verify.probe_tokens(original.config, torch.device("cpu"))
+    assert not {0, 1, 2, 5, 9} & set(tokens[0].tolist())
+
+
+def test_b06_mps_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    expected = r"device 'mps' cannot be used: Apple's MPS computes no float64, .* Use device='cpu'"
+    with pytest.raises(ValueError, match=expected):
+        load_model(folder, device="mps")
+    assert device_obstacle(torch.device("mps"))
+    assert not device_obstacle(torch.device("cpu"))
 
 
 ALL_PROCESSING = {
@@ -215,11 +198,9 @@ ALL_PROCESSING = {
     ],
 )
 def test_a_folded_model_has_the_log_probabilities_of_the_raw_one(case: str, tmp_path: Path) -> None:
-    config_class, options, _ = CASES[case]
-    original = write_folder(tmp_path, config_class, options)
-    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(7))
+    original = saved(tmp_path, case)
     with torch.no_grad():
-        expected = original(tokens).logits.log_softmax(-1)
+        expected = original(TOKENS).logits.log_softmax(-1)
     everything = dict(ALL_PROCESSING)
     if case not in ("gpt2", "neox", "opt", "gpt_neo"):
         del everything["center_writing_weights"]
@@ -227,24 +208,20 @@ def test_a_folded_model_has_the_log_probabilities_of_the_raw_one(case: str, tmp_
             load_model(tmp_path, device="cpu", center_writing_weights=True)
     for world in worlds_of(case):
         for flags in ({"fold_ln": True}, everything):
-            model = load_model(tmp_path, device="cpu", world=world, **flags)
+            model: Any = load_model(tmp_path, device="cpu", world=world, **flags)  # type: ignore[arg-type]
             with torch.no_grad():
-                logits = model(tokens, return_type="logits").log_softmax(-1)
+                logits = model(TOKENS, return_type="logits").log_softmax(-1)
             assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max()), (world, flags)
             assert source_of(model).processing == tuple(flags)
+            norm = model.blocks[0].ln1
             if case == "gpt2":
-                assert _gain_is_folded(model)
+                assert type(norm).__name__ == "LayerNormPre" or torch.allclose(norm.weight, torch.ones(()))
 
 
-def _gain_is_folded(model: Any) -> bool:
-    norm = model.blocks[0].ln1
-    return type(norm).__name__ == "LayerNormPre" or bool(torch.allclose(norm.weight, torch.ones(())))
-
-
-@pytest.mark.parametrize("world", ["hooked", "bridge"] if HAS_HOOKED else ["bridge"])
-def test_a_fold_that_changes_the_model_is_refused(world: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_fold_that_changes_the_model_is_refused(world: Any, tmp_path: Path) -> None:
     """An MLP as wide as the residual stream: TransformerLens guesses which way round its matrix stands."""
-    write_folder(tmp_path, "OPTConfig", SMALL | OPT | {"ffn_dim": 32})
+    saved(tmp_path, "opt", ffn_dim=32)
     load_model(tmp_path, device="cpu", world=world)
     try:
         source = source_of(load_model(tmp_path, device="cpu", world=world, fold_ln=True))
@@ -257,36 +234,35 @@ def test_a_fold_that_changes_the_model_is_refused(world: str, tmp_path: Path) ->
 
 
 def test_norms_that_are_not_folded_are_said_to_be_so(tmp_path: Path) -> None:
-    write_folder(tmp_path, "Olmo2Config", SMALL)
+    saved(tmp_path, "olmo2")
     source = source_of(load_model(tmp_path, device="cpu", fold_ln=True))
     assert "fold_ln changed nothing: not done for this architecture" in source.notes
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["gpt2", "neox", "llama_gqa"])
-def test_other_formats(case: str, dtype: str, tmp_path: Path) -> None:
-    config_class, options, _ = CASES[case]
-    write_folder(tmp_path, config_class, options)
+def test_other_formats(case: str, dtype: Any, tmp_path: Path) -> None:
+    saved(tmp_path, case)
     for world in worlds_of(case):
-        model = load_model(tmp_path, device="cpu", dtype=dtype, world=world)
-        source = source_of(model)
-        assert source.dtype == dtype
+        model: Any = load_model(tmp_path, device="cpu", dtype=dtype, world=world)  # type: ignore[arg-type]
+        assert source_of(model).dtype == dtype
         assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-        assert source.logits_max_difference is not None
+        assert source_of(model).logits_max_difference is not None
 
 
 def test_sharded_safetensors(tmp_path: Path) -> None:
-    write_folder(tmp_path, "GPT2Config", GPT2, max_shard_size="40KB")
+    hugging_face("gpt2").save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    source = source_of(load_model(tmp_path, device="cpu"))
-    assert source.weights_sha256 is not None
-    assert source.logits_max_difference is not None
-    assert source.logits_max_difference < 1e-5
+    model = load_model(tmp_path, device="cpu")
+    assert source_of(model).weights_sha256 is not None
+    assert_faithful(model)
+
+
+# ------------------------------------------------------------------------------------------------- heads of all kinds
 
 
 def test_a_headless_bert_says_that_its_logits_are_meaningless(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SMALL)
-    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    transformers.BertModel(hugging_face("bert").config, add_pooling_layer=False).save_pretrained(tmp_path)
     before = torch.get_rng_state()
     first, second = (load_model(tmp_path, device="cpu") for _ in range(2))
     assert torch.equal(before, torch.get_rng_state()), "the caller's random numbers were used up"
@@ -327,7 +303,7 @@ def assert_the_head_is_not_measured(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_head_of_a_bert_model_is_not_measured(tmp_path: Path) -> None:
-    transformers.BertModel(transformers.BertConfig(**SMALL), add_pooling_layer=False).save_pretrained(tmp_path)
+    transformers.BertModel(hugging_face("bert").config, add_pooling_layer=False).save_pretrained(tmp_path)
     assert_the_head_is_not_measured(tmp_path)
     report = ln_probe.analyze(load_model(tmp_path, device="cpu"), torch.arange(3, 20)[None], progress=False)
     assert "ln_final" not in set(report.tables["layernorms"]["site"])
@@ -338,67 +314,43 @@ def test_the_head_of_a_bert_model_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["GPT2ForSequenceClassification", "GPTNeoXForSequenceClassification"])
 def test_the_head_of_a_classifier_is_not_taken_for_another(kind: str, tmp_path: Path) -> None:
     """GPT-2's embedding would be taken for its head, NeoX's head be drawn at random."""
-    config = getattr(transformers, f"{kind.removesuffix('ForSequenceClassification')}Config")
-    getattr(transformers, kind)(config(**(GPT2 if "GPT2" in kind else SMALL))).save_pretrained(tmp_path)
+    config = hugging_face("gpt2" if kind.startswith("GPT2") else "neox").config
+    getattr(transformers, kind)(config).save_pretrained(tmp_path)
     assert_the_head_is_not_measured(tmp_path)
 
 
 def test_a_head_for_several_tasks_is_a_head(tmp_path: Path) -> None:
-    transformers.BertForPreTraining(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
+    transformers.BertForPreTraining(hugging_face("bert").config).save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu")
     assert not any("meaningless" in note for note in source_of(model).notes)
-    assert len(
-        ln_probe.analyze(model, torch.arange(3, 20)[None], probes=("unembedding",), progress=False).tables[
-            "unembedding"
-        ]
-    )
+    report = ln_probe.analyze(model, torch.arange(3, 20)[None], probes=("unembedding",), progress=False)
+    assert len(report.tables["unembedding"])
 
 
 def test_a_headless_gpt2_gets_its_tied_head(tmp_path: Path) -> None:
-    transformers.GPT2Model(transformers.GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    transformers.GPT2Model(hugging_face("gpt2").config).save_pretrained(tmp_path)
     source = source_of(load_model(tmp_path, device="cpu"))
     assert source.architecture == "GPT2LMHeadModel"
     assert "config.json names GPT2Model; loaded as GPT2LMHeadModel" in source.notes
     assert not any("meaningless" in note for note in source.notes)
 
 
-SHARED = Path(os.environ.get("LN_PROBE_SHARED", Path(__file__).parents[2] / "../shared"))
+# --------------------------------------------------------------------------------------------------- real checkpoints
 
 
-@pytest.mark.skipif(not (SHARED / "checkpoints/capp_gpt").is_dir(), reason="needs LN_PROBE_SHARED (CAPP-GPT)")
-def test_a_real_checkpoint() -> None:
-    for world in worlds_of("gpt2"):
-        source = source_of(load_model(SHARED / "checkpoints/capp_gpt", device="cpu", world=world))
-        assert source.logits_max_difference is not None
-        assert source.logits_max_difference < 1e-5
-
-
-MGM = os.environ.get("LN_PROBE_MGM")
-
-
-@pytest.mark.skipif(not MGM, reason="needs LN_PROBE_MGM: the folder of the MGM checkpoint")
-def test_a_real_pickled_checkpoint() -> None:
-    assert MGM is not None
+def test_a_real_pickled_checkpoint(mgm: Path) -> None:
     with pytest.raises(ValueError, match="allow_pickle=True"):
-        load_model(MGM, device="cpu")
-    for world in worlds_of("gpt2"):
-        source = source_of(load_model(MGM, device="cpu", allow_pickle=True, world=world))
-        assert source.logits_max_difference is not None
-        assert source.logits_max_difference < 1e-5
-
-
-GGUF = os.environ.get("LN_PROBE_GGUF")
+        load_model(mgm, device="cpu")
+    for world in WORLDS:
+        assert_faithful(load_model(mgm, device="cpu", allow_pickle=True, world=world))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GGUF, reason="needs LN_PROBE_GGUF: the path of SmolLM2's .gguf file")
-def test_a_real_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert GGUF is not None
-    model = load_model(GGUF, device="cpu")
+def test_a_real_gguf_file(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = load_model(smollm2, device="cpu")
     source = source_of(model)
     assert (source.kind, source.architecture) == ("gguf", "LlamaForCausalLM")
-    assert source.logits_max_difference is not None
-    assert source.logits_max_difference < 1e-5
+    assert_faithful(model)
     logits = model("The capital of France is", return_type="logits")
     assert model.tokenizer.decode(logits[0, -1].argmax()) == " Paris"
     assert capsys.readouterr() == ("", "")

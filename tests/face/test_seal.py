@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,3 +302,73 @@ def test_headline_functions_are_sealed(bridge: Any) -> None:
         for function in (ln_probe.freezing_cost, ln_probe.constants):
             with pytest.raises(SealError, match=r"seal_cases\.halve"):
                 function(bridge, TOKENS)
+
+
+# ---------------------------------------------------------------------------------------------------- other threads
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """Results of works begun together; an exception in any of them is raised."""
+    results: list[Any] = [None] * len(works)
+    start = threading.Barrier(len(works))
+
+    def run(i: int) -> None:
+        start.wait()
+        try:
+            results[i] = works[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        if isinstance(found, Exception):
+            raise found
+    return results
+
+
+@pytest.mark.slow
+def test_b07_two_analyses_in_threads_give_the_tables_of_each_alone(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    how: dict[str, Any] = {"progress": False, "probes": ("decomposition", "selectability", "uniformity")}
+    alone = [ln_probe.analyze(model, TOKENS[[i]], **how) for i in range(2)]
+    together = in_threads(*(lambda i=i: ln_probe.analyze(model, TOKENS[[i]], **how) for i in range(2)))  # type: ignore[misc]
+    for one, two in zip(alone, together, strict=True):
+        assert same_tables(two, one)
+
+
+def test_b07_interventions_in_threads_wait_for_each_other(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    site = ln_probe.hooks.find_sites(model)[0].name
+
+    def loss(scale: float) -> torch.Tensor:
+        with torch.no_grad(), ln_probe.hooks.without(model, "scaling", sites=[site], scale=scale):
+            return model(TOKENS, return_type="logits")
+
+    alone = [loss(s) for s in (1.0, 3.0)]
+    for _ in range(3):
+        together = in_threads(lambda: loss(1.0), lambda: loss(3.0))
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_b07_an_analysis_waits_for_an_intervention_in_another_thread(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    how: dict[str, Any] = {"progress": False, "probes": ("decomposition",)}
+    alone = ln_probe.analyze(model, TOKENS, **how)
+    inside, leave = threading.Event(), threading.Event()
+
+    def edit() -> None:
+        with ln_probe.hooks.without(model, "scaling", scale=2.0):
+            inside.set()
+            leave.wait(30)
+
+    def look() -> Report:
+        inside.wait(30)
+        threading.Timer(0.2, leave.set).start()
+        return ln_probe.analyze(model, TOKENS, **how)
+
+    _, report = in_threads(edit, look)
+    assert report.layernorms.equals(alone.layernorms)
