@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -211,6 +211,13 @@ def summarize_kinds(
     return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
 
 
+def select(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+    """Return the rows in which every named column has the wanted value, or one of the values in a list."""
+    for column, value in wanted.items():
+        table = table[table[column].isin(value if isinstance(value, list) else [value])]
+    return table
+
+
 def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[str]) -> pd.DataFrame:
     """Every other row's `value` minus that of the reference row with the same `same`; rows without one are left out."""
     of = values[reference][[*same, "value"]]
@@ -267,24 +274,48 @@ def effects(
     return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
 
 
-def contrasted(
-    differences: pd.DataFrame, keys: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
+def differences(
+    wide: pd.DataFrame, pairs: Mapping[str, tuple[Hashable, Hashable]], name: str = "contrast"
 ) -> pd.DataFrame:
-    """Means of paired differences with intervals, p and Holm's p over all rows.
+    """Differences of pairs of columns in long form; a pair that lacks a column is left out.
+
+    Args:
+        wide: a column per cell; its index names what a difference is taken within, `seed` among it.
+        pairs: minuend and subtrahend, by the name of their difference.
+        name: of the column that holds these names.
+    """
+    rows = [
+        (wide[left] - wide[right]).dropna().rename("value").reset_index().assign(**{name: label})
+        for label, (left, right) in pairs.items()
+        if left in wide and right in wide
+    ]
+    columns = [*wide.index.names, name, "value"]
+    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
+
+
+def contrasted(
+    differences: pd.DataFrame,
+    keys: Sequence[str],
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+    tested: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Means of paired differences with intervals, p and Holm's p over all rows that are tested.
 
     Args:
         differences: long form, as for `summarize`; `value` is a difference within a seed.
         keys: columns that set contrasts apart.
         bounds: between which a difference must lie; intervals end there.
+        tested: columns and their values (as `select`) in the rows that are tested; p of the others is NaN.
 
     Returns:
         As `effects`.
     """
     found = summarize(differences, keys).drop(columns="published")
     groups = differences.dropna(subset="value").groupby(list(keys), sort=False, dropna=False)["value"]
-    p = [paired_p(group.to_numpy(float)) for _, group in groups]
+    p = pd.Series([paired_p(group.to_numpy(float)) for _, group in groups], dtype=float)
+    p = p.where(p.index.isin(select(found, **(tested or {})).index))
     found["ci_low"], found["ci_high"] = found["ci_low"].clip(lower=bounds[0]), found["ci_high"].clip(upper=bounds[1])
-    return found.assign(p=np.array(p, dtype=float), p_holm=holm(p))
+    return found.assign(p=p, p_holm=holm(p.to_numpy(float)))
 
 
 def write_results(
@@ -292,17 +323,12 @@ def write_results(
 ) -> None:
     """Write every table and figure into `out`, `results.json` last; what only an earlier call wrote is removed."""
     before = _written(out)
-    write_atomically(out / SUMMARY_FILE, results.summary.to_csv(index=False, float_format="%.6g").encode())
-    tables = [SUMMARY_FILE]
-    for name, table in results.tables.items():
-        if len(table) > LONG:
-            buffer = io.BytesIO()
-            table.to_parquet(buffer, index=False)
-            tables.append(f"{name}.parquet")
-            write_atomically(out / tables[-1], buffer.getvalue())
-        else:
-            tables.append(f"{name}.csv")
-            write_atomically(out / tables[-1], table.to_csv(index=False, float_format="%.6g").encode())
+    files = {SUMMARY_FILE: results.summary}
+    files |= {f"{name}.{'parquet' if len(t) > LONG else 'csv'}": t for name, t in results.tables.items()}
+    for name, table in files.items():
+        csv = name.endswith(".csv")
+        content = table.to_csv(index=False, float_format="%.6g").encode() if csv else table.to_parquet(index=False)
+        write_atomically(out / name, content)
     for name, figure in results.figures.items():
         write_atomically(out / f"{name}.png", png(figure))
     about = {
@@ -313,7 +339,7 @@ def write_results(
         "settings": dict(results.settings),
         "diverged": list(results.diverged),
         "conclusions": list(results.conclusions),
-        "tables": tables,
+        "tables": list(files),
         "figures": [f"{name}.png" for name in results.figures],
     }
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())

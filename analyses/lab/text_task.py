@@ -101,18 +101,22 @@ class TextTask:
             "tokenizer_sha256": hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest(),
         }
 
-    def _windows(self, tokens: Tensor, starts: Tensor) -> Int[Tensor, "batch pos"]:
-        windows = tokens[starts[:, None] + torch.arange(self.n_ctx - 1)]
-        return torch.cat([torch.full_like(windows[:, :1], self.boundary), windows], dim=1)
+    def windows(
+        self, tokens: Int[Tensor, " tokens"], starts: Int[Tensor, " batch"], length: int
+    ) -> Int[Tensor, "batch pos"]:
+        """A boundary token and `length` tokens from each of the starts."""
+        body = tokens[starts[:, None] + torch.arange(length)]
+        return torch.cat([torch.full_like(body[:, :1], self.boundary), body], dim=1)
 
     def batch(self, step: int, size: int, seed: int) -> Int[Tensor, "batch pos"]:
         last = len(self.train_tokens) - self.n_ctx + 1
-        return self._windows(self.train_tokens, torch.randint(last, (size,), generator=step_generator(seed, step)))
+        starts = torch.randint(last, (size,), generator=step_generator(seed, step))
+        return self.windows(self.train_tokens, starts, self.n_ctx - 1)
 
     def held_out(self, count: int) -> Int[Tensor, "batch pos"]:
         """Windows of the held-out text, spread evenly."""
         last = len(self.valid_tokens) - self.n_ctx + 1
-        return self._windows(self.valid_tokens, torch.linspace(0, last - 1, count).long())
+        return self.windows(self.valid_tokens, torch.linspace(0, last - 1, count).long(), self.n_ctx - 1)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
         if self.d_vocab >= LARGE_VOCABULARY:

@@ -2,17 +2,8 @@
 
 A batch depends on the seed and the step alone, and everything else that moves (weights, Adam's moments, the step) is
 in one checkpoint, so an interrupted run continues bit for bit (with the same number of threads: sums are split among
-them). A run is a folder:
-
-    lab.json                what was trained, on what, with which seed (the run's identity)
-    metrics.jsonl           one line per evaluation
-    checkpoints/*.safetensors   the model at chosen steps
-    state.safetensors       the last resumable state (removed when the run ends)
-    model.safetensors       the final model
-    diverged.json           instead of it, if the loss stopped being a number
-    tokenizer.json          where the task has text
-
-Several runs of one experiment: trained side by side, a run that diverges named and the others kept.
+them). A run is a folder (`run_folder`). The runs of one experiment are trained side by side, a run that diverges is
+named and the others are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import pandas as pd
 import torch
@@ -37,6 +28,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
     DIVERGED_FILE,
@@ -64,10 +56,6 @@ from ln_probe.analyses.lab.run_folder import (
 )
 from ln_probe.analyses.processes import follow_parent, starting_workers
 from ln_probe.analyses.progress import tell
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
-
 
 FORMAT = 1
 
@@ -187,32 +175,12 @@ def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, 
     return plain
 
 
-def check_run(task: Task, spec: ModelSpec, training: TrainConfig, out: Path) -> None:
-    """Raise FileExistsError if `out` holds another run (ValueError: its file is damaged); none is fine."""
-    if (out / LAB_FILE).exists():
-        check(out, _identity(task, spec, training))
-
-
 def _pack(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> dict[str, Tensor]:
     packed = {f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         packed |= {f"adam.{k}.{name}": v.contiguous() for k, v in optimizer.state[parameter].items()}
     packed |= {f"counter.{k}": torch.tensor(v, dtype=torch.float64) for k, v in counters.items()}
     return packed
-
-
-def _unpack(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str, Tensor]) -> dict[str, float]:
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "adam": {}, "counter": {}}
-    for key, value in packed.items():
-        kind, name = key.split(".", 1)
-        parts[kind][name] = value
-    model.load_state_dict(parts["model"])
-    for name, parameter in model.named_parameters():
-        held = {k: parts["adam"][f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
-        if held["exp_avg"].shape != parameter.shape:
-            raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
-        optimizer.state[parameter] = held
-    return {k: float(v) for k, v in parts["counter"].items()}
 
 
 def train(
@@ -315,10 +283,18 @@ def _train(
 
 def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) -> dict[str, float]:
     """Where an interrupted run stopped, put back into model and optimizer; zeros if there is no saved state."""
+    counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
     if not state.exists():
-        return {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
+        return counters
     try:
-        return _unpack(model, optimizer, load_tensors(state)[0])
+        packed = load_tensors(state)[0]
+        model.load_state_dict({k.removeprefix("model."): v for k, v in packed.items() if k.startswith("model.")})
+        for name, parameter in model.named_parameters():
+            held = {k: packed[f"adam.{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
+            if held["exp_avg"].shape != parameter.shape:
+                raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
+            optimizer.state[parameter] = held
+        return {k.removeprefix("counter."): float(v) for k, v in packed.items() if k.startswith("counter.")}
     except DamagedTensorsError as error:
         raise ValueError(f"{error}; delete it to start again") from error
     except (KeyError, RuntimeError, ValueError) as error:
@@ -448,7 +424,8 @@ def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
         if runs and not any(run.folder.exists() for run in runs):
             raise ValueError(f"{request.out} holds none of these {len(runs)} runs: leave out --collect to train them")
         for run in runs:
-            check_run(run.task, run.spec, run.training, run.folder)
+            if (run.folder / LAB_FILE).exists():
+                check(run.folder, _identity(run.task, run.spec, run.training))
     else:
         train_all(runs, jobs=request.jobs, progress=request.progress)
     return tuple(diverged(runs).values())

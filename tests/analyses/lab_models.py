@@ -1,10 +1,14 @@
-"""Small laboratory models with gains, biases and means that matter."""
+"""Small laboratory models with gains, biases and means that matter, texts, and a reference for unselectable keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -21,3 +25,17 @@ def lab(**options: Any) -> Any:
     with calibrate(model):
         model(torch.arange(1, 11)[None])
     return model.eval()
+
+
+def write_words(path: Path, words: Sequence[str], count: int = 4000) -> Path:
+    """A text file of words drawn at random."""
+    drawn = torch.randint(len(words), (count,), generator=torch.Generator().manual_seed(0))
+    path.write_text(" ".join(words[i] for i in drawn.tolist()))
+    return path
+
+
+def is_interior(keys: np.ndarray, i: int) -> bool:
+    """Whether key i is a convex combination of the others, by a linear program."""
+    others = np.delete(keys, i, axis=0)
+    system = np.vstack([others.T, np.ones(len(others))])
+    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)

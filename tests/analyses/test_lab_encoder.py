@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy.optimize import linprog
+from lab_models import is_interior, write_words
 
 from ln_probe.analyses.lab.experiments import Request, find
 from ln_probe.analyses.lab.language_model import encoder, encoder_passages
@@ -20,8 +20,7 @@ from ln_probe.analyses.lab.language_model.encoder import (
     Size,
     effects_of_terms,
     encoder_config,
-    read_places,
-    unselectable_read,
+    key_places,
 )
 from ln_probe.analyses.lab.language_model.encoder_passages import (
     ClassifierSpec,
@@ -30,7 +29,13 @@ from ln_probe.analyses.lab.language_model.encoder_passages import (
     costs,
     plain_words,
 )
-from ln_probe.analyses.lab.language_model.published_language_model import BEFORE, FRACTION, HEAD, NORMALIZED
+from ln_probe.analyses.lab.language_model.published_language_model import (
+    BEFORE,
+    FRACTION,
+    HEAD,
+    NORMALIZED,
+    unselectable_keys,
+)
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import save_model
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask, masked
@@ -56,12 +61,10 @@ def shaken(norm: str, size: Size = SIZE, shape: str = "narrow") -> Encoder:
 def books(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two books without a word in common."""
     folder = tmp_path_factory.mktemp("books")
-    paths = []
-    for name, words in (("sea", ("the ships", "came home", "in fog")), ("bread", ("oven; 12", "DOUGH", "warm crust"))):
-        drawn = torch.randint(len(words), (1500,), generator=torch.Generator().manual_seed(0))
-        paths.append(folder / f"{name}.txt")
-        paths[-1].write_text(" ".join(words[i] for i in drawn.tolist()))
-    return paths[0], paths[1]
+    return (
+        write_words(folder / "sea.txt", ("the ships", "came home", "in fog"), 1500),
+        write_words(folder / "bread.txt", ("oven; 12", "DOUGH", "warm crust"), 1500),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +129,9 @@ def test_only_what_attention_reads_differs() -> None:
         assert model.ln_embed.w is None
         for name, weight in made["layernorm"].named_parameters():
             torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=0)
-    assert read_places(0)[1] == "ln_embed.hook_normalized"
-    assert read_places(2) == ("blocks.1.hook_resid_post", "blocks.1.ln2.hook_normalized")
+    places = key_places()
+    assert places[0, NORMALIZED] == "ln_embed.hook_normalized"
+    assert (places[2, BEFORE], places[2, NORMALIZED]) == ("blocks.1.hook_resid_post", "blocks.1.ln2.hook_normalized")
     good = encoder_config("wide", "layernorm", SIZE)
     with pytest.raises(ValueError, match="an encoder has causal=False, got True"):
         replace(good, causal=True)
@@ -136,26 +140,19 @@ def test_only_what_attention_reads_differs() -> None:
     assert EncoderConfig(**good.to_dict()) == good
 
 
-def inside(keys: np.ndarray, i: int) -> bool:
-    """Whether key i is a convex combination of the others, by a linear program."""
-    others = np.delete(keys, i, axis=0)
-    system = np.vstack([others.T, np.ones(len(others))])
-    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)
-
-
 def test_unselectable_keys_by_linear_programs() -> None:
     size = replace(SIZE, n_ctx=18)
     model = shaken("projection_only", size)
     tokens = torch.randint(SIZE.d_vocab, (1, 18), generator=torch.Generator().manual_seed(2))
-    found = {(layer, space): value for layer, space, value in unselectable_read(model, tokens)}
+    found = {(layer, space): value for layer, space, value in unselectable_keys(model, tokens, key_places())}
     _, cache = model.run_with_cache(tokens)
     heads = cache["blocks.1.attn.hook_k"][0].transpose(0, 1).numpy()
-    share = np.mean([inside(keys, i) for keys in heads for i in range(18)])
+    share = np.mean([is_interior(keys, i) for keys in heads for i in range(18)])
     assert found[1, HEAD] == pytest.approx(share)
     assert 0.3 < share < 1
     before = cache["blocks.0.hook_resid_post"][0].numpy()
-    assert found[1, BEFORE] == pytest.approx(np.mean([inside(before, i) for i in range(18)]))
-    on_sphere = unselectable_read(shaken("layernorm", size), tokens)
+    assert found[1, BEFORE] == pytest.approx(np.mean([is_interior(before, i) for i in range(18)]))
+    on_sphere = unselectable_keys(shaken("layernorm", size), tokens, key_places())
     scaled = {(layer, space): value for layer, space, value in on_sphere}
     assert [scaled[layer, NORMALIZED] for layer in range(4)] == [0.0] * 4  # on a sphere
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.optimize import linprog
+from lab_models import is_interior
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority import random_keys
@@ -84,21 +84,12 @@ def test_what_is_written(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- random keys
 
 
-def inside(keys: np.ndarray, i: int) -> bool:
-    """Whether key i is a convex combination of the others, by a linear program."""
-    others = np.delete(keys, i, axis=0)
-    found = linprog(
-        np.zeros(len(others)), A_eq=np.vstack([others.T, np.ones(len(others))]), b_eq=[*keys[i], 1], bounds=(0, None)
-    )
-    return bool(found.status == 0)
-
-
 @pytest.mark.parametrize("space", [NORMAL, HEAD])
 def test_a_square_by_linear_programs(space: str) -> None:
     cell = Cell(space, 16 if space == HEAD else 3, 3, 12, draws=6)
     keys = cell.keys(seed=4)
     assert keys.shape == (6, 12, 3)
-    verdicts = np.array([[inside(draw, i) for i in range(12)] for draw in keys])
+    verdicts = np.array([[is_interior(draw, i) for i in range(12)] for draw in keys])
     assert unselectable(cell, 4) == (verdicts.any(1).mean(), pytest.approx(verdicts.mean()))
     assert 0 < verdicts.mean() < 1
     assert not np.array_equal(keys, cell.keys(seed=5))
@@ -143,17 +134,9 @@ def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
         )
 
     runs = plan([10, 20])
-    assert [(r.keys["d"], r.seed, r.training.steps) for r in runs] == [
-        (10, 0, 10),
-        (20, 0, 20),
-        (10, 3, 10),
-        (20, 3, 20),
-    ]
-    assert [str(r.folder.relative_to(tmp_path)) for r in runs] == [
-        "runs/d1-seed0",
-        "runs/d2-seed0",
-        "runs/d1-seed3",
-        "runs/d2-seed3",
-    ]
+    assert [(r.keys["d"], r.seed, r.training.steps, str(r.folder.relative_to(tmp_path))) for r in runs] == [
+        (10, 0, 10, "runs/d1-seed0"), (20, 0, 20, "runs/d2-seed0"),
+        (10, 3, 10, "runs/d1-seed3"), (20, 3, 20, "runs/d2-seed3"),
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="two cells are called 'd1', so their runs would share a folder"):
         plan([10, 11])

@@ -19,24 +19,16 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     HEAD,
     NORMALIZED,
     Size,
+    key_places,
     make_runs,
     published_model,
     run,
     unselectable_keys,
 )
-from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.text_task import TextTask, piecewise_loss, read_tokenizer, train_tokenizer
 
 SIZE = Size(d_vocab=300, n_ctx=24, batch=2, steps=4, valid_windows=4)
-
-
-@pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
-    drawn = torch.randint(len(words), (3000,), generator=torch.Generator().manual_seed(0))
-    path.write_text(" ".join(words[i] for i in drawn.tolist()))
-    return path
 
 
 def test_the_published_shape() -> None:
@@ -94,7 +86,8 @@ def test_keys_in_each_space() -> None:
     with torch.no_grad():
         for block in model.blocks:
             block.attn.W_K.normal_()
-    found = {(layer, space): value for layer, space, value in unselectable_keys(model, torch.randint(300, (2, 64)))}
+    shares = unselectable_keys(model, torch.randint(300, (2, 64)), key_places(range(4)))
+    found = {(layer, space): value for layer, space, value in shares}
     assert len(found) == 12
     assert all(found[layer, NORMALIZED] == 0 for layer in range(4))
     assert all(found[layer, HEAD] > 0.5 for layer in range(4))
@@ -126,17 +119,8 @@ def test_a_run_of_the_experiment(prose: Path, tmp_path: Path, monkeypatch: pytes
     assert again.conclusions == found.conclusions
     divisors = {
         float(m.blocks[0].ln1.divisor)
-        for m in (published_language_model.load_run(r.folder) for r in make_runs(request, SIZE))
+        for m in (load_run(r.folder) for r in make_runs(request, SIZE))
         if m.blocks[0].ln1.divisor is not None
     }
     assert 1.0 in divisors
     assert len(divisors) == 3
-
-
-def test_no_learning_from_uncalibrated_norms() -> None:
-    model = published_model("projection_only", None, SIZE).build()
-    with pytest.raises(ValueError, match="has no divisor yet"):
-        model(torch.zeros(1, 5, dtype=torch.long))
-    with calibrate(model):
-        model(torch.arange(10)[None])
-    assert torch.isfinite(model(torch.arange(10)[None])).all()

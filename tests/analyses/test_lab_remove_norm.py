@@ -41,15 +41,6 @@ SIZE = Size(steps=14, batch=2, schedule=Schedule(2, 1, 1), valid_windows=2, cont
 
 
 @pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "prose.txt"
-    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
-    drawn = torch.randint(len(words), (3000,), generator=torch.Generator().manual_seed(0))
-    path.write_text(" ".join(words[i] for i in drawn.tolist()))
-    return path
-
-
-@pytest.fixture(scope="module")
 def start(prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model of two layers."""
     out = tmp_path_factory.mktemp("start") / "lm-tiny"

@@ -6,10 +6,7 @@ with constants from those between); and, on the keys of held-out windows, the sh
 as the model is, and with each norm's scaling replaced by a constant (its mean sigma over the other tokens than those at
 position 0, which keep a separate constant).
 
-Language models that differ in the norm before attention, on text the user gives.
-
-Run as a module, it trains one model of the size that ships with ln_probe (the published experiment is in
-`published_language_model.py`):
+Run as a module, it trains one model of the size that ships with ln_probe:
 
     python -m ln_probe.analyses.lab.language_model --norm layernorm --out runs/lm-layernorm TEXT [TEXT…]
 """
@@ -21,8 +18,9 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pandas as pd
 import torch
@@ -31,16 +29,22 @@ from matplotlib.figure import Figure
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.published_language_model import unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, panels, summarize_kinds
+from ln_probe.analyses.lab.results import (
+    Results,
+    contrasted,
+    differences,
+    doubt,
+    interval_text,
+    panels,
+    select,
+    summarize_kinds,
+)
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, save_model
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.hooks.interventions import NoOpWarning, without
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
@@ -111,6 +115,12 @@ TITLES = {  # of a measure: what it is called, factor, digits and unit in senten
     FRACTION: ("Unselectable keys", 100, 1, "points"),
     FROZEN: ("Unselectable keys without scaling", 100, 1, "points"),
 }
+CONTRASTS = {  # the norm that has the term, and the one that lacks it
+    "scaling, with projection": ("layernorm", "projection_only"),
+    "scaling, without projection": ("scaling_only", "none"),
+    "projection, with scaling": ("layernorm", "scaling_only"),
+    "projection, without scaling": ("projection_only", "none"),
+}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of what is not measured layer by layer
 
@@ -150,34 +160,25 @@ def text(request: Request) -> TextTask:
     return task
 
 
-def make_runs(request: Request) -> list[Run]:
-    """A run per seed and norm, but for the seed that ships."""
-    task = text(request)
-    return [
-        run
-        for run in planned(
-            NORM_KINDS,
-            request,
-            keys=lambda norm: {"norm": norm},
-            name=lambda norm: norm,
-            task=lambda *_: task,
-            spec=bundled_model,
-            training=lambda _, seed: training(request.quick, seed),
-        )
-        if request.quick or run.seed != SHIPPED_SEED
-    ]
-
-
 def run(request: Request) -> Results:
-    """Train the missing runs, and measure the finished ones."""
-    runs = make_runs(request)
-    lost = carry_out(runs, request)
-    return findings(pd.concat([*measured(runs, request)], ignore_index=True), lost, request.quick)
-
-
-def measured(runs: list[Run], request: Request) -> Iterator[pd.DataFrame]:
-    """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept in its folder)."""
+    """Train a model per norm and seed, but for the seed that ships, and measure those that are finished."""
     task = text(request)
+    every = planned(
+        NORM_KINDS,
+        request,
+        keys=lambda norm: {"norm": norm},
+        name=lambda norm: norm,
+        task=lambda *_: task,
+        spec=bundled_model,
+        training=lambda _, seed: training(request.quick, seed),
+    )
+    runs = [run for run in every if request.quick or run.seed != SHIPPED_SEED]
+    lost = carry_out(runs, request)
+    return findings(pd.concat([*measured(runs, request, task)], ignore_index=True), lost, request.quick)
+
+
+def measured(runs: Sequence[Run], request: Request, task: TextTask) -> Iterator[pd.DataFrame]:
+    """KEYS, `seed` and `value` of the shipped checkpoints and of every finished run (kept in its folder)."""
     yield pd.DataFrame(columns=[*KEYS, "seed", "value"])
     if not request.quick and SHIPPED_SEED in request.seeds:
         for norm in NORM_KINDS:
@@ -216,11 +217,9 @@ def costs(model: LabTransformer, tokens: torch.Tensor, calibration: torch.Tensor
 @torch.no_grad()
 def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
     """Layer, measure, and share of unselectable keys per head and context (mean), intact and without scaling."""
-    layers = range(model.cfg.n_layers)
-    names = [f"blocks.{i}.{n}" for i in layers for n in ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")]
-    _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
-    for layer in layers:
-        block = cast("Block", model.blocks[layer])
+    leaves = ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")
+    _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith(leaves), return_type=None)
+    for layer, block in enumerate(cast("Block", each) for each in model.blocks):
         yield layer, FRACTION, unselectable_share(cache[f"blocks.{layer}.attn.hook_k"])
         if model.cfg.norm in SCALES:
             sigma = cache[f"blocks.{layer}.ln1.hook_scale"]
@@ -272,21 +271,8 @@ def contrasts(values: pd.DataFrame) -> pd.DataFrame:
 
     Columns: `contrast, measure`, then as `contrasted`; Holm's p over all rows.
     """
-    wide = values[values["layer"] == ALL_LAYERS].pivot(index=["measure", "seed"], columns="norm", values="value")
-    pairs = {
-        "scaling, with projection": ("layernorm", "projection_only"),
-        "scaling, without projection": ("scaling_only", "none"),
-        "projection, with scaling": ("layernorm", "scaling_only"),
-        "projection, without scaling": ("projection_only", "none"),
-    }
-    rows = [
-        (wide[have] - wide[lack]).rename("value").reset_index().assign(contrast=name)
-        for name, (have, lack) in pairs.items()
-        if {have, lack} <= set(wide.columns)
-    ]
-    if not rows:
-        return pd.DataFrame(columns=["contrast", "measure", "mean", "ci_low", "ci_high", "p_holm", "seeds"])
-    return contrasted(pd.concat(rows, ignore_index=True).dropna(subset="value"), ["contrast", "measure"])
+    wide = select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
+    return contrasted(differences(wide, CONTRASTS), ["contrast", "measure"])
 
 
 def sentences(compared: pd.DataFrame) -> Iterator[str]:
@@ -305,7 +291,7 @@ def draw(values: pd.DataFrame) -> Figure:
     shown = [m for m in (LOSS, *COSTS.values(), FRACTION, FROZEN) if m in set(values["measure"])]
     figure, axes = panels(len(shown), 2.7, 2.6, shared=True)
     for measure, ax in zip(shown, axes, strict=True):
-        part = values[(values["measure"] == measure) & (values["layer"] == ALL_LAYERS)]
+        part = select(values, measure=measure, layer=ALL_LAYERS)
         ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
         ax.set(xlabel=measure.replace("_", " "))
         ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)

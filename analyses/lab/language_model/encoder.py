@@ -1,19 +1,14 @@
 """Encoders of BERT's shape on masked text, without scaling or without projection: their loss and their keys.
 
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
-differs (`Encoder`), and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the
-published decoders', and d 64 with four heads of 16, in which few keys are out of reach anyway. Norms without scaling
-divide by a constant measured at initialization, so that all start at the same size. Every query of an encoder sees all
-keys of its context.
+differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the published decoders', and
+d 64 with four heads of 16, in which few keys are out of reach anyway. Norms without scaling divide by a constant
+measured at initialization, so that all start at the same size. Every query of an encoder sees all keys of its context.
 
-An encoder of BERT's shape whose attention reads a norm of one's choice.
-
-Bidirectional, post-norm, learned positions, a norm on the embeddings (Devlin et al. 2019). As in Brody, Alon & Yahav's
-decoders (2023, section 4.2), the norms that attention reads are varied apart, and have no gain and bias: the one on the
-embeddings, and the one that ends every block but the last. MLPs read `norm`, the unembedding `norm_mlp`.
-Left out of BERT: segment embeddings (one segment), dropout, and the dense layer before the unembedding.
-
-What the encoders show: masked loss and unselectable keys, and what leaving out a term changes, paired by seed.
+An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019). The
+norms that attention reads have no gain and bias: the one on the embeddings, and the one that ends every block but the
+last. MLPs read `norm`, the unembedding `norm_mlp`. Left out of BERT: segment embeddings (one segment), dropout, and the
+dense layer before the unembedding.
 """
 
 from __future__ import annotations
@@ -21,23 +16,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
     FRACTION,
     HEAD,
     NORMALIZED,
-    shares_at_checkpoints,
-    unselectable_share,
+    unselectable_at_checkpoints,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 from ln_probe.analyses.lab.results import (
@@ -47,6 +41,7 @@ from ln_probe.analyses.lab.results import (
     interval_text,
     minus_reference,
     panels,
+    select,
     summarize_kinds,
 )
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
@@ -60,9 +55,6 @@ from ln_probe.analyses.lab.train import (
     with_checkpoints,
 )
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
 
 
 @dataclass(frozen=True)
@@ -113,13 +105,6 @@ def _read(cfg: EncoderConfig) -> nn.Module:
     return Norm(cfg.norm_read, cfg.d_model, eps=cfg.eps, gain=False, bias=False)
 
 
-def read_places(layer: int) -> tuple[str, str]:
-    """Hook names of what attention in a layer reads, before its norm and after."""
-    if layer == 0:
-        return "hook_embedded", "ln_embed.hook_normalized"
-    return f"blocks.{layer - 1}.hook_resid_post", f"blocks.{layer - 1}.ln2.hook_normalized"
-
-
 LAYERS = 4
 KEYS = ["shape", "norm", "step", "layer", "space", "measure"]
 LOSS, ACCURACY = "valid_loss", "valid_accuracy"
@@ -164,47 +149,41 @@ def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
         shape, norm, space, measure, and the columns of `contrasted`; Holm's p is over all rows. After a norm that
         scales no key is unselectable by theorem, so what is normalized is not compared.
     """
-    told = values[(values["step"] == step) & values["measure"].isin((LOSS, FRACTION)) & (values["space"] != NORMALIZED)]
+    told = select(values[values["space"] != NORMALIZED], step=step, measure=[LOSS, FRACTION])
     same = ["shape", "space", "measure", "seed"]
     means = cast("pd.DataFrame", told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
     pairs = minus_reference(means, means["norm"] == WHOLE, same)
-    keys = ["shape", "norm", "space", "measure"]
-    if pairs.empty:
-        return pd.DataFrame(columns=keys)
-    return contrasted(pairs, keys)
+    return contrasted(pairs, ["shape", "norm", "space", "measure"])
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
-    last = summary[summary["step"] == settings["training"]["steps"]]
+    last = select(summary, step=settings["training"]["steps"])
     for shape in dict.fromkeys(last["shape"]):
-        part = last[last["shape"] == shape]
-        loss = part[(part["measure"] == LOSS) & (part["norm"] == WHOLE)]
-        if len(loss):
+        for row in select(last, shape=shape, measure=LOSS, norm=WHOLE).to_dict("records"):
             yield (
-                f"{shape}: held-out masked loss with LayerNorm {interval_text(loss.iloc[0].to_dict())} nats (seeds: "
-                f"{int(loss['seeds'].iloc[0])}); token frequencies alone give {settings['unigram_loss']:.3f}."
+                f"{shape}: held-out masked loss with LayerNorm {interval_text(row)} nats (seeds: {row['seeds']}); "
+                f"token frequencies alone give {settings['unigram_loss']:.3f}."
             )
-        for row in differences[differences["shape"] == shape].to_dict("records"):
+        for row in select(differences, shape=shape).to_dict("records"):
             if row["measure"] == LOSS:
                 what, told = "the held-out masked loss", f"{interval_text(row, '+.3f')} nats"
             else:
                 where = "as heads see them" if row["space"] == HEAD else "before the norm"
                 what = f"the share of unselectable keys {where} (mean over layers)"
                 told = f"{interval_text(row, '+.1f', 100)} points"
-            clear = doubt(row["p_holm"], row["seeds"])
-            term = LEFT_OUT[row["norm"]]
-            yield f"{shape}: leaving out {term} changes {what} by {told} (seeds: {int(row['seeds'])}){clear}."
+            told += f" (seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}"
+            yield f"{shape}: leaving out {LEFT_OUT[row['norm']]} changes {what} by {told}."
 
 
 def _draw(summary: pd.DataFrame) -> Figure:
     """Unselectable keys at the last step, a panel per shape and space: bars over layers, whiskers over seeds."""
-    rows = summary[(summary["measure"] == FRACTION) & (summary["step"] == summary["step"].max())]
+    rows = select(summary, measure=FRACTION, step=summary["step"].max())
     shapes, spaces = list(dict.fromkeys(rows["shape"])), (BEFORE, NORMALIZED, HEAD)
     figure, axes = panels(len(shapes) * len(spaces), 11 / len(spaces), 2.8, columns=len(spaces), shared=True)
     norms = list(dict.fromkeys(rows["norm"]))
     for (shape, space), ax in zip(itertools.product(shapes, spaces), axes, strict=True):
         for number, norm in enumerate(norms):
-            one = rows[(rows["shape"] == shape) & (rows["space"] == space) & (rows["norm"] == norm)]
+            one = select(rows, shape=shape, space=space, norm=norm)
             reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
             at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
             ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
@@ -311,46 +290,29 @@ def run_at(request: Request, size: Size) -> Results:
     runs = make_runs(request, size)
     lost = carry_out(runs, request)
     started = with_checkpoints(runs)
-    losses = curves(started)
-    losses = losses[losses["measure"].isin(("train_loss", *LOSSES))]
-    fractions = shares_at_checkpoints(started, lambda run, step: _shares(run, size, step))
-    last = losses[(losses["step"] == size.steps) & losses["measure"].isin(LOSSES)].assign(layer=-1, space="-")
+    task = cast(MaskedTextTask, started[0].task)
+    losses = select(curves(started), measure=["train_loss", *LOSSES])
+    fractions = unselectable_at_checkpoints(started, task.text.held_out(size.contexts), key_places())
+    last = select(losses, step=size.steps, measure=[*LOSSES]).assign(layer=-1, space="-")
     values = pd.concat([fractions, last], ignore_index=True)[[*KEYS, "seed", "value"]]
-    return findings(values, losses, _settings(started[0], size), lost)
-
-
-@torch.no_grad()
-def unselectable_read(model: Encoder, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
-    """Layer, space, and share of unselectable keys among all keys of a context, mean over contexts (and heads).
-
-    Spaces as of the decoders: what attention reads before its norm and after, and a head's keys.
-    """
-    places = {
-        (layer, space): name
-        for layer in range(LAYERS)
-        for space, name in zip(
-            (BEFORE, NORMALIZED, HEAD), (*read_places(layer), f"blocks.{layer}.attn.hook_k"), strict=True
-        )
-    }
-    _, cache = model.run_with_cache(tokens, names_filter=list(places.values()), return_type=None)
-    for (layer, space), name in places.items():
-        yield layer, space, unselectable_share(cache[name])
-
-
-def _shares(run: Run, size: Size, step: int) -> Iterator[tuple[int, str, float]]:
-    assert isinstance(run.task, MaskedTextTask)
-    return unselectable_read(cast("Encoder", run.model(step)), run.task.text.held_out(size.contexts))
-
-
-def _settings(run: Run, size: Size) -> dict[str, Any]:
-    assert isinstance(run.task, MaskedTextTask)
     varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
-    shared = shared_settings(run, varied)
-    return {
+    shared = shared_settings(started[0], varied)
+    settings = {
         **shared,
         "training": shared["training"] | {"lr": RATES},
         "model": shared["model"] | {"d_model": SHAPES},
         "contexts": size.contexts,
-        "unigram_loss": run.task.unigram_loss(),
+        "unigram_loss": task.unigram_loss(),
         "published": "decoders only (section 4.2: the experiment language_model); of an encoder no figure was at hand",
     }
+    return findings(values, losses, settings, lost)
+
+
+def key_places() -> dict[tuple[int, str], str]:
+    """Hook names by layer and space: what attention reads before its norm and after, and a head's keys."""
+    places = {}
+    for layer in range(LAYERS):
+        places[layer, BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
+        places[layer, NORMALIZED] = f"blocks.{layer - 1}.ln2.hook_normalized" if layer else "ln_embed.hook_normalized"
+        places[layer, HEAD] = f"blocks.{layer}.attn.hook_k"
+    return places

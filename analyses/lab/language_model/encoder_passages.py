@@ -1,12 +1,10 @@
 """What leaving out a term costs where an encoder is fine-tuned: which of the given books is a passage from?
 
-After Brody, Alon & Yahav 2023, who fine-tune on SST-2; here the task is made of the texts themselves.
-The encoders are those of the experiment `encoder`, which are trained first where they are missing. Each is fine-tuned
-with the norm that it was trained with, and its accuracy is compared with LayerNorm's of the same seed.
-
 In place of SST-2 (Brody, Alon & Yahav 2023), whose sentences and labels are not among texts that a user gives: one
 short passage, one label, decided by words all over it. What would give a book away without reading is taken out:
 letters and apostrophes alone are left, in lower case, on one line; no verse numbers, no speakers, no breaks of verse.
+The encoders are those of the experiment `encoder`, which are trained first where they are missing. Each is fine-tuned
+with the norm that it was trained with, and its accuracy is compared with LayerNorm's of the same seed.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -26,8 +24,9 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import encoder
-from ln_probe.analyses.lab.language_model.encoder import LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size
+from ln_probe.analyses.lab.language_model.encoder import ACCURACY, LEFT_OUT, LOSS, WHOLE, Encoder, EncoderConfig, Size
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import (
     Results,
@@ -36,15 +35,12 @@ from ln_probe.analyses.lab.results import (
     interval_text,
     minus_reference,
     panels,
+    select,
     summarize_kinds,
 )
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights
 from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, step_generator
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
-
 
 NOT_WORDS = re.compile(r"[^a-z'’]+")  # of text in lower case
 SPEAKERS = re.compile(r"^[A-Z][A-Z ]+\.$", re.MULTILINE)  # a separate line in plays: "FIRST LORD."
@@ -101,28 +97,22 @@ class PassagesTask:
             "held_out": self.count,
         }
 
-    def _passages(self, tokens: Tensor, starts: Tensor) -> Int[Tensor, "batch pos"]:
-        body = tokens[starts[:, None] + torch.arange(self.length)]
-        return torch.cat([torch.full_like(body[:, :1], self.text.boundary), body], dim=1)
-
     def batch(self, step: int, size: int, seed: int) -> Passages:
         """As many passages of every book, to one."""
         generator = step_generator(seed, step)
-        books = torch.arange(size) % len(self.files)
-        made = []
+        books, made = torch.arange(size) % len(self.files), []
         for tokens in self.train_tokens:
-            made.append(
-                self._passages(tokens, torch.randint(len(tokens) - self.length + 1, (size,), generator=generator))
-            )
+            starts = torch.randint(len(tokens) - self.length + 1, (size,), generator=generator)
+            made.append(self.text.windows(tokens, starts, self.length))
         return Passages(torch.stack(made)[books, torch.arange(size)], books)
 
     def held_out(self) -> Passages:
         """The held-out passages, as many of every book."""
-        parts = [
-            self._passages(tokens, torch.linspace(0, len(tokens) - self.length, self.count).long())
-            for tokens in self.held_tokens
-        ]
-        return Passages(torch.cat(parts), torch.arange(len(parts)).repeat_interleave(self.count))
+        made = []
+        for tokens in self.held_tokens:
+            starts = torch.linspace(0, len(tokens) - self.length, self.count).long()
+            made.append(self.text.windows(tokens, starts, self.length))
+        return Passages(torch.cat(made), torch.arange(len(made)).repeat_interleave(self.count))
 
     def loss(self, model: nn.Module, batch: Passages) -> Float[Tensor, ""]:
         return F.cross_entropy(model(batch.tokens), batch.books)
@@ -187,7 +177,6 @@ class Classifier(nn.Module):
 
 
 KEYS = ["shape", "norm", "step", "measure"]
-ACCURACY, LOSS = "valid_accuracy", "valid_loss"
 
 
 @dataclass(frozen=True)
@@ -206,15 +195,10 @@ TUNED = ("layernorm", "projection_only", "scaling_only")  # encoders without a t
 RATE_SHARE = 0.5  # of the rate of the training before; BERT's is 0.2 to 0.5 of it
 
 
-def make_runs(request: Request, pretrained: list[Run], tuning: Tuning) -> list[Run]:
-    """A run for each finished encoder, all of a seed on the same passages."""
-    if not pretrained:
-        return []
-    masked = pretrained[0].task
-    assert isinstance(masked, MaskedTextTask)
-    task = PassagesTask(request.texts, masked.text, tuning.length, tuning.held_out)
+def make_runs(request: Request, encoders: Iterable[Run], task: PassagesTask, tuning: Tuning) -> list[Run]:
+    """A run for each trained encoder, all of a seed on the same passages."""
     made = []
-    for run in pretrained:
+    for run in encoders:
         assert isinstance(run.spec, EncoderConfig)
         rate = run.training.lr * RATE_SHARE
         training = TrainConfig(
@@ -245,17 +229,14 @@ def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
     Raises:
         ValueError: fewer than two texts; with `collect`, nothing has been trained.
     """
-    if len(request.texts) < 2:
-        raise ValueError(f"passages are classified by their book: give at least 2 texts, not {len(request.texts)}")
-    before = encoder.make_runs(request, size, [cell for cell in encoder.CELLS if cell[1] in TUNED])
-    lost = carry_out(before, request)
-    runs = make_runs(request, [r for r in before if r.finished], tuning)
+    encoders = encoder.make_runs(request, size, [cell for cell in encoder.CELLS if cell[1] in TUNED])
+    text = cast(MaskedTextTask, encoders[0].task).text
+    task = PassagesTask(request.texts, text, tuning.length, tuning.held_out)  # refuses texts before anything is trained
+    lost = carry_out(encoders, request)
+    runs = make_runs(request, [run for run in encoders if run.finished], task, tuning)
     lost += carry_out(runs, request)
     done = finished(runs)
-    values = curves(done)
-    values = values[values["measure"].isin((ACCURACY, LOSS))][[*KEYS, "seed", "value"]]
-    task = done[0].task
-    assert isinstance(task, PassagesTask)
+    values = select(curves(done), measure=[ACCURACY, LOSS])[[*KEYS, "seed", "value"]]
     settings = {
         "training": {k: v for k, v in vars(done[0].training).items() if k not in ("seed", "lr")}
         | {"lr": {shape: rate * RATE_SHARE for shape, rate in encoder.RATES.items()}},
@@ -271,7 +252,7 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str,
     """Tables, a figure and sentences from KEYS, `seed`, `value`."""
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[share], "share"), (values[~share], "mean")], KEYS)
-    last = values[(values["step"] == settings["training"]["steps"]) & share]
+    last = select(values, step=settings["training"]["steps"], measure=ACCURACY)
     differences = costs(last)
     return Results(
         summary=summary,
@@ -286,16 +267,13 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str,
 def costs(last: pd.DataFrame) -> pd.DataFrame:
     """Accuracy minus LayerNorm's of the same seed and shape, with intervals and Holm's p over all rows."""
     same = ["shape", "step", "measure", "seed"]
-    pairs = minus_reference(last, last["norm"] == WHOLE, same)
-    if pairs.empty:
-        return pd.DataFrame(columns=KEYS)
-    return contrasted(pairs, KEYS, (-1.0, 1.0))
+    return contrasted(minus_reference(last, last["norm"] == WHOLE, same), KEYS, (-1.0, 1.0))
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
-    last = summary[(summary["step"] == settings["training"]["steps"]) & (summary["measure"] == ACCURACY)]
+    last = select(summary, step=settings["training"]["steps"], measure=ACCURACY)
     books = len(settings["data"]["books"])
-    for row in last[last["norm"] == WHOLE].to_dict("records"):
+    for row in select(last, norm=WHOLE).to_dict("records"):
         yield (
             f"{row['shape']}, LayerNorm: {interval_text(row, '.1f', 100)} % of held-out passages of "
             f"{settings['data']['length']} tokens are given to the right one of {books} books "
@@ -315,7 +293,7 @@ def _draw(last: pd.DataFrame) -> Figure:
     shapes = list(dict.fromkeys(last["shape"]))
     figure, axes = panels(max(1, len(shapes)), 8 / max(1, len(shapes)), 3.2)
     for ax, shape in zip(axes, shapes, strict=False):
-        wide = last[last["shape"] == shape].pivot(index="seed", columns="norm", values="value")
+        wide = select(last, shape=shape).pivot(index="seed", columns="norm", values="value")
         for seed, line in wide.iterrows():
             ax.plot(list(wide.columns), line, "o-", label=f"seed {seed}")
         ax.set(title=shape, ylabel="held-out accuracy")

@@ -11,34 +11,33 @@ Two sizes: one that a CPU trains in minutes, and the published one (GPT-2's voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, cast
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.lab.results import Results, panels, summarize_kinds
-from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, load_run, read_metrics, weights_of
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, panels, select, summarize_kinds
+from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, read_metrics, weights_of
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import (
     Run,
     TrainConfig,
     carry_out,
     curves,
-    diverged,
     planned,
     shared_settings,
     with_checkpoints,
 )
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
 
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
 GPT2_VOCABULARY, GPT2_CONTEXT, GPT2_EMBED_STD = 50257, 1024, 0.02
@@ -152,15 +151,22 @@ def run_full(request: Request) -> Results:
 
 def _run(request: Request, size: Size) -> Results:
     runs = make_runs(request, size)
-    carry_out(runs, request)
-    return gathered(runs)
-
-
-# ------------------------------------------------------------------------------------------------------- measurement
+    lost = carry_out(runs, request)
+    started = with_checkpoints(runs)
+    windows = cast(TextTask, started[0].task).held_out(CONTEXTS)
+    fractions = unselectable_at_checkpoints(started, windows, key_places(range(LAYERS)))
+    losses = select(curves(started), measure=["train_loss", LOSS]).assign(layer=-1, space="-")
+    evaluated = [read_metrics(run.folder) for run in started]
+    reached = min(int(table["step"].max()) if len(table) else 0 for table in evaluated)  # the last step of all runs
+    at_kept = losses[losses["step"].isin({*fractions["step"], reached})]
+    values = pd.concat([fractions, at_kept], ignore_index=True)[[*KEYS, "seed", "value"]]
+    seeds = sorted({run.seed for run in started})
+    settings = {**shared_settings(started[0], ("norm", "divisor")), "seeds": seeds, "contexts": CONTEXTS}
+    return findings(values, losses, settings, lost)
 
 
 def unselectable_share(
-    keys: Float[torch.Tensor, "batch pos d_model"] | Float[torch.Tensor, "batch pos head d_head"],
+    keys: Float[Tensor, "batch pos d_model"] | Float[Tensor, "batch pos head d_head"],
 ) -> float:
     """Share of keys that no query can select among those of their context, or of their context and head."""
     sets = keys.transpose(1, 2).flatten(0, 1) if keys.ndim == 4 else keys
@@ -168,53 +174,44 @@ def unselectable_share(
     return float((verdict == NAMES[UNSELECTABLE]).mean())
 
 
+def key_places(layers: Iterable[int], spaces: Sequence[str] = (BEFORE, NORMALIZED, HEAD)) -> dict[tuple[int, str], str]:
+    """Hook names of the keys of pre-norm layers, by layer and space."""
+    leaves = {BEFORE: "hook_resid_pre", NORMALIZED: "ln1.hook_normalized", HEAD: "attn.hook_k"}
+    return {(layer, space): f"blocks.{layer}.{leaves[space]}" for layer in layers for space in spaces}
+
+
 @torch.no_grad()
-def unselectable_keys(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[int, str, float]]:
-    """Layer, space, and share of unselectable keys among those of each context (all its keys, mean over contexts)."""
-    names = [f"blocks.{i}.{n}" for i in range(LAYERS) for n in ("hook_resid_pre", "ln1.hook_normalized", "attn.hook_k")]
-    _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
-    for layer in range(LAYERS):
-        for space, name in ((BEFORE, "hook_resid_pre"), (NORMALIZED, "ln1.hook_normalized"), (HEAD, "attn.hook_k")):
-            yield layer, space, unselectable_share(cache[f"blocks.{layer}.{name}"])
-
-
-def shares_at_checkpoints(
-    runs: Iterable[Run], shares: Callable[[Run, int], Iterable[tuple[int, str, float]]]
-) -> pd.DataFrame:
-    """A row per run, checkpoint, layer and space; kept in the run's folder, because measuring takes a while.
+def unselectable_keys(
+    model: LabTransformer, tokens: Int[Tensor, "batch pos"], places: Mapping[tuple[int, str], str]
+) -> Iterator[tuple[int, str, float]]:
+    """Layer, space, and share of unselectable keys among those of each context (and head), mean over contexts.
 
     Args:
-        runs: that have checkpoints.
-        shares: gives layer, space and share of unselectable keys of a run's model at a step.
+        model: of which keys are taken.
+        tokens: the contexts.
+        places: hook names of the keys, by layer and space.
     """
+    _, cache = model.run_with_cache(tokens, names_filter=list(places.values()), return_type=None)
+    for (layer, space), name in places.items():
+        yield layer, space, unselectable_share(cache[name])
+
+
+def unselectable_at_checkpoints(
+    runs: Iterable[Run], tokens: Int[Tensor, "batch pos"], places: Mapping[tuple[int, str], str]
+) -> pd.DataFrame:
+    """`unselectable_keys` of every checkpoint of runs, a row per layer and space; kept in the run's folder."""
+
+    def measured(run: Run, step: int) -> pd.DataFrame:
+        shares = unselectable_keys(cast(LabTransformer, run.model(step)), tokens, places)
+        return pd.DataFrame(shares, columns=["layer", "space", "value"])
+
     rows = []
     for run in runs:
         for step in checkpoint_steps(run.folder):
-            table = kept_beside(
-                run.folder,
-                f"unselectable-{step:07d}",
-                weights_of(run.folder, step),
-                MEASURED,
-                lambda run=run, step=step: pd.DataFrame(shares(run, step), columns=["layer", "space", "value"]),  # type: ignore[misc]
-            )
+            name, weights = f"unselectable-{step:07d}", weights_of(run.folder, step)
+            table = kept_beside(run.folder, name, weights, MEASURED, partial(measured, run, step))
             rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
     return pd.concat(rows, ignore_index=True)
-
-
-def _shares(run: Run, step: int) -> Iterator[tuple[int, str, float]]:
-    assert isinstance(run.task, TextTask)
-    return unselectable_keys(load_run(run.folder, step), run.task.held_out(CONTEXTS))
-
-
-def gathered(runs: Sequence[Run]) -> Results:
-    """Tables, plots and sentences from what the runs have reached."""
-    started = with_checkpoints(runs)
-    fractions = shares_at_checkpoints(started, _shares)
-    losses = curves(started)
-    losses = losses[losses["measure"].isin(["train_loss", LOSS])].assign(layer=-1, space="-")
-    at_kept = losses[losses["step"].isin(set(fractions["step"]) | {_reached(started)})]
-    values = pd.concat([fractions, at_kept], ignore_index=True)[[*KEYS, "seed", "value"]]
-    return findings(values, losses, _settings(started), tuple(diverged(runs).values()))
 
 
 def findings(
@@ -244,19 +241,9 @@ def findings(
     )
 
 
-def _reached(runs: Sequence[Run]) -> int:
-    """The last evaluation that all runs have come to."""
-    return min(int(table["step"].max()) if len(table := read_metrics(run.folder)) else 0 for run in runs)
-
-
-def _settings(runs: Sequence[Run]) -> dict[str, Any]:
-    seeds = sorted({run.seed for run in runs})
-    return {**shared_settings(runs[0], ("norm", "divisor")), "seeds": seeds, "contexts": CONTEXTS}
-
-
 def _sentences(summary: pd.DataFrame) -> Iterator[str]:
-    fractions = summary[summary["measure"] == FRACTION]
-    fractions = fractions[fractions["step"] == fractions["step"].max()]
+    fractions = select(summary, measure=FRACTION)
+    fractions = select(fractions, step=fractions["step"].max())
     means = fractions.groupby(["norm", "divisor", "space"])["mean"].mean()
 
     def told(cell: tuple[str, str], space: str) -> str:
@@ -280,18 +267,12 @@ def _sentences(summary: pd.DataFrame) -> Iterator[str]:
 def _plot(summary: pd.DataFrame) -> Figure:
     """Unselectable fractions over training, a panel per layer; published figures as crosses at the end."""
     figure, axes = panels(LAYERS, 15 / LAYERS, 4.6, shared=True)
-    rows = summary[summary["measure"] == FRACTION]
+    rows = select(summary, measure=FRACTION).sort_values("step")
     styles = {BEFORE: ":", NORMALIZED: "-", HEAD: "--"}
     for layer, axis in enumerate(axes):
-        for i, (_, _, label) in enumerate(NORMS):
+        for i, (norm, _, label) in enumerate(NORMS):
             for space, style in styles.items():
-                norm = NORMS[i][0]
-                one = rows[
-                    (rows["norm"] == norm)
-                    & (rows["divisor"] == label)
-                    & (rows["layer"] == layer)
-                    & (rows["space"] == space)
-                ].sort_values("step")
+                one = select(rows, norm=norm, divisor=label, layer=layer, space=space)
                 if one.empty:
                     continue
                 name = f"{norm}{'' if label == '-' else f', divisor {label}'}: {space}"

@@ -3,17 +3,13 @@
 The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, their own mean sigmas
 (position 0 apart at first: `ReplaceableNorm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
 fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the control: what differs between the two is
-the norms, what both have in common is the training. Each seed draws its own batches.
-
-A language model whose LayerNorms can be replaced by constants, one by one, while it trains.
+the norms, what both have in common is the training. Each seed draws its own batches. A norm computes
 
     LAYERNORM      Px / sigma
     TWO_CONSTANTS  Px / c0 at position 0, Px / c elsewhere: the mean sigmas that the norm had before it was replaced
     ONE_CONSTANT   Px / c everywhere: what the norm-free GPT-2s of Heimersheim 2024 and Baroni et al. 2025 compute
 
 Gain and bias stay, and are trained on. Position 0 is apart at first because attention sinks live there.
-
-What a language model does with its norms or without them: loss, sinks, entropy, selectability of keys, sigma.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -35,9 +31,24 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.language_model.published_language_model import unselectable_share
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.language_model.published_language_model import (
+    HEAD,
+    NORMALIZED,
+    key_places,
+    unselectable_keys,
+)
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import (
+    Results,
+    contrasted,
+    differences,
+    doubt,
+    interval_text,
+    panels,
+    select,
+    summarize,
+)
 from ln_probe.analyses.lab.run_folder import (
     LAB_FILE,
     MODEL_FILE,
@@ -50,13 +61,8 @@ from ln_probe.analyses.lab.run_folder import (
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, finished, planned
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
-from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
-
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
@@ -209,30 +215,26 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
     yield LOSS, text.evaluate(model)[LOSS]
     layers = range(model.cfg.n_layers)
     windows = text.held_out(contexts)
-    names = [f"blocks.{i}.{n}" for i in layers for n in ("hook_resid_pre", "attn.hook_pattern")]
-    first, sinks, entropy, sigma = [], [], [], []
+    means: dict[str, list[Tensor]] = {
+        name: [] for name in ("attention_on_first", "sink_rate", "entropy_ratio", "sigma_ratio")
+    }
     for part in windows.split(4):
-        _, cache = model.run_with_cache(part, names_filter=names, return_type=None)
+        _, cache = model.run_with_cache(
+            part, names_filter=lambda name: name.endswith(("hook_resid_pre", "hook_pattern")), return_type=None
+        )
         for layer in layers:
-            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, :, 1:]
-            first.append(pattern[..., 0].mean())
-            sinks.append((pattern[..., 0] > SINK).float().mean())
-            whole = cache[f"blocks.{layer}.attn.hook_pattern"]
-            entropy += [entropy_ratio(one.double())[:, 1:].mean() for one in whole]
+            pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+            on_first = pattern[:, :, 1:, 0]
+            means["attention_on_first"].append(on_first.mean())
+            means["sink_rate"].append((on_first > SINK).float().mean())
+            means["entropy_ratio"] += [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
             spread = cache[f"blocks.{layer}.hook_resid_pre"].std(-1, correction=0)
-            sigma.append((spread[:, 0] / spread[:, 1:].mean(1)).mean())
-    for name, found in (
-        ("attention_on_first", first),
-        ("sink_rate", sinks),
-        ("entropy_ratio", entropy),
-        ("sigma_ratio", sigma),
-    ):
-        yield name, float(torch.stack([f.double() for f in found]).mean())
-    names = [f"blocks.{i}.{n}" for i in layers for n in ("ln1.hook_normalized", "attn.hook_k")]
-    _, cache = model.run_with_cache(windows[:KEY_CONTEXTS], names_filter=names, return_type=None)
-    for space, leaf in (("normalized", "ln1.hook_normalized"), ("head", "attn.hook_k")):
-        shares = [unselectable_share(cache[f"blocks.{layer}.{leaf}"]) for layer in layers]
-        yield f"unselectable_{space}", sum(shares) / len(shares)
+            means["sigma_ratio"].append((spread[:, 0] / spread[:, 1:].mean(1)).mean())
+    for name, parts in means.items():
+        yield name, float(torch.stack([part.double() for part in parts]).mean())
+    for space in (NORMALIZED, HEAD):
+        keys = unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,)))
+        yield f"unselectable_{space}", sum(share for *_, share in keys) / len(layers)
 
 
 START = "lm-layernorm"
@@ -385,9 +387,6 @@ def write_plain(run: Run, out: Path) -> None:
     save_model(model, out / MODEL_FILE)
 
 
-# ------------------------------------------------------------------------------------------------------- measurement
-
-
 def at_once(start: Path, task: Removal, size: Size, seed: int, stage: int) -> LabTransformer:
     """The starting model with all norms replaced and nothing trained; constants from the seed's first ten batches."""
     model = Start(start).build()
@@ -449,12 +448,12 @@ def results_of(
 ) -> Results:
     """The results of the values of every seed and the curves, as they are kept."""
     one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
-    differences, summary = paired(values), summarize(values[~one], KEYS)
+    compared, summary = paired(values), summarize(values[~one], KEYS)
     return Results(
         summary=summary,
-        tables={"effects": differences, "seeds": values, "curves": losses},
+        tables={"effects": compared, "seeds": values, "curves": losses},
         figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
-        conclusions=tuple(_sentences(summary, differences)),
+        conclusions=tuple(_sentences(summary, compared)),
         settings=dict(settings),
         diverged=diverged,
     )
@@ -466,22 +465,14 @@ def paired(values: pd.DataFrame) -> pd.DataFrame:
     Tested, with Holm's p, are those that sentences report.
     """
     wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
-    made = []
-    for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE)):
-        if {left, right} <= set(wide.columns):
-            long = (wide[left] - wide[right]).dropna().rename("value").reset_index()
-            made.append(long.assign(difference=f"{left} - {right}"))
-    if not made or not sum(map(len, made)):
-        return pd.DataFrame(columns=["difference", "measure"])
-    found = contrasted(pd.concat(made, ignore_index=True), ["difference", "measure"])
-    told = (found["difference"] == f"{REMOVED} - {KEPT}") & found["measure"].isin(SENTENCES)
-    p = found["p"].where(told)
-    return found.assign(p=p, p_holm=holm(p.to_numpy(float)))
+    pairs = {f"{left} - {right}": (left, right) for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE))}
+    tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*SENTENCES]}
+    return contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
 
 
-def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str]:
+def _sentences(summary: pd.DataFrame, compared: pd.DataFrame) -> Iterator[str]:
     mean = {(r["model"], r["measure"]): r["mean"] for r in summary.to_dict("records")}
-    effect = {r["measure"]: r for r in differences.to_dict("records") if r.get("difference") == f"{REMOVED} - {KEPT}"}
+    effect = {r["measure"]: r for r in select(compared, difference=f"{REMOVED} - {KEPT}").to_dict("records")}
     for measure, name in SENTENCES.items():
         row = effect.get(measure)
         if row is None:
@@ -502,9 +493,9 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str
 def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     figure, (ax,) = panels(1, 7, 4.2)
-    rows = losses[losses["measure"] == "valid_loss"]
-    for (model, _), one in rows.groupby(["model", "seed"]):
-        label = str(model) if one["seed"].iloc[0] == rows["seed"].min() else None
+    rows = select(losses, measure=LOSS)
+    for (model, seed), one in rows.groupby(["model", "seed"]):
+        label = str(model) if seed == rows["seed"].min() else None
         ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
     ax.axvspan(schedule.first, schedule.replaced(norms), color="0.9", label="norms go, one by one")
     ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")

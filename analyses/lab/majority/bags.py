@@ -61,16 +61,6 @@ def _add_product(out: Any, M: Any, x: Any) -> None:
 
 
 @compiled
-def _add_product_transposed(out: Any, M: Any, x: Any) -> None:
-    """out[k] += Σ_j M[k, j] x[j], lane by lane."""
-    for k in range(M.shape[0]):
-        for j in range(M.shape[1]):
-            t = M[k, j]
-            for i in range(LANES):
-                out[k, i] += t * x[j, i]
-
-
-@compiled
 def _add_outer(out: Any, a: Any, b: Any) -> None:
     """out[k, j] += Σ over lanes of a[k] b[j]."""
     for k in range(out.shape[0]):
@@ -108,33 +98,11 @@ def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
 
 @compiled
 def sweep_rows(
-    counts: Any,
-    label: Any,
-    chosen: Any,
-    eps: Any,
-    total: Any,
-    S: Any,
-    VO: Any,
-    base: Any,
-    gain: Any,
-    bias: Any,
-    W_in: Any,
-    b_in: Any,
-    W_out: Any,
-    b_out: Any,
-    U: Any,
-    dS: Any,
-    dVO: Any,
-    dbase: Any,
-    dgain: Any,
-    dbias: Any,
-    dW_in: Any,
-    db_in: Any,
-    dW_out: Any,
-    db_out: Any,
-    dU: Any,
+    counts: Any, label: Any, chosen: Any, eps: Any, total: Any, tables: Any, gradients: Any
 ) -> tuple[float, float]:
-    """Sum of losses and number of correct tokens of some examples; adds the gradients (over `total`) to d…"""
+    """Sum of losses and number of correct tokens of some examples; adds to the gradients (over `total`) of `tables`."""
+    S, VO, base, gain, bias, W_in, b_in, W_out, b_out, U = tables
+    dS, dVO, dbase, dgain, dbias, dW_in, db_in, dW_out, db_out, dU = gradients
     C, d = VO.shape
     m, L = W_in.shape[1], U.shape[0]
     one, zero = np.float32(1), np.float32(0)
@@ -236,7 +204,7 @@ def sweep_rows(
         _add_product(x2, W_out, h)
         # logits and loss
         p[:] = zero
-        _add_product_transposed(p, U, x2)
+        _add_product(p, U.T, x2)
         for i in range(LANES):
             value[i] = p[wanted[i] if i < lanes else 0, i]
         _softmax(p, ones, top, z)
@@ -257,13 +225,13 @@ def sweep_rows(
         _add_product(dx, U, p)
         _add_sum(db_out, dx)
         _add_outer(dW_out, h, dx)
-        _add_product_transposed(dh, W_out, dx)
+        _add_product(dh, W_out.T, dx)
         for j in range(m):
             for i in range(LANES):
                 dh[j, i] = dh[j, i] if h[j, i] > zero else zero
         _add_sum(db_in, dh)
         _add_outer(dW_in, y, dh)
-        _add_product_transposed(dy, W_in, dh)
+        _add_product(dy, W_in.T, dh)
         _add_sum(dbias, dy)
         s1[:], s2[:] = zero, zero
         for k in range(d):
@@ -282,7 +250,7 @@ def sweep_rows(
         _add_sum(dbase[here], dx)
         _add_outer(dVO, w, dx)
         dw[:], s1[:] = zero, zero
-        _add_product_transposed(dw, VO, dx)
+        _add_product(dw, VO.T, dx)
         for c in range(C):
             for i in range(LANES):
                 s1[i] += w[c, i] * dw[c, i]
@@ -365,9 +333,8 @@ def _sweep(
 
     def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
         gradients = [np.zeros(t.shape) for t in inputs]
-        scalars = (np.float32(eps), np.float32(total))
-        arguments: tuple[Any, ...] = (bags.counts, bags.label, piece, *scalars, *inputs, *gradients)
-        loss, correct = sweep_rows(*arguments)
+        scalars = np.float32(eps), np.float32(total)
+        loss, correct = sweep_rows(bags.counts, bags.label, piece, *scalars, tuple(inputs), tuple(gradients))
         return loss, correct, gradients
 
     done = in_threads(one, np.array_split(bags.chosen, PIECES), torch.get_num_threads())

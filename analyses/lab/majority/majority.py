@@ -1,8 +1,6 @@
-"""The majority experiment: the cells, how they are trained, and what is made of them.
+"""The majority experiment: figures at the published steps, how much of the gap is projection, and how much size.
 
 Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `majority_task`.
-
-What the majority runs show: figures at the published steps, and how much of the gap is projection, how much size.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -24,9 +22,9 @@ from ln_probe.analyses.lab.majority.majority_task import (
     STEPS,
     STEPS_SHOWN,
     MajoritySize,
-    MajorityTask,
     PartShrunk,
     majority_model,
+    majority_runs,
     published_training,
     query_angles,
 )
@@ -35,25 +33,15 @@ from ln_probe.analyses.lab.results import (
     SIGNIFICANT,
     Results,
     contrasted,
+    differences,
     doubt,
     interval_text,
+    select,
     summarize_kinds,
 )
-from ln_probe.analyses.lab.train import (
-    ModelSpec,
-    Run,
-    carry_out,
-    curves,
-    planned,
-    shared_settings,
-    train_all,
-)
-from ln_probe.analyses.probes.statistics import holm
+from ln_probe.analyses.lab.train import ModelSpec, Run, carry_out, curves, shared_settings, train_all
+from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.text import counted
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.transformer import LabTransformer
-
 
 WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
 # Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
@@ -77,19 +65,19 @@ MEASURES = ("train_loss", "test_loss", "test_accuracy", "angle_deg", "score_sd")
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
 WHENEVER = -1  # the `step` of measures that are not taken at a step
 _SMALL_SCORES, _SMALL_VALUES = (f"1/sqrt(d) for {part}" for part in PARTS)
-# Differences between cells, each paired by seed (same data, same order): the second minus the first.
-CONTRASTS = {
-    "the published gap": (WITH, WITHOUT),
-    "no projection, at radius sqrt(d)": (WITH, ("scaling_only", "sqrt(d)")),
-    "no projection, at radius 1/sqrt(d)": (("layernorm", "1/sqrt(d)"), WITHOUT),
-    "size 1/sqrt(d), with projection": (WITH, ("layernorm", "1/sqrt(d)")),
-    "size 1/sqrt(d), without projection": (("scaling_only", "sqrt(d)"), WITHOUT),
-    "size 1/sqrt(d) of queries and keys alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_SCORES)),
-    "size 1/sqrt(d) of values alone": (("scaling_only", "sqrt(d)"), ("scaling_only", _SMALL_VALUES)),
-    "size 1/sqrt(d) of queries and keys, beside such values": (("scaling_only", _SMALL_VALUES), WITHOUT),
+MATCHED = ("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)")  # the cells that were not published
+# Differences between cells, each paired by seed (same data, same order): the first minus the second.
+CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
+    "the published gap": (WITHOUT, WITH),
+    "no projection, at radius sqrt(d)": (MATCHED[0], WITH),
+    "no projection, at radius 1/sqrt(d)": (WITHOUT, MATCHED[1]),
+    "size 1/sqrt(d), with projection": (MATCHED[1], WITH),
+    "size 1/sqrt(d), without projection": (WITHOUT, MATCHED[0]),
+    "size 1/sqrt(d) of queries and keys alone": (("scaling_only", _SMALL_SCORES), MATCHED[0]),
+    "size 1/sqrt(d) of values alone": (("scaling_only", _SMALL_VALUES), MATCHED[0]),
+    "size 1/sqrt(d) of queries and keys, beside such values": (WITHOUT, ("scaling_only", _SMALL_VALUES)),
 }
 TESTED = "train_loss"  # what sentences compare: Holm's p is over it, at the steps shown
-_MATCHED = (("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)"))  # the cells that were not published
 KEYS = ["norm", "radius", "step", "measure"]
 
 
@@ -145,7 +133,7 @@ def start_angles(runs: Iterable[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         torch.manual_seed(run.seed)
-        model = cast("LabTransformer", run.spec.build())
+        model = cast(LabTransformer, run.spec.build())
         with calibrate(model):
             angle = float(query_angles(model).mean())
         rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg", "value": angle})
@@ -159,15 +147,16 @@ def _times(table: pd.DataFrame) -> pd.DataFrame:
     has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
     """
     rows = []
-    losses = table[table["measure"] == "train_loss"]
-    for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
+    for (norm, radius, seed), run in select(table, measure="train_loss").groupby(
+        ["norm", "radius", "seed"], sort=False
+    ):
         run = run.sort_values("step")
         for level in LEVELS:
             steps = _first_below(run["step"], run["value"], level)
             reached = not math.isnan(steps)
             rows.append((norm, radius, seed, level, steps if reached else float(run["step"].iloc[-1]), reached))
     found = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
-    first = found[(found["norm"] == WITH[0]) & (found["radius"] == WITH[1]) & found["reached"]]
+    first = select(found, norm=WITH[0], radius=WITH[1], reached=True)
     reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
     times = found.merge(reference, on=["seed", "level"], how="left")
     return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
@@ -187,15 +176,13 @@ def _speed(times: pd.DataFrame) -> Iterator[str]:
     """How many times LayerNorm's steps the others take: medians, which slow seeds cannot make smaller."""
     for level in LEVELS[:2]:
         for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
-            cell = times[(times["norm"] == norm) & (times["radius"] == radius) & (times["level"] == level)]
-            cell = cell.dropna(subset="times")
+            cell = select(times, norm=norm, radius=radius, level=level).dropna(subset="times")
             if cell.empty:
                 continue
             median, most = cell["times"].median(), cell["times"].where(cell["reached"], np.inf).median()
             bound = "" if median == most else "at least "
-            here = (PUBLISHED["norm"] == norm) & (PUBLISHED["radius"] == radius)
-            theirs = PUBLISHED[here & (PUBLISHED["measure"] == f"times_the_steps_to_{level:g}")]["published"]
-            beside = "".join(f"; published {x:g}" for x in theirs)
+            theirs = select(PUBLISHED, norm=norm, radius=radius, measure=f"times_the_steps_to_{level:g}")
+            beside = "".join(f"; published {x:g}" for x in theirs["published"])
             yield (
                 f"To a training loss of {level:g}, {norm} at radius {radius} takes {bound}{median:.2f} times the "
                 f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there; not "
@@ -220,25 +207,16 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
     (All of those that any seed has taken that far: to the end only some are trained.)
     """
     wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
-    cells = [cell for cell in (*CONTRASTS["the published gap"], *_MATCHED) if cell in wide]
+    cells = [cell for cell in (WITH, WITHOUT, *MATCHED) if cell in wide]
     parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
-    wide = pd.concat(parts) if parts else wide
-    rows = []
-    for name, (first, second) in CONTRASTS.items():
-        if first in wide and second in wide:
-            difference = (wide[second] - wide[first]).dropna().rename("value").reset_index()
-            rows.append(difference.assign(contrast=name))
-    if not rows:
-        return pd.DataFrame(columns=["contrast", "step", "measure"])
-    found = contrasted(pd.concat(rows, ignore_index=True), ["contrast", "step", "measure"])
-    found.loc[found["measure"] != TESTED, "p"] = np.nan
-    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+    pairs = differences(pd.concat(parts) if parts else wide, CONTRASTS)
+    return contrasted(pairs, ["contrast", "step", "measure"], tested={"measure": TESTED})
 
 
 def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[int]) -> list[str]:
     found: list[str] = []
     verdict = ""
-    losses = contrasts[contrasts["measure"] == TESTED].to_dict("records")
+    losses = select(contrasts, measure=TESTED).to_dict("records")
     for step in steps:
         of: dict[str, dict[Hashable, Any]] = {row["contrast"]: row for row in losses if row["step"] == step}
         names = ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
@@ -268,10 +246,9 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
             f"{effect} ({matched} nats; seeds: {whole['seeds']})."
         )
-    angles = summary[(summary["measure"] == "angle_deg") & (summary["step"] == max(steps, default=0))]
     told = [
         f"{row['norm']} at {row['radius']} {interval_text(row, '.2f')}° ({counted(row['seeds'], 'seed')})"
-        for row in angles.to_dict("records")
+        for row in select(summary, measure="angle_deg", step=max(steps, default=0)).to_dict("records")
     ]
     if told:
         found.append(f"Angle of queries to the all-ones direction at step {max(steps)}: {'; '.join(told)}.")
@@ -281,7 +258,7 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
 def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     """Which part of the smaller norm costs the loss: small scores, small values, or both."""
     names = [n for n in CONTRASTS if "of queries and keys" in n or "of values" in n]
-    for row in contrasts[contrasts["contrast"].isin(names) & (contrasts["measure"] == "train_loss")].to_dict("records"):
+    for row in select(contrasts, contrast=names, measure=TESTED).to_dict("records"):
         told = doubt(row["p_holm"], row["seeds"])
         interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
         yield (
@@ -299,13 +276,11 @@ def _plot(table: pd.DataFrame) -> Figure:
     means = summarized(table[table["measure"].isin(shown)])
     for axis, (measure, label) in zip(axes, shown.items(), strict=True):
         for i, cell in enumerate(cells):
-            rows = means[(means["norm"] == cell[0]) & (means["radius"] == cell[1]) & (means["measure"] == measure)]
-            rows = rows[rows["step"] % 100 == 0].sort_values("step")
+            rows = select(means[means["step"] % 100 == 0], norm=cell[0], radius=cell[1], measure=measure)
+            rows = rows.sort_values("step")
             axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
             axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
-            told = PUBLISHED[
-                (PUBLISHED["norm"] == cell[0]) & (PUBLISHED["radius"] == cell[1]) & (PUBLISHED["measure"] == measure)
-            ]
+            told = select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
             axis.plot(told["step"], told["published"], "x", color=f"C{i}")
         axis.set_xlabel("step")
         axis.set_ylabel(label)
@@ -337,18 +312,15 @@ def model_of(norm: str, radius: str, size: MajoritySize) -> ModelSpec:
 
 
 def make_runs(request: Request) -> list[Run]:
-    """A run per seed and cell, all cells of a seed on the same data in the same order."""
+    """A run per seed and cell."""
     size = QUICK if request.quick else MajoritySize()
     steps, every = (1000, 50) if request.quick else (STEPS, 100)
-    tasks = {seed: MajorityTask(seed, size) for seed in request.seeds}
-    return planned(
-        CELLS,
+    return majority_runs(
         request,
-        keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
-        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
-        task=lambda _, seed: tasks[seed],
-        spec=lambda cell: model_of(*cell, size),
-        training=lambda _, seed: published_training(
+        CELLS,
+        size,
+        lambda norm, radius: model_of(norm, radius, size),
+        lambda seed: published_training(
             steps,
             seed,
             evaluate_every=every,

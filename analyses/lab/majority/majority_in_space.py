@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -19,28 +19,20 @@ import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model, published_training
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.majority.majority_task import MajoritySize, majority_model, majority_runs, published_training
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
     doubt,
     interval_text,
     minus_reference,
+    select,
     summarize_kinds,
 )
 from ln_probe.analyses.lab.run_folder import checkpoint_steps
-from ln_probe.analyses.lab.train import (
-    Run,
-    carry_out,
-    curves,
-    finished,
-    planned,
-    shared_settings,
-)
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, shared_settings
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
 
 D, CLASSES, LENGTH = 3, 10, 30  # published
 SIZE = MajoritySize(CLASSES, LENGTH)
@@ -68,24 +60,10 @@ def space_model(norm: str, radius: str) -> LabConfig:
     return replace(majority_model(norm, RADII[radius], SIZE), d_model=D, d_head=D)
 
 
-def make_runs(request: Request) -> list[Run]:
-    """A run per seed and cell, all cells of a seed on the same data in the same order."""
-    tasks = {seed: MajorityTask(seed, SIZE) for seed in request.seeds}
-    steps = STEPS_QUICK if request.quick else STEPS
-    return planned(
-        CELLS,
-        request,
-        keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
-        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_')}",
-        task=lambda _, seed: tasks[seed],
-        spec=lambda cell: space_model(*cell),
-        training=lambda _, seed: published_training(
-            steps, seed, lr=RATE, batch=BATCH, evaluate_every=max(1, steps // 10), save_at=(0,)
-        ),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- measurement
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The published optimizer with a larger rate and smaller batches."""
+    steps = STEPS_QUICK if quick else STEPS
+    return published_training(steps, seed, lr=RATE, batch=BATCH, evaluate_every=max(1, steps // 10), save_at=(0,))
 
 
 def stages_of(x: Float[torch.Tensor, "token d"]) -> dict[str, Float[torch.Tensor, "token d"]]:
@@ -137,16 +115,12 @@ def angles(coordinates: pd.DataFrame) -> pd.DataFrame:
     return found.groupby([*KEYS, "seed"], sort=False)["value"].mean().reset_index()
 
 
-# ------------------------------------------------------------------------------------------------------------ results
-
-
 def run(request: Request) -> Results:
     """Train (or resume), and take coordinates of every seed."""
-    runs = make_runs(request)
+    runs = majority_runs(request, CELLS, SIZE, space_model, lambda seed: training(request.quick, seed))
     lost = carry_out(runs, request)
     done = finished(runs)
-    last = curves(done)
-    last = last[(last["step"] == done[0].training.steps) & last["measure"].isin((ACCURACY, "test_loss"))]
+    last = select(curves(done), step=done[0].training.steps, measure=[ACCURACY, "test_loss"])
     coordinates = pd.concat([drawn(each) for each in done], ignore_index=True)
     about = {
         **shared_settings(done[0], KEYS),
@@ -182,7 +156,7 @@ def findings(
 
 def against_layernorm(values: pd.DataFrame) -> pd.DataFrame:
     """Angles and accuracies after training minus LayerNorm's of the same seed, with intervals and Holm's p over all."""
-    told = values[(values["step"] > 0) & values["measure"].isin((ANGLE, ACCURACY))]
+    told = select(values[values["step"] > 0], measure=[ANGLE, ACCURACY])
     whole = (told["norm"] == WHOLE[0]) & (told["radius"] == WHOLE[1])
     found = contrasted(minus_reference(told, whole, ["seed", "step", "measure"]), KEYS)
     most = _bounds(found["measure"])[1]
@@ -197,12 +171,11 @@ def _bounds(measures: pd.Series) -> tuple[pd.Series, pd.Series]:
 
 
 def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
-    angle = summary[summary["measure"] == ANGLE]
-    right = summary[summary["measure"] == ACCURACY]
-    compared = {(r["norm"], r["radius"]): r for r in contrasts[contrasts["measure"] == ANGLE].to_dict("records")}
+    angle = select(summary, measure=ANGLE)
+    compared = {(r["norm"], r["radius"]): r for r in select(contrasts, measure=ANGLE).to_dict("records")}
     for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
-        one = angle[(angle["norm"] == norm) & (angle["radius"] == radius)].sort_values("step").to_dict("records")
-        score = right[(right["norm"] == norm) & (right["radius"] == radius)].to_dict("records")
+        one = select(angle, norm=norm, radius=radius).sort_values("step").to_dict("records")
+        score = select(summary, measure=ACCURACY, norm=norm, radius=radius).to_dict("records")
         before, after = (interval_text(row, ".0f") for row in (one[0], one[-1]))
         text = (
             f"{norm} at radius {radius}: queries stand at {before}° to the all-ones direction before training and at "
@@ -217,17 +190,12 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
 
 def _draw(coordinates: pd.DataFrame) -> Figure:
     """Keys and queries of the first seed after training, a panel per stage of the model with LayerNorm."""
-    one = coordinates[
-        (coordinates["norm"] == WHOLE[0])
-        & (coordinates["radius"] == WHOLE[1])
-        & (coordinates["seed"] == coordinates["seed"].min())
-        & (coordinates["step"] == coordinates["step"].max())
-    ]
+    seed, step = coordinates["seed"].min(), coordinates["step"].max()
+    one = select(coordinates, norm=WHOLE[0], radius=WHOLE[1], seed=seed, step=step)
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     for number, stage in enumerate(STAGES, start=1):
         ax: Any = figure.add_subplot(1, len(STAGES), number, projection="3d")
-        part = one[one["stage"] == stage]
-        keys, queries = (part[part["role"] == role][["x", "y", "z"]].to_numpy(float) for role in ROLES)
+        keys, queries = (select(one, stage=stage, role=role)[["x", "y", "z"]].to_numpy(float) for role in ROLES)
         reach = float(np.abs(keys).max()) if len(keys) else 1.0
         lengths = np.linalg.norm(queries, axis=-1, keepdims=True)
         ends = queries / np.maximum(lengths, np.finfo(float).tiny) * reach  # directions: their lengths differ by stage

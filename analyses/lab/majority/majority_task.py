@@ -6,16 +6,15 @@ every projected key alike. The published comparison confounds projection with si
 scales to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
 scaling_only} × {radius √d, 1/√d}, and with them the two norms that do not scale. A small norm makes values small as
 well as scores: `PartShrunk` makes one of them small and leaves the other.
-The data of the majority task: bags of classes of which one leads, as counts.
 
-After Brody, Alon & Yahav 2023 (section 4.1 and their published set-up): the counts are partitions of the length, in
-the order of a random depth-first search, ten examples for each with classes drawn at random.
+The data, as in the published set-up: counts of classes, which are partitions of the length in the order of a random
+depth-first search, ten examples for each with classes drawn at random.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -26,9 +25,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.bags import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
+from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, planned, step_generator
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 PER_PARTITION = 10  # published
@@ -98,17 +98,10 @@ def make_data(seed: int, size: MajoritySize) -> tuple[Bags, Bags]:
     rng = np.random.default_rng([seed, 0])
     counts = _examples(rng, size)
     label = counts.argmax(1).astype(np.uint8)
-    train: list[Int64[np.ndarray, " part"]] = []
-    test: list[Int64[np.ndarray, " part"]] = []
-    for wanted in np.unique(label):
-        where = rng.permutation(np.flatnonzero(label == wanted))
-        cut = round(TRAIN_SHARE * len(where))
-        train.append(where[:cut])
-        test.append(where[cut:])
-    return (
-        Bags(counts, label, np.sort(np.concatenate(train))),
-        Bags(counts, label, np.sort(np.concatenate(test))),
-    )
+    classes = [rng.permutation(np.flatnonzero(label == wanted)) for wanted in np.unique(label)]
+    train = np.concatenate([where[: round(TRAIN_SHARE * len(where))] for where in classes])
+    test = np.concatenate([where[round(TRAIN_SHARE * len(where)) :] for where in classes])
+    return Bags(counts, label, np.sort(train)), Bags(counts, label, np.sort(test))
 
 
 STEPS = 17_000  # the published curves end near there
@@ -133,6 +126,33 @@ def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = 
         optimizer="adam",
         schedule="linear",
         **others,
+    )
+
+
+def majority_runs(
+    request: Request,
+    cells: Sequence[tuple[str, str]],
+    size: MajoritySize,
+    spec: Callable[[str, str], ModelSpec],
+    training: Callable[[int], TrainConfig],
+) -> list[Run]:
+    """A run per seed and cell (norm and radius), all cells of a seed on the same data in the same order.
+
+    Args:
+        request: whose seeds and folder.
+        cells: what is compared.
+        size: of the task.
+        spec: the model of a norm and a radius. training: of a seed.
+    """
+    tasks = {seed: MajorityTask(seed, size) for seed in request.seeds}
+    return planned(
+        cells,
+        request,
+        keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
+        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
+        task=lambda _, seed: tasks[seed],
+        spec=lambda cell: spec(*cell),
+        training=lambda _, seed: training(seed),
     )
 
 
@@ -326,25 +346,9 @@ def tables_of(model: LabTransformer) -> Tables:
         x = attention.seen_by(W, y) if isinstance(attention, ShrunkAttention) else y
         return x @ W[0] if b is None else x @ W[0] + b[0]
 
-    q, k, v = (
-        made(W, b)
-        for W, b in (
-            (attention.W_Q, attention.b_Q),
-            (attention.W_K, attention.b_K),
-            (attention.W_V, attention.b_V),
-        )
-    )
+    scores = made(attention.W_Q, attention.b_Q) @ made(attention.W_K, attention.b_K).T / cfg.attn_scale
+    values = made(attention.W_V, attention.b_V) @ attention.W_O[0]
+    base = E if attention.b_O is None else E + attention.b_O
     assert ln2.w is not None
     assert ln2.b is not None
-    return Tables(
-        S=q @ k.T / cfg.attn_scale,
-        VO=v @ attention.W_O[0],
-        base=E if attention.b_O is None else E + attention.b_O,
-        gain=ln2.w,
-        bias=ln2.b,
-        W_in=mlp.W_in,
-        b_in=mlp.b_in,
-        W_out=mlp.W_out,
-        b_out=mlp.b_out,
-        U=model.W_U.T,
-    )
+    return Tables(scores, values, base, ln2.w, ln2.b, mlp.W_in, mlp.b_in, mlp.W_out, mlp.b_out, model.W_U.T)
