@@ -429,7 +429,7 @@ def lab_list() -> None:
         text = "  needs --text" if found.needs_text else ""
         typer.echo(
             f"{name}: {found.summary}\n  {found.source}\n"
-            f"  {found.seeds} seeds: {found.duration}; --quick ({found.quick_seeds}): {found.quick_duration}{text}"
+            f"  {found.seeds} seeds: {found.duration[0]}; --quick ({found.quick_seeds}): {found.duration[1]}{text}"
         )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, folder, interval, paired_p, table_at
+from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, folder, interval, paired_p, select, table_at
 from ln_probe.analyses.probes.statistics import holm
 
 FILE = PUBLISHED_FOLDER / "primary_contrasts.csv"
@@ -54,11 +54,8 @@ def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
     return effects
 
 
-def _rows(experiment: str, table: str, **where: object) -> pd.DataFrame:
-    values = table_at(folder(experiment), table)
-    for column, wanted in where.items():
-        values = values[values[column].isin(wanted if isinstance(wanted, list) else [wanted])]
-    return values
+def _rows(experiment: str, table: str, **wanted: object) -> pd.DataFrame:
+    return select(table_at(folder(experiment), table), **wanted)
 
 
 def _majority() -> Differences:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import read_bytes, write_atomically
 from ln_probe.analyses.lab.run_folder import TEXT_BOUNDARY
-from ln_probe.analyses.lab.train import step_generator
+from ln_probe.analyses.lab.train import Task, step_generator, with_gradients
 from ln_probe.analyses.lab.transformer import LabTransformer
 
 LARGEST_TEXT = 2**30  # bytes of a text file
@@ -136,35 +136,28 @@ class TextTask:
 
 def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
     """The mean next-token loss in nats, with the logits of PIECE positions in memory at a time."""
-    resid = model.stream(tokens)[:, :-1].flatten(0, 1)
-    bias = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
-    loss: Tensor = _PiecewiseLoss.apply(resid, model.W_U, bias, tokens[:, 1:].flatten())  # type: ignore[no-untyped-call]
-    return loss
+    x = model.stream(tokens)[:, :-1].flatten(0, 1)
+    b_U = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
+    inputs = (x, model.W_U, b_U)
+    total, gradients = _cross_entropy(*(tensor.detach() for tensor in inputs), tokens[:, 1:].flatten())
+    return with_gradients(total / len(x), inputs, [gradient / len(x) for gradient in gradients])
 
 
-class _PiecewiseLoss(torch.autograd.Function):
-    """Mean cross-entropy of x W_U + b_U; gradients are made on the way, while the logits are in the cache."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, W_U: Tensor, b_U: Tensor, wanted: Tensor) -> Tensor:
-        dx, dW, db = torch.empty_like(x), torch.zeros_like(W_U), torch.zeros_like(b_U)
-        total = 0.0
-        for part, targets, into in zip(x.split(PIECE), wanted[:, None].split(PIECE), dx.split(PIECE), strict=True):
-            p = torch.addmm(b_U, part, W_U)
-            top, right = p.amax(-1, keepdim=True), p.gather(1, targets)
-            p.sub_(top).exp_()
-            z = p.sum(-1, keepdim=True)
-            total += (z.log() + top - right).sum().item()
-            p.div_(z).scatter_add_(1, targets, torch.full_like(z, -1.0))
-            torch.mm(p, W_U.T, out=into)
-            dW.addmm_(part.T, p)
-            db += p.sum(0)
-        ctx.save_for_backward(*(gradient / len(x) for gradient in (dx, dW, db)))
-        return x.new_tensor(total / len(x))
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(upstream * gradient for gradient in ctx.saved_tensors), None)
+def _cross_entropy(x: Tensor, W_U: Tensor, b_U: Tensor, wanted: Tensor) -> tuple[float, tuple[Tensor, Tensor, Tensor]]:
+    """Summed cross-entropy of x W_U + b_U; gradients are made on the way, while the logits are in the cache."""
+    dx, dW, db = torch.empty_like(x), torch.zeros_like(W_U), torch.zeros_like(b_U)
+    total = 0.0
+    for part, targets, into in zip(x.split(PIECE), wanted[:, None].split(PIECE), dx.split(PIECE), strict=True):
+        p = torch.addmm(b_U, part, W_U)
+        top, right = p.amax(-1, keepdim=True), p.gather(1, targets)
+        p.sub_(top).exp_()
+        z = p.sum(-1, keepdim=True)
+        total += (z.log() + top - right).sum().item()
+        p.div_(z).scatter_add_(1, targets, torch.full_like(z, -1.0))
+        torch.mm(p, W_U.T, out=into)
+        dW.addmm_(part.T, p)
+        db += p.sum(0)
+    return total, (dx, dW, db)
 
 
 def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
@@ -242,7 +235,17 @@ def masked(windows: Int[Tensor, "batch pos"], mask: int, generator: torch.Genera
     return Masked(windows.scatter(1, places, seen), places, targets)
 
 
-class MaskedTextTask:
+class TaskOnText(Task):
+    """A task made of the windows, the tokenizer or the files of a `TextTask`, which is its `text`."""
+
+    def __init__(self, text: TextTask) -> None:
+        self.text = text
+
+    def write_files(self, out: Path) -> None:
+        self.text.write_files(out)
+
+
+class MaskedTextTask(TaskOnText):
     """Masked windows of text; the vocabulary is the text's and a mask, which is its last token.
 
     Args:
@@ -251,9 +254,9 @@ class MaskedTextTask:
 
     name = "masked_language_model"
 
-    def __init__(self, text: TextTask) -> None:
-        self.text = text
-        self.mask = text.d_vocab
+    @property
+    def mask(self) -> int:
+        return self.text.d_vocab
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -291,6 +294,3 @@ class MaskedTextTask:
         counts = 1.0 + torch.bincount(self.text.train_tokens, minlength=self.text.d_vocab).double()
         targets = self.held_out(self.text.valid_windows).targets.flatten()
         return float(-(counts / counts.sum()).log()[targets].mean())
-
-    def write_files(self, out: Path) -> None:
-        self.text.write_files(out)

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 import pandas as pd
 import torch
 from filelock import FileLock, Timeout
+from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -148,6 +149,18 @@ class Task(Protocol):
     def write_files(self, out: Path) -> None:
         """Write into the run's folder what its model needs besides weights; nothing by default."""
         return
+
+
+def with_gradients(value: float, inputs: Iterable[Tensor], gradients: Iterable[Tensor]) -> Float[Tensor, ""]:
+    """A scalar with this value and these gradients, for a loss whose gradients are computed along with it.
+
+    Args:
+        value: of the loss.
+        inputs: what it depends on.
+        gradients: by each of them.
+    """
+    terms = [(g * (x - x.detach())).sum() for x, g in zip(inputs, gradients, strict=True)]  # each is 0
+    return value + torch.stack(terms).sum()
 
 
 class DivergedError(RuntimeError):

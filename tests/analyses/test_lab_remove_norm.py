@@ -29,7 +29,7 @@ from ln_probe.analyses.lab.language_model.remove_norm import (
     paired,
     plain,
     replaceable_norms,
-    run_from,
+    run,
 )
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.run_folder import load_run
@@ -119,7 +119,7 @@ def test_a_plain_model_computes_the_same(start: Path) -> None:
 @pytest.mark.slow
 def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> None:
     request = Request(tmp_path, seeds=(0, 1), texts=(prose,), progress=False)
-    results = run_from(request, SIZE, start)
+    results = run(request, SIZE, start)
     summary = results.summary.set_index(["model", "measure"])["mean"]
     assert set(results.summary["model"]) == {BEFORE, AT_ONCE, KEPT, REMOVED}
     assert np.isfinite(results.summary["mean"]).all()

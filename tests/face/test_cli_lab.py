@@ -38,7 +38,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     monkeypatch.setitem(
         EXPERIMENTS,
         "toy",
-        Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration="1 s", quick_duration="1 s"),
+        Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration=("1 s", "1 s")),
     )
     return seen
 

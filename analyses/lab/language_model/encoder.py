@@ -276,17 +276,9 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
     )
 
 
-def run(request: Request) -> Results:
-    """Train (or resume), measure, and put side by side."""
-    return run_at(request, TINY if request.quick else SMALL)
-
-
-def run_at(request: Request, size: Size) -> Results:
-    """The same at any size.
-
-    Raises:
-        ValueError: with `collect`, nothing has been trained.
-    """
+def run(request: Request, size: Size | None = None) -> Results:
+    """Train (or resume), measure, and compare; at the request's size or another."""
+    size = size or (TINY if request.quick else SMALL)
     runs = make_runs(request, size)
     lost = carry_out(runs, request)
     started = with_checkpoints(runs)

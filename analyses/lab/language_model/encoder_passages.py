@@ -39,7 +39,7 @@ from ln_probe.analyses.lab.results import (
     summarize_kinds,
 )
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, load_weights
-from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TextTask
+from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, step_generator
 
 NOT_WORDS = re.compile(r"[^a-z'’]+")  # of text in lower case
@@ -59,7 +59,7 @@ class Passages:
     books: Int[Tensor, " batch"]
 
 
-class PassagesTask:
+class PassagesTask(TaskOnText):
     """Passages of a boundary token and `length` tokens of one book; held out is the end of every book (`TextTask`).
 
     Args:
@@ -77,7 +77,8 @@ class PassagesTask:
     def __init__(self, files: Sequence[Path], text: TextTask, length: int, held_out: int) -> None:
         if len(files) < 2:
             raise ValueError(f"passages are classified by their book: give at least 2 texts, not {len(files)}")
-        self.files, self.text, self.length, self.count = files, text, length, held_out
+        super().__init__(text)
+        self.files, self.length, self.count = files, length, held_out
         self.train_tokens: list[Int[Tensor, " tokens"]] = []
         self.held_tokens: list[Int[Tensor, " tokens"]] = []
         for file in files:
@@ -132,9 +133,6 @@ class PassagesTask:
         held = self.held_out()
         scores = logs[:, held.tokens[:, 1:]].sum(-1)
         return float((scores.argmax(0) == held.books).double().mean())
-
-    def write_files(self, out: Path) -> None:
-        self.text.write_files(out)
 
 
 @dataclass(frozen=True)
@@ -218,17 +216,14 @@ def make_runs(request: Request, encoders: Iterable[Run], task: PassagesTask, tun
     return made
 
 
-def run(request: Request) -> Results:
-    """Train encoders, fine-tune them (or go on), and compare."""
-    return run_at(request, encoder.TINY if request.quick else encoder.SMALL, TINY if request.quick else FULL)
-
-
-def run_at(request: Request, size: Size, tuning: Tuning) -> Results:
-    """The same at any size.
+def run(request: Request, size: Size | None = None, tuning: Tuning | None = None) -> Results:
+    """Train encoders, fine-tune them (or resume), and compare; at the request's sizes or others.
 
     Raises:
-        ValueError: fewer than two texts; with `collect`, nothing has been trained.
+        ValueError: fewer than two texts.
     """
+    size = size or (encoder.TINY if request.quick else encoder.SMALL)
+    tuning = tuning or (TINY if request.quick else FULL)
     encoders = encoder.make_runs(request, size, [cell for cell in encoder.CELLS if cell[1] in TUNED])
     text = cast(MaskedTextTask, encoders[0].task).text
     task = PassagesTask(request.texts, text, tuning.length, tuning.held_out)  # refuses texts before anything is trained

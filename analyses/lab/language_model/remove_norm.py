@@ -58,8 +58,8 @@ from ln_probe.analyses.lab.run_folder import (
     save_model,
     weights_of,
 )
-from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, finished, planned
+from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
@@ -241,6 +241,7 @@ START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
 MEASURED = 1  # version of what `measures` measures
+OTHER_TEXT = "The text is not the one that the model was trained on: what is held out here it may have been trained on."
 SENTENCES = {  # measures that sentences report, and how
     LOSS: "held-out loss (nats per token)",
     "entropy_ratio": "attention entropy over its largest possible",
@@ -273,15 +274,7 @@ def start_folder() -> Path:
     return Path(str(files("ln_probe"))) / "data" / "checkpoints" / START
 
 
-@dataclass(frozen=True)
-class Step:
-    """A batch, and the step it belongs to."""
-
-    step: int
-    windows: Int[Tensor, "batch pos"]
-
-
-class Removal:
+class Removal(TaskOnText):
     """Text to train on, with the norms going as the schedule says (None: they stay).
 
     Args:
@@ -292,26 +285,25 @@ class Removal:
     name = "remove_norm"
 
     def __init__(self, text: TextTask, schedule: Schedule | None) -> None:
-        self.text, self.schedule = text, schedule
+        super().__init__(text)
+        self.schedule = schedule
 
     @property
     def identity(self) -> dict[str, Any]:
         return {**self.text.identity, "removal": asdict(self.schedule) if self.schedule else None}
 
-    def batch(self, step: int, size: int, seed: int) -> Step:
-        return Step(step, self.text.batch(step, size, seed))
+    def batch(self, step: int, size: int, seed: int) -> tuple[int, Int[Tensor, "batch pos"]]:
+        """The step and its windows."""
+        return step, self.text.batch(step, size, seed)
 
-    def loss(self, model: nn.Module, batch: Step) -> Float[Tensor, ""]:
-        assert isinstance(model, LabTransformer)
+    def loss(self, model: nn.Module, batch: tuple[int, Int[Tensor, "batch pos"]]) -> Float[Tensor, ""]:
+        step, windows = batch
         if self.schedule is not None:
-            self.schedule.set_stages(replaceable_norms(model), batch.step)
-        return self.text.loss(model, batch.windows)
+            self.schedule.set_stages(replaceable_norms(cast(LabTransformer, model)), step)
+        return self.text.loss(model, windows)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return self.text.evaluate(model)
-
-    def write_files(self, out: Path) -> None:
-        self.text.write_files(out)
 
 
 def training(size: Size, seed: int) -> TrainConfig:
@@ -350,26 +342,51 @@ def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
     )
 
 
-def run(request: Request) -> Results:
-    """Fine-tune (or resume), measure, and write each model without norms as a folder that `load_model` takes."""
-    return run_from(request, TINY if request.quick else FULL, start_folder())
+def run(request: Request, size: Size | None = None, start: Path | None = None) -> Results:
+    """Fine-tune (or resume), measure, and write each model without norms as a folder that `load_model` takes.
 
-
-def run_from(request: Request, size: Size, start: Path) -> Results:
-    """The same from any lab run whose norms are LayerNorms."""
+    Args:
+        request: what the user asked for.
+        size: another than the request's.
+        start: any lab run whose norms are LayerNorms; None: the bundled one.
+    """
+    size = size or (TINY if request.quick else FULL)
+    start = start or start_folder()
     runs = make_runs(request, size, start)
-    carry_out(runs, request)
+    lost = carry_out(runs, request)
     done = finished(runs)
     for each in done:
         if each.keys["model"] == REMOVED:
             write_plain(each, request.out / "models" / f"removed-seed{each.seed}")
-    return findings(runs, done, size, start)
+    task = cast(Removal, runs[0].task)
+    seeds = sorted({each.seed for each in done})
+    before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
+    rows = [measured(each, size) for each in done]
+    rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
+    for seed in seeds:
+        for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
+            loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
+            rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
+    settings = {
+        "start": START if start == start_folder() else str(start),
+        "norms": len(replaceable_norms(Start(start).build())),
+        "training": vars(training(size, 0)) | {"seed": None},
+        "schedule": asdict(size.schedule),
+        "contexts": size.contexts,
+        "data": task.text.identity,
+        "seeds": seeds,
+        "finished": [each.name for each in done],
+    }
+    values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
+    results = findings(values, curves(runs), settings)
+    trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
+    warning = () if task.text.identity["files"] == trained_on else (OTHER_TEXT,)
+    return replace(results, conclusions=(*warning, *results.conclusions), diverged=lost)
 
 
 def trained(run: Run) -> LabTransformer:
     """The final model of a run, as an ordinary lab model."""
-    model = run.spec.build()
-    assert isinstance(model, LabTransformer)
+    model = cast(LabTransformer, run.spec.build())
     load_weights(model, run.folder / MODEL_FILE)
     return plain(model)
 
@@ -403,50 +420,15 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
     """What a finished run has become; kept in its folder."""
 
     def made() -> pd.DataFrame:
-        assert isinstance(run.task, Removal)
-        return pd.DataFrame(measures(trained(run), run.task.text, size.contexts), columns=["measure", "value"])
+        text = cast(Removal, run.task).text
+        return pd.DataFrame(measures(trained(run), text, size.contexts), columns=["measure", "value"])
 
     table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
     return table.assign(model=run.keys["model"], seed=run.seed)
 
 
-def findings(runs: Sequence[Run], done: Sequence[Run], size: Size, start: Path) -> Results:
-    """Tables, plots and sentences from the runs that are finished."""
-    task = runs[0].task
-    assert isinstance(task, Removal)
-    seeds = sorted({run.seed for run in done})
-    before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
-    rows = [measured(run, size) for run in done]
-    rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
-    for seed in seeds:
-        for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
-            loss = task.evaluate(at_once(start, task, size, seed, stage))["valid_loss"]
-            rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
-    settings = {
-        "start": START if start == start_folder() else str(start),
-        "norms": len(replaceable_norms(Start(start).build())),
-        "training": vars(training(size, 0)) | {"seed": None},
-        "schedule": asdict(size.schedule),
-        "contexts": size.contexts,
-        "data": task.text.identity,
-        "seeds": seeds,
-        "finished": [run.name for run in done],
-    }
-    values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
-    results = results_of(values, curves(runs), settings, tuple(diverged(runs).values()))
-    before_here = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]
-    if task.text.identity["files"] == before_here["files"]:
-        return results
-    warning = (
-        "The text is not the one that the model was trained on: what is held out here it may have been trained on."
-    )
-    return replace(results, conclusions=(warning, *results.conclusions))
-
-
-def results_of(
-    values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], diverged: tuple[str, ...] = ()
-) -> Results:
-    """The results of the values of every seed and the curves, as they are kept."""
+def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
+    """Tables, plots and sentences from the values of every seed and the curves, as they are kept."""
     one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
     compared, summary = paired(values), summarize(values[~one], KEYS)
     return Results(
@@ -455,7 +437,6 @@ def results_of(
         figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
         conclusions=tuple(_sentences(summary, compared)),
         settings=dict(settings),
-        diverged=diverged,
     )
 
 

@@ -1,6 +1,4 @@
-"""Losses and gradients of rows (example, distinct token), LANES at a time, in one compiled pass there and back.
-
-The loss of a one-layer transformer on bags of tokens, from one row per distinct token, with its gradients.
+"""The loss of a one-layer transformer on bags of tokens and its gradients, from one row per distinct token.
 
 Without positions, equal tokens of a sequence have equal queries, keys, values and outputs, so a sequence of T tokens is
 its counts n [token], and everything before the softmax is a table with a row per token of the vocabulary:
@@ -11,7 +9,7 @@ its counts n [token], and everything before the softmax is a table with a row pe
     loss = Σ_a n_a CE(logits_a, label) / Σ n
 
 This is exact: the same loss and gradients as T rows per sequence, but for rounding. The tables are torch's (autograd
-goes through them); the rows are done in `rows.py`.
+goes through them); the rows are done by `sweep_rows`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from ln_probe.analyses.geometry.compiled import compiled, in_threads
+from ln_probe.analyses.lab.train import with_gradients
 
 # Rows worked on together; measured per batch of 6000 (one core): 64: 9.0 ms, 128: 7.4 (in an earlier form 16: 36, 32:
 # 27, 256: no faster than 128). All they need is in one array whose rows are further apart than a step of an unrolled
@@ -302,34 +301,19 @@ def bag_loss(tables: Tables, bags: Bags, eps: float) -> Float[Tensor, ""]:
         bags: the examples.
         eps: of the norm before the MLP.
     """
-    loss: Tensor = _BagLoss.apply(bags, eps, *tables.all())  # type: ignore[no-untyped-call]
-    return loss
+    loss, _, gradients = _sweep(bags, eps, tables)
+    return with_gradients(loss, tables.all(), [torch.from_numpy(g.astype(np.float32)) for g in gradients])
 
 
 def bag_accuracy(tables: Tables, bags: Bags, eps: float) -> tuple[float, float]:
     """Mean loss, and the share of tokens at which the label has the largest logit."""
-    loss, accuracy, _ = _sweep(bags, eps, [t.detach().numpy() for t in tables.all()])
-    return loss, accuracy
+    return _sweep(bags, eps, tables)[:2]
 
 
-class _BagLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bags: Bags, eps: float, *tables: Tensor) -> Tensor:
-        loss, _, gradients = _sweep(bags, eps, [t.detach().numpy() for t in tables])
-        ctx.save_for_backward(*(torch.from_numpy(g.astype(np.float32)) for g in gradients))
-        return torch.tensor(loss)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(upstream * g for g in ctx.saved_tensors))
-
-
-def _sweep(
-    bags: Bags, eps: float, tables: list[Float32[np.ndarray, " ..."]]
-) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
+def _sweep(bags: Bags, eps: float, tables: Tables) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
     """Mean loss, accuracy, and the gradient of the loss by every table."""
     total = float(bags.counts[bags.chosen].sum(dtype=np.int64))
-    inputs = [np.ascontiguousarray(t, np.float32) for t in tables]
+    inputs = [np.ascontiguousarray(t.detach().numpy(), np.float32) for t in tables.all()]
 
     def one(piece: Int64[np.ndarray, " batch"]) -> tuple[float, float, list[Float64[np.ndarray, " ..."]]]:
         gradients = [np.zeros(t.shape) for t in inputs]

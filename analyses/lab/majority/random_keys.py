@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -21,10 +20,8 @@ from tqdm.auto import tqdm
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.lab.results import Results, binomial_interval, share_interval_of, summarize
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, binomial_interval, select, share_interval_of, summarize
 
 DRAWS = 100  # published; per seed
 DIMENSIONS, COUNTS = tuple(range(3, 16)), tuple(range(3, 61))  # published
@@ -115,15 +112,11 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
     bounds = []
     for row in maps.to_dict("records"):
         trials = row["seeds"] * (HEAD_DRAWS if row["space"] == WHOLE_HEAD else draws)
-        any_of = row["measure"] == MEASURES[0]
-        found = (
-            binomial_interval(round(row["mean"] * trials), trials)
-            if any_of
-            else (share_interval_of(row["mean"], row["sd"], row["seeds"]))
-        )
-        bounds.append(found)
-    low, high = zip(*bounds, strict=True) if bounds else ((), ())
-    maps = maps.assign(ci_low=list(low), ci_high=list(high))
+        if row["measure"] == MEASURES[0]:
+            bounds.append(binomial_interval(round(row["mean"] * trials), trials))
+        else:
+            bounds.append(share_interval_of(row["mean"], row["sd"], row["seeds"]))
+    maps = maps.assign(ci_low=[low for low, _ in bounds], ci_high=[high for _, high in bounds])
     shown = maps[((maps["n"] == COUNTS[-1]) & maps["d"].isin(SHOWN)) | (maps["space"] == WHOLE_HEAD)]
     on = [k for k in KEYS if k in PUBLISHED.columns]
     return Results(
@@ -145,21 +138,18 @@ def _sentences(means: pd.DataFrame) -> Iterator[str]:
     largest = {space: group["mean"].max() for space, group in means.groupby("space")}
     # In three dimensions LayerNorm leaves a circle. A point with neighbours at angles a and b stands out from their
     # chord by a·b/2 of the radius, which among 60 points falls below TAU in about one draw of 400.
-    found = means[(means["space"] == NORMALIZED) & (means["mean"] > 0) & (means["measure"] == MEASURES[0])]
-    close = (
-        ""
-        if found.empty
-        else (
+    theorem = (
+        "After LayerNorm no key is unselectable: points of a sphere are vertices, so this is a theorem, not a finding."
+    )
+    found = select(means[means["mean"] > 0], space=NORMALIZED, measure=MEASURES[0])
+    if len(found):
+        theorem += (
             f" The exceptions here (in {100 * found['mean'].max():.1f} % of draws at most, d = "
             f"{', '.join(map(str, sorted(set(found['d']))))}) are points so close together that they stand out by less "
             f"than the tolerance, {TAU:g}."
         )
-    )
-    yield (
-        "After LayerNorm no key is unselectable: points of a sphere are vertices, so this is a theorem, not a finding."
-        + close
-    )
-    corner = means[(means["space"] == NORMAL) & (means["n"] == COUNTS[-1]) & (means["d"] == 8)]
+    yield theorem
+    corner = select(means, space=NORMAL, n=COUNTS[-1], d=8)
     values = {str(m): float(v) for m, v in zip(corner["measure"], corner["mean"], strict=True)}
     yield (
         f"The published map is the share of draws with any unselectable key (here {values['any_unselectable']:.2f} at "
@@ -179,14 +169,12 @@ def _plot(means: pd.DataFrame) -> Figure:
     titles = {"any_unselectable": "draws with any unselectable key", "unselectable_fraction": "unselectable keys"}
     for row, measure in enumerate(MEASURES):
         for column, space in enumerate(spaces):
-            one = means[(means["space"] == space) & (means["measure"] == measure)]
-            grid = one.pivot(index="n", columns="d", values="mean")
+            grid = select(means, space=space, measure=measure).pivot(index="n", columns="d", values="mean")
             axis = axes[row, column]
             image = axis.pcolormesh(
                 grid.columns, grid.index, grid.to_numpy(), vmin=0, vmax=1, cmap="magma_r", shading="nearest"
             )
             axis.set_title(f"{titles[measure]}\n{space}", fontsize=9)
-            axis.set_xlabel("d" if space != HEAD else "d_head")
-            axis.set_ylabel("n")
+            axis.set(xlabel="d" if space != HEAD else "d_head", ylabel="n")
     figure.colorbar(image, ax=axes, shrink=0.6)
     return figure
