@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.transformer import LabConfig
 
 
@@ -25,6 +27,14 @@ def lab(**options: Any) -> Any:
     with calibrate(model):
         model(torch.arange(1, 11)[None])
     return model.eval()
+
+
+def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:
+    """Two models and the metrics of their runs are the same to the bit, but for the seconds they took."""
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    tables = (read_metrics(folder).drop(columns="seconds") for folder in (one_folder, other_folder))
+    pd.testing.assert_frame_equal(*tables, check_exact=True)
 
 
 def write_words(path: Path, words: Sequence[str], count: int = 4000) -> Path:

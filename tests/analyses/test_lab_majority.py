@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from lab_models import assert_same_run
 from torch import nn
 
 from ln_probe.analyses.lab.majority.bags import _exp
@@ -29,7 +31,7 @@ from ln_probe.analyses.lab.majority.majority_task import (
     sequences,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.run_folder import load_run, read_metrics
+from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.train import Run, TrainConfig, curves, diverged, train, train_all
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
@@ -236,26 +238,13 @@ def test_evaluation(task: MajorityTask) -> None:
 
 def test_interrupted_at_any_step(task: MajorityTask, tmp_path: Path) -> None:
     """Stopped after 1, 5 and 6 steps (an epoch has 4) and gone on with by a fresh task: the same bits."""
-    config = TrainConfig(
-        steps=9,
-        batch=100,
-        warmup=0,
-        clip=0.0,
-        optimizer="adam",
-        schedule="linear",
-        decay_steps=90,
-        evaluate_every=4,
-        state_every=100,
-        save_at=(0, 5),
-    )
+    config = TrainConfig(9, 100, warmup=0, clip=0.0, optimizer="adam", schedule="linear", decay_steps=90,
+                         evaluate_every=4, state_every=100, save_at=(0, 5))  # fmt: skip
     spec = majority_model("projection_only", size=SMALL)
     whole = train(task, spec, config, tmp_path / "whole", progress=False)
     for until in (1, 5, 6, None):
         cut = train(MajorityTask(0, SMALL), spec, config, tmp_path / "cut", until=until, progress=False)
-    for (name, a), b in zip(whole.state_dict().items(), cut.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-    one, other = (read_metrics(tmp_path / name).drop(columns="seconds") for name in ("whole", "cut"))
-    pd.testing.assert_frame_equal(one, other, check_exact=True)
+    assert_same_run(whole, tmp_path / "whole", cut, tmp_path / "cut")
     loaded = load_run(tmp_path / "cut")
     assert float(loaded.blocks[0].ln1.divisor) > 0
 
@@ -283,6 +272,13 @@ def test_bad_sizes() -> None:
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
+def run_of(folder: Path, seed: int, task: MajorityTask | None = None, **options: Any) -> Run:
+    """A run of the small model with LayerNorm; options go to TrainConfig."""
+    training = TrainConfig(**{"steps": 4, "batch": 50, "warmup": 0, "clip": 0.0, "seed": seed} | options)
+    return Run({"norm": "layernorm"}, task or MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
+               training, folder)  # fmt: skip
+
+
 def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) -> list[Run]:
     """Runs of two seeds whose training loss fell on a straight line to 2 (step 500), then to the given one (1000)."""
     runs = []
@@ -292,16 +288,7 @@ def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) ->
             place.mkdir(parents=True)
             rows = [{"step": 500, "train_loss": 2.0}, {"step": 1000, "train_loss": end, "test_accuracy": 0.5}]
             (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-            config = TrainConfig(steps=1000, batch=10, seed=seed)
-            runs.append(
-                Run(
-                    {"norm": norm, "radius": radius},
-                    MajorityTask(seed, SMALL),
-                    LabConfig(1, 8, 1, 6, 12),
-                    config,
-                    place,
-                )
-            )
+            runs.append(replace(run_of(place, seed, steps=1000), keys={"norm": norm, "radius": radius}))
     return runs
 
 
@@ -356,11 +343,7 @@ def test_findings_without_the_whole_design(tmp_path: Path) -> None:
 
 
 def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
-    runs = []
-    for seed, lr in ((0, 1e-3), (1, 1e30), (2, 1e-3)):
-        config = TrainConfig(steps=4, batch=50, lr=lr, warmup=0, clip=0.0, seed=seed, optimizer="adam")
-        spec, folder = majority_model("layernorm", size=SMALL), tmp_path / f"seed{seed}"
-        runs.append(Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), spec, config, folder))
+    runs = [run_of(tmp_path / f"seed{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
     for _ in range(2):  # and again, from what was written
         train_all(runs, progress=False)
         (told,) = diverged(runs).values()
@@ -376,11 +359,7 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     """In processes of their own: the same weights, and a diverged seed named."""
     found = []
     for jobs in (1, 2):
-        runs = [
-            Run({"norm": "layernorm"}, MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
-                TrainConfig(steps=4, batch=50, lr=lr, warmup=0, clip=0.0, seed=seed), tmp_path / f"{jobs}-{seed}")
-            for seed, lr in ((0, 1e-3), (1, 1e30), (2, 1e-3))
-        ]  # fmt: skip
+        runs = [run_of(tmp_path / f"{jobs}-{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
         train_all(runs, jobs=jobs, progress=False)
         assert list(diverged(runs)) == ["norm layernorm, seed 1"]
         found.append([load_run(runs[i].folder).state_dict() for i in (0, 2)])
@@ -393,16 +372,7 @@ def test_side_by_side_the_first_refusal_stops_all(tmp_path: Path) -> None:
     """A run that cannot go on is told at once; what was waiting behind it is not begun."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "thesis.txt").write_text("mine")
-    runs = [
-        Run(
-            {"norm": "layernorm"},
-            MajorityTask(seed, SMALL),
-            majority_model("layernorm", size=SMALL),
-            TrainConfig(steps=20_000, batch=50, warmup=0, seed=seed),
-            tmp_path / str(seed),
-        )
-        for seed in range(6)
-    ]
+    runs = [run_of(tmp_path / str(seed), seed, steps=20_000) for seed in range(6)]
     with pytest.raises(FileExistsError, match="is not empty and holds no lab run"):
         train_all(runs, jobs=2, progress=False)
     assert not (tmp_path / "5").exists()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ln_probe
-from ln_probe.analyses.lab.norms import Norm, calibrate
+from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, alibi_slopes, sinusoidal_table
 
 SHAPE = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_vocab": 30, "n_ctx": 12}
@@ -29,13 +29,18 @@ def build(**options: object) -> LabTransformer:
     return model
 
 
-@pytest.mark.parametrize("positions", ["learned", "none", "sinusoidal", "rotary", "alibi"])
+@pytest.mark.parametrize("options", [
+    *({"norm": norm} for norm in NORM_KINDS),
+    *({"positions": positions} for positions in ("none", "sinusoidal", "rotary", "alibi")),
+])  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
-def test_hooked_and_fused_attention_agree(positions: str, causal: bool) -> None:
-    model = build(positions=positions, causal=causal)
-    logits, cache = model.run_with_cache(TOKENS)
+def test_hooks_see_what_the_fused_path_computes(options: dict[str, str], causal: bool) -> None:
+    model = build(**options, causal=causal)
+    logits, cache = model.run_with_cache(TOKENS)  # with hooks everywhere: the explicit path
     torch.testing.assert_close(model(TOKENS), logits, rtol=1e-10, atol=1e-10)
     pattern = cache["blocks.1.attn.hook_pattern"]
+    assert pattern.shape == (2, 2, 10, 10)
+    torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 10).double())
     assert (float(pattern.triu(1).abs().max()) == 0) == causal
 
 
@@ -151,6 +156,10 @@ def test_a_given_divisor_stays() -> None:
     ({"norm": "none", "divisor": -1.0}, "divisor must be a positive number, got -1.0"),
     ({"radius": 0.0}, "radius must be positive, got 0.0"),
     ({"positions": "rotary", "n_heads": 1, "d_head": 5}, "rotary positions turn pairs of coordinates: d_head=5 is odd"),
+    ({"norm": "batchnorm"}, "unknown norm 'batchnorm': known norms are layernorm, projection_only, scaling_only, none"),
+    ({"n_heads": 3}, "d_model=16 is not divisible by n_heads=3"),
+    ({"n_layers": 0}, "n_layers must be a whole number between 1 and 10000, got 0"),
+    ({"positions": "polar"}, "unknown positions 'polar': known choices are learned, none"),
     ({"norm_order": "middle"}, "unknown norm_order 'middle': known choices are pre, post"),
     ({"init": "zeros"}, "unknown init 'zeros': known choices are gpt2, torch"),
     ({"norm_final": "rms"}, r"unknown norm_final 'rms': known norms are .*\(or None to leave it out\)"),
@@ -158,6 +167,11 @@ def test_a_given_divisor_stays() -> None:
 def test_bad_choices(options: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LabConfig(**{**SHAPE, **options})  # type: ignore[arg-type]
+
+
+def test_longer_than_the_context() -> None:
+    with pytest.raises(ValueError, match="17 tokens are more than the context of 12: cut the prompt"):
+        build()(torch.zeros(1, 17, dtype=torch.long))
 
 
 def test_torchs_start() -> None:
