@@ -58,6 +58,10 @@ def _rows(experiment: str, table: str, **wanted: object) -> pd.DataFrame:
     return select(table_at(folder(experiment), table), **wanted)
 
 
+def _effects(experiment: str, table: str, **wanted: object) -> Callable[[], Differences]:
+    return lambda: main_effects(_rows(experiment, table, **wanted))
+
+
 def _majority() -> Differences:
     at = {"measure": "train_loss", "step": 1000}
     full = _rows("majority", "curves", radius="sqrt(d)", **at)
@@ -76,17 +80,10 @@ def _depth() -> Differences:
     return main_effects(values[values["seed"].isin(both.index[both == 2])])
 
 
-def _counting(model: str, site: str) -> Differences:
-    values = _rows("counting", "values", task="L5", model=model, measure="accuracy_1024", norm_site=[site, "none"])
-    return main_effects(values)
-
-
 def _approximation() -> Differences:
     values = _rows("approximation", "errors", measure="relative_mse", lr=0.01, dot_product=False)
-    model = ["target", "kernel", "heads", "width", "norm_order"]
-    whole = values.groupby(model)["norm"].nunique().eq(len(TERMS)).rename("whole")
-    values = values.join(whole, on=model)
-    return main_effects(values[values["whole"]].assign(value=lambda t: np.log10(t["value"])))
+    norms = values.groupby(["target", "kernel", "heads", "width", "norm_order"])["norm"].transform("nunique")
+    return main_effects(values[norms == len(TERMS)].assign(value=lambda t: np.log10(t["value"])))
 
 
 def _removed() -> Differences:
@@ -95,30 +92,32 @@ def _removed() -> Differences:
     return {"all norms replaced by constants, fine-tuned": cells["removed"] - cells["kept"]}
 
 
-# Experiment, outcome, unit, factor to that unit, and the differences per seed.
-OUTCOMES: tuple[tuple[str, str, str, float, Callable[[], Differences]], ...] = (
-    ("majority", "training loss at step 1000", "nats", 1, _majority),
-    ("majority_in_space", "test accuracy", "points", 100, lambda: main_effects(
-        _rows("majority_in_space", "scores", measure="test_accuracy", radius="sqrt(d)"))),
-    ("language_model", "keys that are unselectable in head space", "points", 100, lambda: main_effects(
-        _rows("language_model", "seeds", measure="unselectable_fraction", space="head", step=1500,
-              divisor=["-", "1"]))),
-    ("language_model_bundled", "held-out loss", "nats", 1, lambda: main_effects(
-        _rows("language_model_bundled", "seeds", measure="valid_loss"))),
-    ("language_model_bundled", "keys that are unselectable in head space", "points", 100, lambda: main_effects(
-        _rows("language_model_bundled", "seeds", measure="unselectable_fraction"))),
-    ("encoder", "masked loss, narrow", "nats", 1, lambda: main_effects(
-        _rows("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
-              norm=["layernorm", "scaling_only", "projection_only"]))),
-    ("encoder_passages", "accuracy, narrow", "points", 100, lambda: main_effects(
-        _rows("encoder_passages", "values", measure="valid_accuracy", shape="narrow"))),
-    ("remove_norm", "held-out loss", "nats", 1, _removed),
-    ("depth", "exact match one block beyond the theory, 101 to 250 letters", "points", 100, _depth),
-    ("counting", "accuracy on L5 at 1024 letters, norm on the LSTM's state", "points", 100,
-     lambda: _counting("lstm", "state")),
-    ("counting", "accuracy on L5 at 1024 letters, transformer", "points", 100,
-     lambda: _counting("transformer", "blocks")),
-    ("approximation", "log10 of the trained error, mean over models", "decades", 1, _approximation),
+FACTORS = {"points": 100.0}  # from a unit of the tables to that of an outcome; others are the same
+# Experiment, outcome, unit, and the differences per seed.
+OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
+    ("majority", "training loss at step 1000", "nats", _majority),
+    ("majority_in_space", "test accuracy", "points",
+     _effects("majority_in_space", "scores", measure="test_accuracy", radius="sqrt(d)")),
+    ("language_model", "keys that are unselectable in head space", "points",
+     _effects("language_model", "seeds", measure="unselectable_fraction", space="head", step=1500,
+              divisor=["-", "1"])),
+    ("language_model_bundled", "held-out loss", "nats",
+     _effects("language_model_bundled", "seeds", measure="valid_loss")),
+    ("language_model_bundled", "keys that are unselectable in head space", "points",
+     _effects("language_model_bundled", "seeds", measure="unselectable_fraction")),
+    ("encoder", "masked loss, narrow", "nats",
+     _effects("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
+              norm=["layernorm", "scaling_only", "projection_only"])),
+    ("encoder_passages", "accuracy, narrow", "points",
+     _effects("encoder_passages", "values", measure="valid_accuracy", shape="narrow")),
+    ("remove_norm", "held-out loss", "nats", _removed),
+    ("depth", "exact match one block beyond the theory, 101 to 250 letters", "points", _depth),
+    ("counting", "accuracy on L5 at 1024 letters, norm on the LSTM's state", "points",
+     _effects("counting", "values", task="L5", model="lstm", measure="accuracy_1024", norm_site=["state", "none"])),
+    ("counting", "accuracy on L5 at 1024 letters, transformer", "points",
+     _effects("counting", "values", task="L5", model="transformer", measure="accuracy_1024",
+              norm_site=["blocks", "none"])),
+    ("approximation", "log10 of the trained error, mean over models", "decades", _approximation),
 )  # fmt: skip
 
 
@@ -131,13 +130,12 @@ def primary_contrasts() -> pd.DataFrame:
         effects; `seeds`, and how many of them have the sign of the estimate (`agreeing`).
     """
     rows = []
-    for experiment, outcome, unit, factor, differences in OUTCOMES:
+    for experiment, outcome, unit, differences in OUTCOMES:
         for contrast, per_seed in differences().items():
-            values = per_seed.to_numpy(float) * factor
+            values = per_seed.to_numpy(float) * FACTORS.get(unit, 1.0)
             estimate, low, high = interval(values)
-            half = (
-                float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1)) * values.std(ddof=1) / np.sqrt(len(values))
-            )
+            t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
+            half = t * values.std(ddof=1) / np.sqrt(len(values))
             rows.append({
                 "experiment": experiment, "outcome": outcome, "unit": unit, "contrast": contrast,
                 "estimate": estimate, "low": low, "high": high, "p": paired_p(values),

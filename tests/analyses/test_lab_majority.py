@@ -6,14 +6,13 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_models import assert_same_run
+from lab_models import assert_same_run, majority_run
 from torch import nn
 
 from ln_probe.analyses.lab.majority.bags import _exp
@@ -272,13 +271,6 @@ def test_bad_sizes() -> None:
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def run_of(folder: Path, seed: int, task: MajorityTask | None = None, **options: Any) -> Run:
-    """A run of the small model with LayerNorm; options go to TrainConfig."""
-    training = TrainConfig(**{"steps": 4, "batch": 50, "warmup": 0, "clip": 0.0, "seed": seed} | options)
-    return Run({"norm": "layernorm"}, task or MajorityTask(seed, SMALL), majority_model("layernorm", size=SMALL),
-               training, folder)  # fmt: skip
-
-
 def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) -> list[Run]:
     """Runs of two seeds whose training loss fell on a straight line to 2 (step 500), then to the given one (1000)."""
     runs = []
@@ -288,7 +280,7 @@ def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) ->
             place.mkdir(parents=True)
             rows = [{"step": 500, "train_loss": 2.0}, {"step": 1000, "train_loss": end, "test_accuracy": 0.5}]
             (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-            runs.append(replace(run_of(place, seed, steps=1000), keys={"norm": norm, "radius": radius}))
+            runs.append(replace(majority_run(place, seed, steps=1000), keys={"norm": norm, "radius": radius}))
     return runs
 
 
@@ -343,7 +335,7 @@ def test_findings_without_the_whole_design(tmp_path: Path) -> None:
 
 
 def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path / f"seed{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
+    runs = [majority_run(tmp_path / f"seed{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
     for _ in range(2):  # and again, from what was written
         train_all(runs, progress=False)
         (told,) = diverged(runs).values()
@@ -359,7 +351,7 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     """In processes of their own: the same weights, and a diverged seed named."""
     found = []
     for jobs in (1, 2):
-        runs = [run_of(tmp_path / f"{jobs}-{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
+        runs = [majority_run(tmp_path / f"{jobs}-{seed}", seed, lr=1e30 if seed == 1 else 1e-3) for seed in (0, 1, 2)]
         train_all(runs, jobs=jobs, progress=False)
         assert list(diverged(runs)) == ["norm layernorm, seed 1"]
         found.append([load_run(runs[i].folder).state_dict() for i in (0, 2)])
@@ -372,7 +364,7 @@ def test_side_by_side_the_first_refusal_stops_all(tmp_path: Path) -> None:
     """A run that cannot go on is told at once; what was waiting behind it is not begun."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "thesis.txt").write_text("mine")
-    runs = [run_of(tmp_path / str(seed), seed, steps=20_000) for seed in range(6)]
+    runs = [majority_run(tmp_path / str(seed), seed, steps=20_000) for seed in range(6)]
     with pytest.raises(FileExistsError, match="is not empty and holds no lab run"):
         train_all(runs, jobs=2, progress=False)
     assert not (tmp_path / "5").exists()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from lab_models import majority_run
 from torch import nn
 
 from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
@@ -19,7 +19,7 @@ from ln_probe.analyses.lab.keeping import check_added, rebuilt
 from ln_probe.analyses.lab.language_model import bundled_seeds
 from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
-from ln_probe.analyses.lab.train import DivergedError, Run, train
+from ln_probe.analyses.lab.train import DivergedError, train
 
 
 @pytest.mark.parametrize(("experiment", "change", "said"), [
@@ -100,11 +100,9 @@ def test_what_is_kept_beside_weights_is_of_these_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_last_update_that_breaks_the_weights_is_a_divergence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_run: Callable[[Path], Run]
-) -> None:
+def test_a_last_update_that_breaks_the_weights_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss before it is a number: what comes after it tells."""
-    one = a_run(tmp_path)
+    one = majority_run(tmp_path / "r", steps=3, batch=4, clip=1.0, warmup=200)
     steps = one.training.steps
     train(one.task, one.spec, one.training, one.folder, progress=False, until=1)
     kept = (one.folder / STATE_FILE).read_bytes()
@@ -130,19 +128,6 @@ def test_a_last_update_that_breaks_the_weights_is_a_divergence(
         assert (one.folder / STATE_FILE).read_bytes() == kept
     assert not (one.folder / MODEL_FILE).exists()
     assert (one.folder / DIVERGED_FILE).exists()
-
-
-@pytest.fixture
-def a_run() -> Callable[[Path], Run]:
-    from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask, majority_model
-    from ln_probe.analyses.lab.train import TrainConfig
-
-    def make(at: Path) -> Run:
-        size = MajoritySize(classes=6, length=12, margin=2, examples=400)
-        model = majority_model("layernorm", None, size)
-        return Run({}, MajorityTask(0, size), model, TrainConfig(steps=3, batch=4, seed=0, clip=1.0), at / "r")
-
-    return make
 
 
 def test_quick_results_state_quick_sizes() -> None:

@@ -122,7 +122,7 @@ CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "projection, without scaling": ("projection_only", "none"),
 }
 KEYS = ["norm", "layer", "measure"]
-ALL_LAYERS = -1  # the `layer` of what is not measured layer by layer
+ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured layer by layer
 
 
 def bundled_model(norm: str) -> LabConfig:
@@ -240,7 +240,9 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
 
 def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = False) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
-    values = pd.concat([values, over_layers(values)], ignore_index=True)
+    layered = values[values["layer"] != ALL_LAYERS]
+    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
+    values = pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
     shares = values["measure"].isin((FRACTION, FROZEN))
     summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
     compared = contrasts(values)
@@ -257,13 +259,6 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = Fal
         },
         diverged=lost,
     )
-
-
-def over_layers(values: pd.DataFrame) -> pd.DataFrame:
-    """The mean over layers of what is measured layer by layer, with layer ALL_LAYERS."""
-    layered = values[values["layer"] != ALL_LAYERS]
-    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
-    return cast("pd.DataFrame", means.assign(layer=ALL_LAYERS))
 
 
 def contrasts(values: pd.DataFrame) -> pd.DataFrame:

@@ -123,14 +123,6 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
     return [cast("ReplaceableNorm", norm) for norm in found]
 
 
-def make_replaceable(model: LabTransformer) -> LabTransformer:
-    """The model itself, with a ReplaceableNorm in the place of each of its LayerNorms; it computes what it did."""
-    for block in (cast("Block", b) for b in model.blocks):
-        block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
-    model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
-    return model
-
-
 def plain(model: LabTransformer) -> LabTransformer:
     """The same function as an ordinary lab model, which `analyze` takes: LayerNorm everywhere or one constant a norm.
 
@@ -163,7 +155,12 @@ class Start:
     folder: Path
 
     def build(self) -> LabTransformer:
-        return make_replaceable(load_run(self.folder)).train()
+        """The model with a ReplaceableNorm in the place of each of its LayerNorms; it computes what it did."""
+        model = load_run(self.folder)
+        for block in (cast("Block", b) for b in model.blocks):
+            block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
+        model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
+        return model.train()
 
     def to_dict(self) -> dict[str, Any]:
         weights = (self.folder / MODEL_FILE).read_bytes()
