@@ -44,11 +44,11 @@ _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
 
 
-def doubt(p_holm: float, seeds: int) -> str:
-    """What a sentence about a difference ends with: nothing if it is significant."""
-    if p_holm < SIGNIFICANT:
+def doubt(row: Mapping[Any, Any] | pd.Series) -> str:
+    """What a sentence about a difference (a row of `contrasted`) ends with: nothing if it is significant."""
+    if row["p_holm"] < SIGNIFICANT:
         return ""
-    return ": not significant after Holm's correction" if seeds > 1 else ": one seed, so there is no test"
+    return ": not significant after Holm's correction" if row["seeds"] > 1 else ": one seed, so there is no test"
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:

@@ -138,8 +138,7 @@ def metric_rows(metrics: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: another line is not what was written (names it).
     """
-    text = metrics.read_bytes().decode("utf-8", "replace") if metrics.exists() else ""
-    lines = text.splitlines(keepends=True)
+    lines = metrics.read_bytes().decode("utf-8", "replace").splitlines(keepends=True) if metrics.exists() else []
     sealed = any(f'"{_CHECK}"' in line for line in lines)  # those of 0.1.0 have no hashes
     rows = []
     for number, line in enumerate(lines, start=1):

@@ -275,21 +275,20 @@ def _train(
             for name, found in row.items():
                 if name.endswith("loss") and not math.isfinite(found):
                     raise _diverged(out, training, done, found)
+            rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
             with metrics.open("a") as file:
-                file.write(metric_line(row | {"seconds": round(time.perf_counter() - began, 1)}))
+                file.write(metric_line(rows[-1]))
             counters["loss"], counters["counted"] = 0.0, 0.0
             bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
-        if (done % training.state_every == 0 or done == stop) and done < training.steps:
+        if done % training.state_every == 0 or done == stop:
             if not finite(model):  # what was saved before stays
                 raise _diverged(out, training, done, math.nan, "a weight")
-            counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(metric_rows(metrics))}
+            counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(rows)}
             save_tensors(_pack(model, optimizer, counters), state)
-    if not finite(model):
-        raise _diverged(out, training, stop, math.nan, "a weight")
     if stop < training.steps:
         return model
     save_model(model, checkpoint_path(out, training.steps), about=about)
-    save_model(model, out / MODEL_FILE, about=about | {"evaluations": len(metric_rows(metrics))})
+    save_model(model, out / MODEL_FILE, about=about | {"evaluations": len(rows)})
     state.unlink(missing_ok=True)
     return model
 

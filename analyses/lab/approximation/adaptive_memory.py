@@ -224,7 +224,7 @@ def _sentences(summary: pd.DataFrame, factors: pd.DataFrame) -> Iterator[str]:
         ffn = f"an FFN of {row['width']}" if row["width"] else "no FFN"
         yield (
             f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {interval_text(row, '.2g', columns=FACTOR)} "
-            f"times the error without it ({counted(row['seeds'], 'seed')}){doubt(row['p_holm'], row['seeds'])}."
+            f"times the error without it ({counted(row['seeds'], 'seed')}){doubt(row)}."
         )
 
 

@@ -346,7 +346,7 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{row['target']}, {row['kernel']} positions, {counted(row['heads'], 'head')} with {row['norm']} in "
             f"{row['norm_order']}-norm order: {interval_text(row, '.2g', columns=FACTOR)} times the error without a "
-            f"norm (seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}."
+            f"norm (seeds: {row['seeds']}){doubt(row)}."
         )
 
 

@@ -199,7 +199,7 @@ def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]
     loss = {tuple(row[key] for key in KEYS): row["mean"] for row in summary.to_dict("records")}
     for row in products.to_dict("records"):
         layers, heads, norm = row["layers"], row["heads"], row["norm"]
-        unclear = doubt(row["p_holm"], row["seeds"])
+        unclear = doubt(row)
         told = f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
         yield (
             f"{_shape(layers, heads)}, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "

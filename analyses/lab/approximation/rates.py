@@ -240,5 +240,5 @@ def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
         yield (
             f"3a, dot product on {row['target']}, {row['kernel']}, {heads}, FFN of {row['width']}: "
             f"{interval_text(row, '.2g', columns=FACTOR)} times the error without it ({counted(row['seeds'], 'seed')})"
-            f"{doubt(row['p_holm'], row['seeds'])}."
+            f"{doubt(row)}."
         )

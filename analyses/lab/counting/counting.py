@@ -383,7 +383,7 @@ def _effects(changed: pd.DataFrame, summary: pd.DataFrame) -> Iterator[str]:
     cells = summary.set_index([*KEYS, "measure"])
     for row in farthest(changed).to_dict("records"):
         unit = "" if row["measure"] == "exact_to" else " points"
-        told = doubt(row["p_holm"], row["seeds"])
+        told = doubt(row)
         cell = cells.loc[tuple(row[key] for key in (*KEYS, "measure"))]
         constant = max(cell["constant_yes"], cell["constant_no"])
         idle = f", to {100 * cell['mean']:.1f} %, where a constant answer has {100 * constant:.1f} %"

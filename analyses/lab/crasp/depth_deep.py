@@ -159,7 +159,7 @@ def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]
 
 def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     for row in contrasts.to_dict("records"):
-        told = doubt(row["p_holm"], row["seeds"]).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
+        told = doubt(row).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
         yield (
             f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {REACH} "
             f"({counted(row['seeds'], 'seed')}; {told})."

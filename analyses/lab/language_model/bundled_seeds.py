@@ -17,6 +17,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -174,7 +175,8 @@ def run(request: Request) -> Results:
     )
     runs = [run for run in every if request.quick or run.seed != SHIPPED_SEED]
     lost = carry_out(runs, request)
-    return findings(pd.concat([*measured(runs, request, task)], ignore_index=True), lost, request.quick)
+    values = pd.concat([*measured(runs, request, task)], ignore_index=True)
+    return replace(findings(values, request.quick), diverged=lost)
 
 
 def measured(runs: Sequence[Run], request: Request, task: TextTask) -> Iterator[pd.DataFrame]:
@@ -238,7 +240,7 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
 
 
-def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = False) -> Results:
+def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
     layered = values[values["layer"] != ALL_LAYERS]
     means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
@@ -257,7 +259,6 @@ def findings(values: pd.DataFrame, lost: tuple[str, ...] = (), quick: bool = Fal
             "contexts": CONTEXTS,
             "seeds": sorted({int(seed) for seed in values["seed"]}),
         },
-        diverged=lost,
     )
 
 
@@ -275,10 +276,9 @@ def sentences(compared: pd.DataFrame) -> Iterator[str]:
     for row in compared.to_dict("records"):
         title, scale, digits, unit = TITLES[row["measure"]]
         holm = counted(row["seeds"], "seed") + ("" if pd.isna(row["p_holm"]) else f", Holm {row['p_holm']:.2g}")
-        told = doubt(row["p_holm"], row["seeds"])
         term, beside = str(row["contrast"]).split(", ")
         change = interval_text(row, f"+.{digits}f", scale)
-        yield f"{title}: {term} before attention, {beside}: {change} {unit} ({holm}){told}."
+        yield f"{title}: {term} before attention, {beside}: {change} {unit} ({holm}){doubt(row)}."
 
 
 def draw(values: pd.DataFrame) -> Figure:

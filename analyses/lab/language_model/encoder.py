@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -119,15 +119,13 @@ LEFT_OUT = {
 WIDTH = 0.17  # of a bar
 
 
-def findings(
-    values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str, ...] = ()
-) -> Results:
+def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
     """Tables, plots and sentences.
 
     Args:
         values: KEYS, `seed`, `value`: unselectable shares at kept steps, held-out loss and accuracy at the last.
         losses: the whole curves, for the record.
-        settings: of the runs, with `training` and `unigram_loss`. lost: runs that diverged.
+        settings: of the runs, with `training` and `unigram_loss`.
     """
     shares = values["measure"].isin((FRACTION, ACCURACY))
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
@@ -138,7 +136,6 @@ def findings(
         figures={"unselectable": _draw(summary)},
         conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
-        diverged=lost,
     )
 
 
@@ -171,7 +168,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
                 where = "as heads see them" if row["space"] == HEAD else "before the norm"
                 what = f"the share of unselectable keys {where} (mean over layers)"
                 told = f"{interval_text(row, '+.1f', 100)} points"
-            told += f" (seeds: {row['seeds']}){doubt(row['p_holm'], row['seeds'])}"
+            told += f" (seeds: {row['seeds']}){doubt(row)}"
             yield f"{shape}: leaving out {LEFT_OUT[row['norm']]} changes {what} by {told}."
 
 
@@ -297,7 +294,7 @@ def run(request: Request, size: Size | None = None) -> Results:
         "unigram_loss": task.unigram_loss(),
         "published": "decoders only (section 4.2: the experiment language_model); of an encoder no figure was at hand",
     }
-    return findings(values, losses, settings, lost)
+    return replace(findings(values, losses, settings), diverged=lost)
 
 
 def key_places() -> dict[tuple[int, str], str]:

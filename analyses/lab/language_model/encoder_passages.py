@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -240,10 +240,10 @@ def run(request: Request, size: Size | None = None, tuning: Tuning | None = None
         "counted_accuracy": task.counted_accuracy(),
         "published": "SST-2: another task, whose figures were not at hand",
     }
-    return findings(values.reset_index(drop=True), settings, lost)
+    return replace(findings(values.reset_index(drop=True), settings), diverged=lost)
 
 
-def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str, ...] = ()) -> Results:
+def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
     """Tables, a figure and sentences from KEYS, `seed`, `value`."""
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[share], "share"), (values[~share], "mean")], KEYS)
@@ -255,7 +255,6 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str,
         figures={"accuracy": _draw(last)},
         conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
-        diverged=lost,
     )
 
 
@@ -276,10 +275,9 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
             f"{100 * settings['counted_accuracy']:.1f} %."
         )
     for row in differences.to_dict("records"):
-        clear = doubt(row["p_holm"], row["seeds"])
         yield (
             f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by "
-            f"{interval_text(row, '+.1f', 100)} points (seeds: {row['seeds']}){clear}."
+            f"{interval_text(row, '+.1f', 100)} points (seeds: {row['seeds']}){doubt(row)}."
         )
 
 

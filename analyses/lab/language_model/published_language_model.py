@@ -12,7 +12,7 @@ Two sizes: one that a CPU trains in minutes, and the published one (GPT-2's voca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -162,7 +162,7 @@ def _run(request: Request, size: Size) -> Results:
     values = pd.concat([fractions, at_kept], ignore_index=True)[[*KEYS, "seed", "value"]]
     seeds = sorted({run.seed for run in started})
     settings = {**shared_settings(started[0], ("norm", "divisor")), "seeds": seeds, "contexts": CONTEXTS}
-    return findings(values, losses, settings, lost)
+    return replace(findings(values, losses, settings), diverged=lost)
 
 
 def unselectable_share(
@@ -214,15 +214,13 @@ def unselectable_at_checkpoints(
     return pd.concat(rows, ignore_index=True)
 
 
-def findings(
-    values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any], lost: tuple[str, ...] = ()
-) -> Results:
+def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
     """Tables, plots and sentences.
 
     Args:
         values: KEYS, `seed`, `value`: unselectable shares and losses at the kept steps.
         losses: the whole curves, for the record.
-        settings: `training`, `model` and `data` of the runs. lost: runs that diverged.
+        settings: `training`, `model` and `data` of the runs.
     """
     shares = values["measure"] == FRACTION
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS, PUBLISHED)
@@ -237,7 +235,6 @@ def findings(
         figures={"unselectable": _plot(summary)},
         conclusions=tuple(_sentences(summary)),
         settings={**settings, "published": PUBLISHED_HOW},
-        diverged=lost,
     )
 
 

@@ -459,7 +459,7 @@ def _sentences(summary: pd.DataFrame, compared: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{name[0].upper()}{name[1:]}: {mean[BEFORE, measure]:.3f} before, {mean[KEPT, measure]:.3f} fine-tuned "
             f"with norms, {mean[REMOVED, measure]:.3f} without; difference {interval_text(row, '+.3g')} "
-            f"({counted(row['seeds'], 'seed')}{told}){doubt(row['p_holm'], row['seeds'])}."
+            f"({counted(row['seeds'], 'seed')}{told}){doubt(row)}."
         )
     if (AT_ONCE, LOSS) in mean:
         yield (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,14 +86,13 @@ def findings(
     table: pd.DataFrame,
     start: pd.DataFrame,
     settings: Mapping[str, Any] | None = None,
-    lost: tuple[str, ...] = (),
 ) -> Results:
     """Tables, plots and sentences from what the runs have reached.
 
     Args:
         table: norm, radius, seed, step, measure, value.
         start: the same of what can be measured before training (`start_angles`).
-        settings, lost: for the record.
+        settings: for the record.
 
     Raises:
         ValueError: nothing has been measured.
@@ -115,7 +115,6 @@ def findings(
             "published": "read off the plots of figures 1 to 3",
             "seeds": sorted({int(seed) for seed in table["seed"]}),
         },
-        diverged=lost,
     )
 
 
@@ -224,7 +223,7 @@ def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[i
             continue
         gap, matched, size = (interval_text(of[name], ".2f") for name in names)
         whole, projection = (of[name] for name in names[:2])
-        unclear = doubt(projection["p_holm"], projection["seeds"])
+        unclear = doubt(projection)
         if whole["p_holm"] >= SIGNIFICANT or math.isnan(whole["p_holm"]):
             found.append(
                 f"Step {step}: the published comparison gives no significant gap in training loss ({gap} "
@@ -259,11 +258,10 @@ def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     """Which part of the smaller norm costs the loss: small scores, small values, or both."""
     names = [n for n in CONTRASTS if "of queries and keys" in n or "of values" in n]
     for row in select(contrasts, contrast=names, measure=TESTED).to_dict("records"):
-        told = doubt(row["p_holm"], row["seeds"])
         interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
         yield (
             f"Step {row['step']}: {row['contrast']}, without projection, changes the training loss by "
-            f"{row['mean']:+.2f}{interval} nats (seeds: {row['seeds']}){told}."
+            f"{row['mean']:+.2f}{interval} nats (seeds: {row['seeds']}){doubt(row)}."
         )
 
 
@@ -337,7 +335,7 @@ def run(request: Request) -> Results:
     if not request.collect:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
     lost = carry_out(runs, request)
-    return findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS), lost)
+    return replace(findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS)), diverged=lost)
 
 
 def kept_findings(curves: pd.DataFrame) -> Results:

@@ -126,18 +126,16 @@ def run(request: Request) -> Results:
         **shared_settings(done[0], KEYS),
         "published": "figures 1a and 1b, drawings; no figures to compare with were at hand",
     }
-    return findings(coordinates, last[[*KEYS, "seed", "value"]], about, lost)
+    return replace(findings(coordinates, last[[*KEYS, "seed", "value"]], about), diverged=lost)
 
 
-def findings(
-    coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...] = ()
-) -> Results:
+def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any]) -> Results:
     """Tables, a figure and sentences.
 
     Args:
         coordinates: COORDINATES of every run.
         scores: KEYS, `seed`, `value`: test loss and accuracy at the end.
-        about: settings. lost: runs that diverged.
+        about: settings.
     """
     values = pd.concat([angles(coordinates), scores], ignore_index=True)[[*KEYS, "seed", "value"]]
     share = values["measure"] == ACCURACY
@@ -150,7 +148,6 @@ def findings(
         figures={"keys_and_queries": _draw(coordinates)},
         conclusions=tuple(_sentences(summary, contrasts)),
         settings={**about, "seeds": sorted({int(s) for s in coordinates["seed"]})},
-        diverged=lost,
     )
 
 
@@ -183,8 +180,7 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
             f"{interval_text(score[0], '.1f', 100)} % (seeds: {one[-1]['seeds']})"
         )
         if (row := compared.get((norm, radius))) is not None:
-            clear = doubt(row["p_holm"], row["seeds"])
-            text += f"; against LayerNorm {interval_text(row, '+.0f')}°{clear}"
+            text += f"; against LayerNorm {interval_text(row, '+.0f')}°{doubt(row)}"
         yield f"{text}."
 
 
