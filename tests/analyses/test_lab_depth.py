@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab_models import ran
 from scipy import stats
 
 from ln_probe.analyses.lab.crasp import depth
 from ln_probe.analyses.lab.crasp.crasp import parse
-from ln_probe.analyses.lab.crasp.depth import (
-    findings,
-    fresh_terms,
-    hit_rates,
-    share_over_seeds,
-    sweep,
-    term_effects,
-)
+from ln_probe.analyses.lab.crasp.depth import findings, fresh_terms, hit_rates, share_over_seeds, sweep, term_effects
 from ln_probe.analyses.lab.crasp.depth_task import (
     BOS,
     IGNORED,
@@ -34,7 +27,6 @@ from ln_probe.analyses.lab.crasp.depth_task import (
     predicted_depth,
     sample_block_words,
 )
-from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.train import TrainConfig
@@ -185,40 +177,30 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cells = (depth.Cell(1, 3, "none"), depth.Cell(1, 4, "layernorm", "pre"))
     monkeypatch.setattr(depth, "grid", lambda quick: cells)
     monkeypatch.setattr(depth, "training", lambda quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
-    request = Request(out=tmp_path / "depth", seeds=(0, 1), quick=True, progress=False)
-    results = run("depth", request, command="ln-probe lab run depth", ln_probe_version="0")
+    results = ran("depth", out := tmp_path / "depth")
     assert results.diverged == ()
     assert len(results.summary) == 2 * len(depth.BINS)
     assert set(results.summary["predicted_depth"]) == {1, 2}
     assert (results.summary["seeds"] == 2).all()
     assert {"boundary.png", "lengths.png", "hits.csv", "hand_built.csv", "results.json"} <= {
-        p.name for p in request.out.iterdir()
+        p.name for p in out.iterdir()
     }
-    again = run(
-        "depth", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="", ln_probe_version="0"
-    )
-    pd.testing.assert_frame_equal(again.summary, results.summary)
-    mark = next(request.out.glob("runs/*L3*seed1")) / "diverged.json"
+    pd.testing.assert_frame_equal(ran("depth", out, collect=True).summary, results.summary)
+    mark = next(out.glob("runs/*L3*seed1")) / "diverged.json"
     mark.write_text('{"step": 1, "message": "the loss is nan"}')
-    (sentence,) = depth.run(replace(request, collect=True)).diverged
+    (sentence,) = ran("depth", out, collect=True).diverged
     assert sentence == ("depth 1, k 3, norm none, norm_order post, positions none, seed 1: the loss is nan")
 
 
-def test_nothing_to_collect_yet(tmp_path: Path) -> None:
-    request = Request(out=tmp_path / "depth", seeds=(0,), quick=True, collect=True)
+@pytest.mark.parametrize("experiment", ["depth", "depth_deep", "counting", "counting_traces", "approximation"])
+def test_nothing_to_collect_yet(experiment: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds none of these \d+ runs: leave out --collect to train them"):
-        run("depth", request, command="", ln_probe_version="0")
+        ran(experiment, tmp_path / "o", collect=True)
 
 
 @pytest.mark.slow
 def test_quick_shows_the_boundary(tmp_path: Path) -> None:
-    results = run(
-        "depth",
-        Request(out=tmp_path / "depth", seeds=(0,), quick=True, progress=False),
-        command="",
-        ln_probe_version="0",
-    )
-    hits = results.tables["hits"]
+    hits = ran("depth", tmp_path / "depth", (0,)).tables["hits"]
     assert (hits["hits"] == hits["predicted"]).all()
 
 

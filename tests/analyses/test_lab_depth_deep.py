@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from lab_models import ran
 
 from ln_probe.analyses.lab.crasp import depth_deep
-from ln_probe.analyses.lab.crasp.depth_deep import findings, grid, published_table, reach_contrasts
+from ln_probe.analyses.lab.crasp.depth import published_table
+from ln_probe.analyses.lab.crasp.depth_deep import findings, grid, reach_contrasts
 from ln_probe.analyses.lab.crasp.depth_task import BINS, IGNORED, BlockTask, Cell, measure, predicted_depth
-from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.train import TrainConfig
 
 
@@ -65,9 +66,8 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         depth_deep, "training", lambda quick, seed: TrainConfig(2, 2, seed=seed, evaluate_every=2, state_every=2)
     )
     monkeypatch.setattr(depth_deep, "grid", lambda quick: (Cell(4, 6), Cell(4, 7), Cell(4, 6, positions="rotary")))
-    request = Request(tmp_path / "deep", (0, 1), quick=True, progress=False)
-    results = run("depth_deep", request, command="", ln_probe_version="0")
+    results = ran("depth_deep", tmp_path / "deep")
     assert len(results.summary) == 3 * len(BINS)
     contrasts = set(results.tables["contrasts"]["contrast"])
     assert contrasts == {"depth 4: L6 minus L7", "depth 4, L6: rotary positions minus none"}
-    assert (request.out / "deep.png").exists()
+    assert (tmp_path / "deep" / "deep.png").exists()

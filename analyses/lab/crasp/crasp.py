@@ -19,9 +19,9 @@ Yang & Chiang 2024, "Counting Like Transformers", section 4).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -138,23 +138,81 @@ class CRaspError(ValueError):
         )
 
 
+# What each rule of the grammar takes and is.
+_KINDS: dict[str, tuple[tuple[Kind, ...], Kind]] = {
+    "symbol": ((), "Boolean"),
+    "constant": ((), "Boolean"),
+    "integer": ((), "count"),
+    "negate": (("Boolean",), "Boolean"),
+    "logic": (("Boolean", "Boolean"), "Boolean"),
+    "compare": (("count", "count"), "Boolean"),
+    "count": (("Boolean",), "count"),
+    "arithmetic": (("count", "count"), "count"),
+    "multiple": (("count",), "count"),
+    "minus": (("count",), "count"),
+    "extreme": (("count", "count"), "count"),
+    "conditional": (("Boolean", "count", "count"), "count"),
+}
+# What it computes of its parts' values, by its operator or, where it has but one, by its rule.
+_COMPUTE: dict[str, Callable[..., Any]] = {
+    "negate": np.logical_not,
+    "or": np.logical_or,
+    "and": np.logical_and,
+    "<": np.less,
+    "<=": np.less_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    ">=": np.greater_equal,
+    ">": np.greater,
+    "count": partial(np.cumsum, dtype=np.int64),
+    "+": np.add,
+    "-": np.subtract,
+    "minus": np.negative,
+    "min": np.minimum,
+    "max": np.maximum,
+    "conditional": np.where,
+}
+
+
 @dataclass(frozen=True)
 class Expression:
-    """One node: its kind, its depth and how to compute its values from a word's symbols [pos].
+    """One node: its kind, where it stands in the source and how deeply it nests counting.
 
     `growth` bounds a count: at most so much per letter of the word, up or down. `operation` (a rule of the grammar),
     `value` (its symbol, number or operator) and `parts` say what it is made of.
     """
 
     kind: Kind
+    operation: str
+    value: str
+    parts: tuple[Expression, ...]
+    line: int
+    column: int
     depth: int
-    evaluate: Callable[[_Word], Values] = field(repr=False)
-    line: int = 0
-    column: int = 0
-    growth: int = 0
-    operation: str = ""
-    value: str = ""
-    parts: tuple[Expression, ...] = ()
+    growth: int
+
+    def walk(self) -> Iterator[Expression]:
+        """This and its parts in the order of the source, not through names."""
+        yield self
+        for part in self.parts if self.operation != "name" else ():
+            yield from part.walk()
+
+    def evaluate(self, symbols: np.ndarray, known: Mapping[str, Values]) -> Values:
+        """The values at every position of a word, [pos], with those of the names defined above."""
+        match self.operation:
+            case "name":
+                return known[self.value]
+            case "symbol":
+                return np.asarray(symbols == self.value, dtype=bool)
+            case "constant":
+                return np.full(len(symbols), self.value == "true")
+            case "integer":
+                return np.full(len(symbols), int(self.value), dtype=np.int64)
+        values = [part.evaluate(symbols, known) for part in self.parts]
+        if self.operation == "multiple":
+            return int(self.value) * values[0]
+        computed: Values = _COMPUTE[self.operation if self.operation in _COMPUTE else self.value](*values)
+        return computed
 
 
 @dataclass(frozen=True)
@@ -163,22 +221,6 @@ class Definition:
 
     name: str
     expression: Expression
-
-
-class _Word:
-    """A word under evaluation; the value of a name is computed once."""
-
-    def __init__(self, symbols: Sequence[str]) -> None:
-        self.symbols = np.asarray(list(symbols), dtype=object)
-        self._known: dict[str, Values] = {}
-
-    def __len__(self) -> int:
-        return len(self.symbols)
-
-    def value(self, definition: Definition) -> Values:
-        if definition.name not in self._known:
-            self._known[definition.name] = definition.expression.evaluate(self)
-        return self._known[definition.name]
 
 
 @dataclass(frozen=True)
@@ -197,18 +239,23 @@ class Program:
         """Deepest nesting of counting that the output needs."""
         return self.output.expression.depth
 
+    def error(self, at: Expression, problem: str, expected: str) -> CRaspError:
+        """What cannot be done with a part of this program."""
+        return CRaspError(self.source, at.line, at.column, problem, expected)
+
+    def _values(self, word: Sequence[str]) -> dict[str, Values]:
+        symbols, known = np.asarray(list(word), dtype=object), dict[str, Values]()
+        for definition in self.definitions:
+            known[definition.name] = definition.expression.evaluate(symbols, known)
+        return known
+
     def run(self, word: Sequence[str]) -> Values:
         """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos]."""
-        running = _Word(word)
-        for definition in self.definitions:  # in their order: none then has to wait for another
-            running.value(definition)
-        return running.value(self.output)
+        return self._values(word)[self.output.name]
 
     def trace(self, word: Sequence[str]) -> pd.DataFrame:
         """Every definition (columns) at every position (rows, named by their symbols)."""
-        running = _Word(word)
-        columns = {d.name: running.value(d) for d in self.definitions}
-        return pd.DataFrame(columns, index=pd.Index(list(word), name="symbol"))
+        return pd.DataFrame(self._values(word), index=pd.Index(list(word), name="symbol"))
 
     def accepts(self, word: Sequence[str]) -> bool:
         """Whether the output holds at the last position.
@@ -317,14 +364,6 @@ def _in_words(terminals: set[str]) -> str:
     return " or ".join(["an expression"] * expression + known + ["the next definition"] * definition)
 
 
-_COMPARE: dict[str, np.ufunc] = {
-    "<": np.less,
-    "<=": np.less_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
-    ">=": np.greater_equal,
-    ">": np.greater,
-}
 _RESERVED = frozenset({"and", "or", "not", "true", "false", "min", "max"})
 
 
@@ -336,28 +375,8 @@ class _Builder(Transformer[Token, Any]):
         self.source = source
         self.defined: dict[str, Definition] = {}
 
-    def _need(self, kind: Kind, *parts: Expression) -> None:
-        for part in parts:
-            if part.kind != kind:
-                raise CRaspError(self.source, part.line, part.column, f"this is a {part.kind}", f"a {kind}")
-
-    def _refuse(self, token: Token, problem: str, expected: str) -> CRaspError:
-        return CRaspError(self.source, token.line or 0, token.column or 0, problem, expected)
-
-    def _bounded(self, made: Expression, growth: int) -> Expression:
-        """A count that reaches `growth` per letter; CRaspError if 64 bits could not hold it."""
-        if growth >= LARGEST:
-            problem = f"this may reach {growth} per letter of a word"
-            raise CRaspError(self.source, made.line, made.column, problem, f"less than {LARGEST}, to stay in 64 bits")
-        return replace(made, growth=growth)
-
-    def _number(self, token: Token) -> int:
-        """An integer's value; CRaspError if it is too long to be one that a count may reach."""
-        digits = token.lstrip("0")
-        if len(digits) > DIGITS:
-            problem = f"this integer has {len(digits)} digits"
-            raise self._refuse(token, problem, f"less than {LARGEST}, to stay in 64 bits")
-        return int(digits or "0")
+    def _refuse(self, at: Token | Expression, problem: str, expected: str) -> CRaspError:
+        return CRaspError(self.source, at.line or 0, at.column or 0, problem, expected)
 
     def program(self, parts: list[Definition]) -> tuple[Definition, ...]:
         return tuple(parts)
@@ -379,121 +398,51 @@ class _Builder(Transformer[Token, Any]):
         if token not in self.defined:
             known = ", ".join(self.defined) or "none yet"
             raise self._refuse(token, f"{str(token)!r} is not defined", f"a name defined above ({known}) or Q_{token}")
-        definition = self.defined[token]
-        inner = definition.expression
+        inner = self.defined[token].expression  # as deep and as large as its definition
         return replace(
-            _at(token, inner.kind, inner.depth, lambda w: w.value(definition), "name", str(token), inner),
-            growth=inner.growth,
-        )  # as deep and as large as its definition
-
-    def symbol(self, parts: list[Token]) -> Expression:
-        (token,) = parts
-        symbol = token[2:].strip('"')
-        return _at(token, "Boolean", 0, lambda w: np.asarray(w.symbols == symbol, dtype=bool), "symbol", symbol)
-
-    def constant(self, parts: list[Token]) -> Expression:
-        (token,) = parts
-        return _at(token, "Boolean", 0, lambda w: np.full(len(w), token == "true"), "constant", str(token))
-
-    def integer(self, parts: list[Token]) -> Expression:
-        (token,) = parts
-        number = self._number(token)
-        everywhere = _at(token, "count", 0, lambda w: np.full(len(w), number, dtype=np.int64), "integer", str(number))
-        return self._bounded(everywhere, number)
-
-    def count(self, parts: list[Any]) -> Expression:
-        token, inner = parts
-        self._need("Boolean", inner)
-        counted = _at(
-            token, "count", inner.depth + 1, lambda w: np.cumsum(inner.evaluate(w), dtype=np.int64), "count", "#", inner
+            inner, operation="name", value=str(token), parts=(inner,), line=token.line or 0, column=token.column or 0
         )
-        return self._bounded(counted, 1)
 
-    def negate(self, parts: list[Any]) -> Expression:
-        token, inner = parts
-        self._need("Boolean", inner)
-        return _at(token, "Boolean", inner.depth, lambda w: ~inner.evaluate(w), "negate", "not", inner)
+    def __default__(self, rule: Any, children: list[Any], meta: Any) -> Expression:
+        operation = str(rule)
+        takes, kind = _KINDS[operation]
+        parts = tuple(child for child in children if isinstance(child, Expression))
+        for part, wanted in zip(parts, takes, strict=True):
+            if part.kind != wanted:
+                raise self._refuse(part, f"this is a {part.kind}", f"a {wanted}")
+        token = next((child for child in children if isinstance(child, Token)), None)
+        value = "" if token is None else str(token)
+        if operation == "symbol":
+            value = value[2:].strip('"')
+        if operation in ("integer", "multiple"):
+            assert token is not None
+            value = str(self._number(token))
+        at = parts[0] if operation == "extreme" else children[0]
+        growth = _growth(operation, value, [part.growth for part in parts if part.kind == "count"])
+        if kind == "count" and growth >= LARGEST:
+            problem = f"this may reach {growth} per letter of a word"
+            raise self._refuse(at, problem, f"less than {LARGEST}, to stay in 64 bits")
+        depth = max((part.depth for part in parts), default=0) + (operation == "count")
+        return Expression(kind, operation, value, parts, at.line or 0, at.column or 0, depth, growth)
 
-    def logic(self, parts: list[Any]) -> Expression:
-        left, operator, right = parts
-        self._need("Boolean", left, right)
-        combine = np.logical_or if operator == "or" else np.logical_and
-        return _join("Boolean", left, right, combine, "logic", str(operator))
-
-    def compare(self, parts: list[Any]) -> Expression:
-        left, operator, right = parts
-        self._need("count", left, right)
-        return _join("Boolean", left, right, _COMPARE[str(operator)], "compare", str(operator))
-
-    def arithmetic(self, parts: list[Any]) -> Expression:
-        left, operator, right = parts
-        self._need("count", left, right)
-        combine = np.add if operator == "+" else np.subtract
-        joined = _join("count", left, right, combine, "arithmetic", str(operator))
-        return self._bounded(joined, left.growth + right.growth)
-
-    def multiple(self, parts: list[Any]) -> Expression:
-        factor, _, inner = parts
-        self._need("count", inner)
-        number = self._number(factor)
-        multiplied = _at(
-            factor, "count", inner.depth, lambda w: number * inner.evaluate(w), "multiple", str(number), inner
-        )
-        return self._bounded(multiplied, number * inner.growth)
-
-    def minus(self, parts: list[Any]) -> Expression:
-        token, inner = parts
-        self._need("count", inner)
-        turned = _at(token, "count", inner.depth, lambda w: -inner.evaluate(w), "minus", "-", inner)
-        return self._bounded(turned, inner.growth)
-
-    def extreme(self, parts: list[Any]) -> Expression:
-        which, left, right = parts
-        self._need("count", left, right)
-        combine = np.minimum if which == "min" else np.maximum
-        joined = _join("count", left, right, combine, "extreme", str(which))
-        return self._bounded(joined, max(left.growth, right.growth))
-
-    def conditional(self, parts: list[Any]) -> Expression:
-        test, yes, no = parts
-        self._need("Boolean", test)
-        self._need("count", yes, no)
-        depth = max(test.depth, yes.depth, no.depth)
-        chosen = Expression(
-            "count",
-            depth,
-            lambda w: np.where(test.evaluate(w), yes.evaluate(w), no.evaluate(w)),
-            test.line,
-            test.column,
-            operation="conditional",
-            value="?",
-            parts=(test, yes, no),
-        )
-        return self._bounded(chosen, max(yes.growth, no.growth))
+    def _number(self, token: Token) -> int:
+        """An integer's value; CRaspError if it is too long to be one that a count may reach."""
+        digits = token.lstrip("0")
+        if len(digits) > DIGITS:
+            problem = f"this integer has {len(digits)} digits"
+            raise self._refuse(token, problem, f"less than {LARGEST}, to stay in 64 bits")
+        return int(digits or "0")
 
 
-def _at(
-    token: Token,
-    kind: Kind,
-    depth: int,
-    evaluate: Callable[[_Word], Values],
-    operation: str,
-    value: str,
-    *parts: Expression,
-) -> Expression:
-    return Expression(
-        kind, depth, evaluate, token.line or 0, token.column or 0, operation=operation, value=value, parts=parts
-    )
-
-
-def _join(kind: Kind, left: Expression, right: Expression, combine: np.ufunc, operation: str, value: str) -> Expression:
-    return Expression(
-        kind,
-        max(left.depth, right.depth),
-        lambda w: combine(left.evaluate(w), right.evaluate(w)),
-        left.line,
-        left.column,
-        operation=operation,
-        value=value,
-        parts=(left, right),
-    )
+def _growth(operation: str, value: str, of_parts: Sequence[int]) -> int:
+    """What a count may reach per letter of a word."""
+    match operation:
+        case "integer":
+            return int(value)
+        case "count":
+            return 1
+        case "multiple":
+            return int(value) * of_parts[0]
+        case "arithmetic":
+            return sum(of_parts)
+    return max(of_parts, default=0)

@@ -21,7 +21,6 @@ import numpy as np
 from jaxtyping import Float
 
 from ln_probe.analyses.lab.arithmetic import Precision
-from ln_probe.analyses.lab.crasp.crasp import CRaspError
 from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step, Sum
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 
@@ -69,6 +68,10 @@ class Stream:
         entries[first : first + number] = [1, -1] * (number // 2)
         return entries
 
+    def pair(self, place: int) -> Vector:
+        """The entries (-1, 1) that begin at a place."""
+        return self.entry(place + 1) - self.entry(place)
+
     def entry(self, place: int, weight: float = 1.0) -> Vector:
         """What reads one entry."""
         read = np.zeros(self.d_model)
@@ -111,9 +114,7 @@ class Units:
 
     def put(self, place: int, value: Value) -> None:
         """Write a value as the pair of entries (-value, value) that begins at a place."""
-        pair = np.zeros(self.stream.d_model)
-        pair[place], pair[place + 1] = -1.0, 1.0
-        self.add(pair, value)
+        self.add(self.stream.pair(place), value)
 
     def __len__(self) -> int:
         return len(self.writes)
@@ -206,7 +207,7 @@ class BlockWriter:
         if width > self.max_width:
             place = self.lowered.places[max(v for f in functions for v in self.decisions.variables(f))]
             problem = f"too wide: this takes {width} units or entries"
-            raise CRaspError(self.lowered.program.source, *place, problem, f"at most {self.max_width} (max_width)")
+            raise self.lowered.program.error(place, problem, f"at most {self.max_width} (max_width)")
 
     def _attention(self, step: Step) -> tuple[np.ndarray, np.ndarray, Vector]:
         places = self._places(step.before)
@@ -226,13 +227,13 @@ class BlockWriter:
                     b_O[[first + P, first + Q]] = self.step
             else:
                 columns.append(read)
-                rows.append(self._pair(self.stream.arrival(number)[0]))
+                rows.append(self.stream.pair(self.stream.arrival(number)[0]))
         if self.rounded:  # fillers make room for what arrived
             held, arrived = len(step.before), len(step.asked)
             b_O += self.size * (self.stream.filled(held, arrived) - self.stream.filled(held))
         else:
             columns.append(self.stream.entry(places[self.lowered.bos]))
-            rows.append(self._pair(self._unit - 1))
+            rows.append(self.stream.pair(self._unit - 1))
         return np.stack(columns, axis=1), np.stack(rows), b_O
 
     def _read_sum(self, places: dict[int, int], total: Sum) -> Vector:
@@ -242,11 +243,6 @@ class BlockWriter:
         for function, factor in (*terms, (self.lowered.bos, at_bos)):
             read[places[function]] += factor * (self.step / self.size if self.rounded else 1.0)
         return read
-
-    def _pair(self, first: int) -> Vector:
-        pair = np.zeros(self.stream.d_model)
-        pair[first], pair[first + 1] = -1.0, 1.0
-        return pair
 
     # -------------------------------------------------------------------------------------------------------- MLPs
 
@@ -375,8 +371,7 @@ class BlockWriter:
             row = self.stream.filled(len(held))
             for number, function in enumerate(held):
                 side = P if self.lowered.of_letter(function, symbol) else Q
-                first = self.stream.feature(number) + side - 1
-                row[first], row[first + 1] = -1.0, 1.0
+                row += self.stream.pair(self.stream.feature(number) + side - 1)
             rows.append(row * self.size)
         return np.stack(rows)
 

@@ -20,7 +20,7 @@ A compiled program in the folder of a lab run, to be loaded and measured like a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, Rounding, fixed_precision
-from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.crasp.crasp import Program
 from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, stream_for
-from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Place, Step, lower, plan
+from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Step, lower, plan
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
 from ln_probe.analyses.lab.transformer import HAND_BUILT, Block, LabConfig, LabTransformer, blank
@@ -153,7 +153,8 @@ def compile_program(
             that is empty or has a symbol twice.
     """
     _check(construction, norm, min(n_ctx, clip_to or n_ctx), eps, max_layers, max_width)
-    letters = tuple(dict.fromkeys(_symbols(program)) if alphabet is None else alphabet)
+    named = (e.value for d in program.definitions for e in d.expression.walk() if e.operation == "symbol")
+    letters = tuple(dict.fromkeys(named) if alphabet is None else alphabet)
     if not letters:
         none, give = (
             ("the program names no symbol", "an alphabet") if alphabet is None else ("the alphabet is empty", "one")
@@ -163,9 +164,8 @@ def compile_program(
         raise ValueError(f"the alphabet has a symbol twice: {', '.join(alphabet)}")
     output = program.output.expression
     if construction == "rounding" and output.kind == "count":
-        raise _refuse(
-            program,
-            (output.line, output.column),
+        raise program.error(
+            output,
             "unsupported: the output is a count",
             "a Boolean, since fixed precision has no room for counts, or another construction",
         )
@@ -195,45 +195,24 @@ def _check(construction: str, norm: str, n_ctx: int, eps: float | None, max_laye
             raise ValueError(f"{name} must be at least 1, got {limit}")
 
 
-def _symbols(program: Program) -> Iterator[str]:
-    """Every symbol that a program names, in its order."""
-
-    def named(expression: Expression) -> Iterator[str]:
-        waiting = [expression]
-        while waiting:
-            part = waiting.pop()
-            if part.operation == "symbol":
-                yield part.value
-            elif part.operation != "name":
-                waiting += reversed(part.parts)
-
-    for definition in program.definitions:
-        yield from named(definition.expression)
-
-
-def _refuse(program: Program, place: Place, problem: str, expected: str) -> CRaspError:
-    return CRaspError(program.source, *place, problem, expected)
-
-
 def _check_size(lowered: Lowered, steps: Sequence[Step], n_ctx: int, max_layers: int) -> None:
     """Raise CRaspError if there are too many blocks, or numbers of which float64 does not tell the signs."""
     output = lowered.program.output.expression
     if len(steps) > max_layers:
-        raise _refuse(
-            lowered.program,
-            (output.line, output.column),
+        raise lowered.program.error(
+            output,
             f"too deep: this takes {len(steps)} layers",
             f"at most {max_layers} (max_layers)",
         )
     off = 0.0  # what truth values may be off by, so far
     for step in steps:
         sizes = [(lowered.size(lowered.sum_of(v)), lowered.places[v]) for v in step.asked]
-        sizes += [(n_ctx * lowered.size(total), (output.line, output.column)) for total in step.sums]
+        sizes += [(n_ctx * lowered.size(total), output) for total in step.sums]
         for size, place in sizes:
             if n_ctx * size * (FLOAT_ERROR + off) > MARGIN:
                 problem = f"too wide: a sum of up to {size} per letter, which float64 does not tell from 0"
                 expected = f"smaller factors, or fewer than {n_ctx} positions (n_ctx)"
-                raise _refuse(lowered.program, place, problem, expected)
+                raise lowered.program.error(place, problem, expected)
         off = max([off, *(FLOAT_ERROR * n_ctx * size for size, _ in sizes)])
 
 
@@ -273,7 +252,9 @@ def _assemble(
             model.unembed.untied[place, logit] = 1.0
         for made, weights in zip(cast("Sequence[Block]", model.blocks), blocks, strict=True):
             for ln, gain, divisor in zip((made.ln1, made.ln2), gains, divisors, strict=True):
-                _set_norm(ln, gain, divisor)
+                cast("Tensor", ln.w).fill_(gain)
+                if ln.divisor is not None:
+                    cast("Tensor", ln.divisor).fill_(divisor)
             heads, units = weights.W_V.shape[1], weights.W_in.shape[1]
             made.attn.W_V[0, :, :heads] = torch.from_numpy(weights.W_V)
             made.attn.W_O[0, :heads] = torch.from_numpy(weights.W_O)
@@ -282,14 +263,6 @@ def _assemble(
             made.mlp.W_in[:, :units] = torch.from_numpy(weights.W_in.copy())
             made.mlp.W_out[:units] = torch.from_numpy(weights.W_out)
     return model.eval()
-
-
-def _set_norm(ln: nn.Module, gain: float, divisor: float) -> None:
-    assert isinstance(ln, Norm)
-    assert ln.w is not None
-    ln.w.fill_(gain)
-    if ln.divisor is not None:
-        ln.divisor.fill_(divisor)
 
 
 PROGRAM_FILE = "program.crasp"

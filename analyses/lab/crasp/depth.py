@@ -49,7 +49,7 @@ from ln_probe.analyses.lab.results import (
     panels,
     summarize,
 )
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.probes.statistics import holm
 
 HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
@@ -146,49 +146,48 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
+def worst_bins(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
+    """What every run has in its worst bin: KEYS, `seed`, `value`, `right` (HIT or more) and `side` of the boundary.
+
+    Args:
+        table: exact match: KEYS, `seed`, `value`.
+        failed: KEYS and `seed` of runs that diverged: they have 0.
+    """
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
+    if failed is not None and len(failed):
+        worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
+    return worst.assign(right=worst["value"] >= HIT, side=_side(worst))
+
+
 def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
 
     Args:
-        table: exact match: KEYS, `seed`, `value`.
-        failed: KEYS and `seed` of runs that diverged: they did not generalize.
+        table, failed: as `worst_bins`.
 
     Returns:
         KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
     """
     rows = []
-    for key, hit in _runs_right(table, failed).groupby(list(KEYS), sort=False):
-        low, high = binomial_interval(int(hit.sum()), len(hit))
-        cell = cast("tuple[Any, ...]", key)
-        predicted = predicted_depth(int(cell[1])) <= cell[0]
-        rows.append((*cell, predicted, int(hit.sum()), len(hit), hit.mean(), low, high))
+    for key, part in worst_bins(table, failed).groupby(list(KEYS), sort=False):
+        hits, seeds = int(part["right"].sum()), len(part)
+        predicted = part["side"].iloc[0] == WITHIN
+        rows.append(
+            (*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *binomial_interval(hits, seeds))
+        )
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
-def _runs_right(table: pd.DataFrame, failed: pd.DataFrame | None) -> pd.Series:
-    """Whether a run has HIT in every bin, by KEYS and seed."""
-    told = table.assign(hit=table["value"] >= HIT)
-    if failed is not None and len(failed):
-        told = pd.concat([told, failed.assign(hit=False)], ignore_index=True)
-    return told.groupby([*KEYS, "seed"], sort=False)["hit"].all()
-
-
-def sides(runs: pd.DataFrame) -> list[str]:
-    """How many runs are right on either side of the boundary, as text.
-
-    Args:
-        runs: `within`, `right`, `seed`; with `value`, the least and the largest value are added.
-    """
+def sides(worst: pd.DataFrame, ends: bool = False) -> list[str]:
+    """How many runs of `worst_bins` are right on either side of the boundary, as text; with `ends`, what they have."""
     counts = []
-    for within, words in ((True, "k = depth + 2"), (False, "k = depth + 3")):
-        side = runs[runs["within"] == within]
+    for name, words in ((WITHIN, "k = depth + 2"), (BEYOND, "k = depth + 3")):
+        side = worst[worst["side"] == name]
         if len(side):
             low, high = share_over_seeds(side["right"], side["seed"])
             spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
-            ends = (
-                f", their worst bins {side['value'].min():.0%} to {side['value'].max():.0%}" if "value" in side else ""
-            )
-            counts.append(f"{int(side['right'].sum())} of {len(side)} runs with {words}{spread}{ends}")
+            spread += f", their worst bins {side['value'].min():.0%} to {side['value'].max():.0%}" if ends else ""
+            counts.append(f"{int(side['right'].sum())} of {len(side)} runs with {words}{spread}")
     return counts
 
 
@@ -210,12 +209,11 @@ def sweep(table: pd.DataFrame) -> pd.DataFrame:
         least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
         and the worst run within tells the sides apart.
     """
-    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
     rows = []
-    for key, part in worst.assign(side=_side(worst)).groupby(["norm", "norm_order", "positions", "side"], sort=False):
-        x = part["value"].to_numpy(float)
+    for key, part in worst_bins(table).groupby(["norm", "norm_order", "positions", "side"], sort=False):
+        x = part["value"]
         for threshold in THRESHOLDS:
-            right = part["value"] >= threshold
+            right = x >= threshold
             found = (threshold, int(right.sum()), len(x), *share_over_seeds(right, part["seed"]), x.min(), x.max())
             rows.append((*cast("tuple[Any, ...]", key), *found))
     columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
@@ -261,13 +259,12 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
                 tests = depth == ALL_DEPTHS and outcome == REACH
-                cells = len(one[["own_order", "depth", "pair"]].drop_duplicates())
-                complete = one.groupby("seed")["value"].transform("size") == cells
-                seeds = one[complete].groupby("seed")["value"].mean()
-                p = paired_p(seeds.to_numpy(float)) if tests and len(seeds) else np.nan
-                center = interval(seeds.to_numpy(float)) if len(seeds) else (np.nan,) * 3
-                center = (float(one["value"].mean()), *center[1:]) if not len(seeds) else center
-                units = int(complete.sum()) if len(seeds) else len(one)
+                pairs_by_seed = one.pivot(index="seed", columns=["own_order", "depth", "pair"], values="value")
+                complete = pairs_by_seed.dropna()
+                seeds = complete.mean(axis=1).to_numpy(float)
+                p = paired_p(seeds) if tests and len(seeds) else np.nan
+                center = interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
+                units = complete.size or len(one)
                 rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
     columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
     found = pd.DataFrame(rows, columns=columns)
@@ -288,16 +285,11 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
-    runs = _runs_right(table, failed).reset_index()
-    runs["within"] = _side(runs) == WITHIN
+    runs = worst_bins(table, failed)
     for (order, positions, norm), part in runs.groupby(["norm_order", "positions", "norm"], sort=False):
-        counts = sides(part.assign(right=part["hit"]))
         where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
-        yield (
-            f"{where}: at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters in "
-            + ", ".join(counts)
-            + "."
-        )
+        right = f"at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters"
+        yield f"{where}: {right} in {', '.join(sides(part))}."
 
 
 def _separations(swept: pd.DataFrame) -> Iterator[str]:
@@ -442,27 +434,27 @@ def training(quick: bool, seed: int) -> TrainConfig:
     )
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
-    words = 200 if request.quick else EVALUATION_WORDS
-    return runs_of(grid(request.quick), request, training, words, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}")
-
-
-def runs_of(
+def exact_matches(
     cells: Iterable[Cell], request: Request, schedule: Callable[[bool, int], TrainConfig], words: int, name: str
-) -> list[Run]:
-    """A run per seed and cell; `name` is a format string over KEYS."""
-    return planned(
+) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
+    """Train a run per seed and cell.
+
+    Args:
+        schedule: of the quick form or not, and a seed.
+        words: that a bin is measured on.
+        name: of a run, a format string over KEYS.
+
+    Returns:
+        Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.
+    """
+    runs = planned(
         cells,
         request,
         name=lambda cell: name.format(**vars(cell)),
         task=lambda cell, _: BlockTask(cell.k, words),
         training=lambda _, seed: schedule(request.quick, seed),
     )
-
-
-def exact_matches(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
-    """Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages."""
+    carry_out(runs, request)
     table, lost = curves(runs), diverged(runs)
     failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
     return table[table["measure"].isin([measure(b) for b in BINS])], failed, tuple(lost.values())
@@ -470,9 +462,8 @@ def exact_matches(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.DataFrame, tupl
 
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and report where the boundary lies under each norm."""
-    runs = make_runs(request)
-    carry_out(runs, request)
-    table, failed, lost = exact_matches(runs)
+    words, name = 200 if request.quick else EVALUATION_WORDS, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
+    table, failed, lost = exact_matches(grid(request.quick), request, training, words, name)
     return findings(table, failed, training=vars(training(request.quick, 0)), lost=lost)
 
 

@@ -9,32 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import pandas as pd
 
-from ln_probe.analyses.lab.crasp.depth import (
-    HIT,
-    REACH,
-    exact_matches,
-    hit_rates,
-    length_curves,
-    published_table,
-    runs_of,
-    sides,
-    summarized,
-)
-from ln_probe.analyses.lab.crasp.depth import training as schedule
-from ln_probe.analyses.lab.crasp.depth_task import (
-    BINS,
-    EVALUATION_WORDS,
-    Cell,
-    measure,
-    predicted_depth,
-)
+from ln_probe.analyses.lab.crasp import depth
+from ln_probe.analyses.lab.crasp.depth_task import BINS, EVALUATION_WORDS, Cell, measure
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out
+from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.probes.text import counted
 
 QUICK_STEPS, QUICK_WORDS = 60, 100
@@ -52,29 +34,22 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained: either side of the boundary; with rotary and ALiBi positions depth 4 on L6 alone."""
     if quick:
         return (Cell(4, 6), Cell(4, 7), Cell(6, 8))
-    squares = [Cell(depth, k) for depth, k in ((4, 6), (4, 7), (5, 7), (5, 8), (6, 8))]
+    squares = [Cell(d, k) for d, k in ((4, 6), (4, 7), (5, 7), (5, 8), (6, 8))]
     return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
 
 
 def training(quick: bool, seed: int) -> TrainConfig:
     """`depth`'s schedule; quick: with fewer steps."""
-    whole = schedule(quick, seed)
+    whole = depth.training(quick, seed)
     if not quick:
         return whole
     return replace(whole, steps=QUICK_STEPS, warmup=QUICK_STEPS // 4, evaluate_every=QUICK_STEPS)
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
-    words = QUICK_WORDS if request.quick else EVALUATION_WORDS
-    return runs_of(grid(request.quick), request, training, words, "{positions}-L{k}-depth{depth}")
-
-
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and report on which side of the boundary words are labelled correctly."""
-    runs = make_runs(request)
-    carry_out(runs, request)
-    table, failed, lost = exact_matches(runs)
+    words, name = QUICK_WORDS if request.quick else EVALUATION_WORDS, "{positions}-L{k}-depth{depth}"
+    table, failed, lost = depth.exact_matches(grid(request.quick), request, training, words, name)
     return findings(table, request.quick, lost, failed)
 
 
@@ -90,16 +65,16 @@ def findings(
         failed: their KEYS and seeds: they count as misses.
     """
     values = table.drop(columns="step", errors="ignore")
-    hits, contrasts = hit_rates(table, failed), reach_contrasts(values)
-    summary = summarized(values, published_table())
+    hits, contrasts = depth.hit_rates(table, failed), reach_contrasts(values)
+    summary = depth.summarized(values, depth.published_table())
     return Results(
         summary,
         tables={"exact_match": table, "hits": hits, "contrasts": contrasts},
-        figures={} if table.empty else {"deep": length_curves(summary, "positions", len(DEPTHS) + 2)},
+        figures={} if table.empty else {"deep": depth.length_curves(summary, "positions", len(DEPTHS) + 2)},
         conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
         settings={
             "bins": BINS,
-            "hit": HIT,
+            "hit": depth.HIT,
             "model": Cell(4, 6).spec().to_dict(),
             "training": vars(training(quick, 0)),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
@@ -123,16 +98,12 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
         it; rotary and ALiBi positions minus none.
     """
     far = values[values["measure"] != measure(BINS[0])]
-    reach = far.groupby(["depth", "k", "positions", "seed"], sort=False, as_index=False)["value"].mean()
-    reach = reach[["seed", "depth", "k", "positions", "value"]]
+    reach = far.pivot_table(index="seed", columns=["depth", "k", "positions"], values="value", sort=False)
 
     def minus(this: Square, that: Square, words: str) -> pd.DataFrame:
-        cells = [
-            reach[(reach["depth"] == depth) & (reach["k"] == k) & (reach["positions"] == positions)]
-            for depth, k, positions in (this, that)
-        ]
-        both = cells[0][["seed", "value"]].merge(cells[1][["seed", "value"]], on="seed", suffixes=("", "_that"))
-        return pd.DataFrame({"contrast": words, "seed": both["seed"], "value": both["value"] - both["value_that"]})
+        if not {this, that} <= set(reach.columns):
+            return pd.DataFrame(columns=["contrast", "seed", "value"])
+        return (reach[this] - reach[that]).dropna().rename("value").reset_index().assign(contrast=words)
 
     none = POSITIONS[0]
     made = [minus((d, d + 2, none), (d, d + 3, none), f"depth {d}: L{d + 2} minus L{d + 3}") for d in DEPTHS[:-1]]
@@ -143,24 +114,18 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
 
 def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
     """On either side, how many runs are right in every bin, and what their worst bins have; intervals over seeds."""
-    by = ["positions", "depth", "k", "seed"]
-    worst = cast("pd.DataFrame", table.groupby(by, sort=False, as_index=False)["value"].min())
-    if failed is not None and len(failed):
-        worst = pd.concat([worst, failed[by].assign(value=0.0)], ignore_index=True)
-    worst["within"] = worst["k"].map(predicted_depth) <= worst["depth"]
-    for positions, part in worst.groupby("positions", sort=False):
-        counts = sides(part.assign(right=part["value"] >= HIT))
+    for positions, part in depth.worst_bins(table, failed).groupby("positions", sort=False):
         where = "without positions" if positions == "none" else f"{positions} positions"
         depths = sorted(set(part["depth"]))
-        depth = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
-        hit = f"at least {HIT:.0%} right in every bin to {BINS[-1][1]} letters"
-        yield f"{where}, {depth}: {hit} in {'; '.join(counts)}."
+        shown = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
+        hit = f"at least {depth.HIT:.0%} right in every bin to {BINS[-1][1]} letters"
+        yield f"{where}, {shown}: {hit} in {'; '.join(depth.sides(part, ends=True))}."
 
 
 def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
     for row in contrasts.to_dict("records"):
         told = doubt(row).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
         yield (
-            f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {REACH} "
+            f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {depth.REACH} "
             f"({counted(row['seeds'], 'seed')}; {told})."
         )

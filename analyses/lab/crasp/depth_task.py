@@ -1,14 +1,9 @@
 """The task of the depth experiment, its model, and what a cell of its grid is.
 
-C-RASP programs for the languages of the laboratory, each with the depth it needs.
-
-`last_block` is the labelling task of the depth experiment and needs depth k - 2 for L_k; Yang, Cadilhac & Chiang (2025,
-"Knee-Deep in C-RASP") prove that no program of smaller depth does it.
-
-The languages L_k: words of k alternating blocks, L1 = a+, L2 = a+b+, L3 = a+b+a+, …
-
-The task of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): say at every position whether it lies in the last
-block. A program of depth k - 2 does it, and none of smaller depth.
+The languages L_k are words of k alternating blocks, L1 = a+, L2 = a+b+, L3 = a+b+a+, … The task of Yang, Cadilhac &
+Chiang (2025, "Knee-Deep in C-RASP") is to say at every position whether it lies in the last block: a C-RASP program of
+depth k - 2 does it (`last_block`), and they prove that none of smaller depth does. There are programs for the other
+languages of the laboratory, too.
 
 A transformer with weights set by hand that runs C-RASP's COMPARE: LayerNorm's scaling is the comparison.
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program
+from ln_probe.analyses.lab.crasp.crasp import Expression, Program
 
 FALSE, TRUE = 0, 1  # the two constant functions
 # A diagram of so many nodes is far beyond what fits into one layer; without a limit a program of a few lines could fill
@@ -134,8 +135,6 @@ class Decisions:
 
 MOST_CASES = 256  # sums that one count may be; a comparison of two such counts asks 65536 questions
 
-Place = tuple[int, int]  # line and column, from 1
-
 
 @dataclass(frozen=True)
 class Letter:
@@ -177,7 +176,7 @@ class Lowered:
 
     Attributes:
         decisions: the store of its functions; `variables[n]` is the meaning of its variable n.
-        levels, places: of each variable: how deep its counts are nested, and where in the program it was asked.
+        levels, places: of each variable: how deep its counts are nested, and the expression that asked it.
         output: the output's function, or the cases of a count.
     """
 
@@ -185,7 +184,7 @@ class Lowered:
     decisions: Decisions
     variables: list[Variable]
     levels: list[int]
-    places: list[Place]
+    places: list[Expression]
     output: int | Cases
 
     def level(self, function: int) -> int:
@@ -271,41 +270,38 @@ class _Lowering:
         needed = {self.program.output.name}
         for definition in reversed(self.program.definitions):
             if definition.name in needed:
-                needed |= {e.value for e in _inside(definition.expression) if e.operation == "name"}
+                needed |= {e.value for e in definition.expression.walk() if e.operation == "name"}
         for definition in self.program.definitions:  # in their order: a name is then known when it is used
             if definition.name in needed:
                 of = self.boolean if definition.expression.kind == "Boolean" else self.count
                 self.lowered.output = of(definition.expression)
         return self.lowered
 
-    def _refuse(self, at: Expression, problem: str, expected: str) -> CRaspError:
-        return CRaspError(self.program.source, at.line, at.column, problem, expected)
-
-    def _check(self, expression: Expression) -> None:
+    @contextmanager
+    def _fits(self, expression: Expression) -> Iterator[None]:
+        """Raise CRaspError at an expression that is too deep or too wide."""
         if expression.operation == "count" and expression.depth > self.most_layers:
-            raise self._refuse(
-                expression,
-                f"too deep: this count needs {expression.depth} layers",
-                f"at most {self.most_layers} (max_layers)",
-            )
+            problem = f"too deep: this count needs {expression.depth} layers"
+            raise self.program.error(expression, problem, f"at most {self.most_layers} (max_layers)")
+        try:
+            yield
+        except TooManyNodesError as error:
+            raise self.program.error(expression, f"too wide: {error}", "a formula of fewer parts") from None
 
     def _variable(self, asked: Variable, level: int, at: Expression) -> int:
         if asked not in self.numbers:
             self.numbers[asked] = len(self.lowered.variables)
             self.lowered.variables.append(asked)
             self.lowered.levels.append(level)
-            self.lowered.places.append((at.line, at.column))
+            self.lowered.places.append(at)
         return self.decisions.variable(self.numbers[asked])
 
     # ---------------------------------------------------------------------------------------------------- Booleans
 
     def boolean(self, expression: Expression) -> int:
         if id(expression) not in self.functions:
-            self._check(expression)
-            try:
+            with self._fits(expression):
                 self.functions[id(expression)] = self._boolean(expression)
-            except TooManyNodesError as error:
-                raise self._refuse(expression, f"too wide: {error}", "a formula of fewer parts") from None
         return self.functions[id(expression)]
 
     def _boolean(self, expression: Expression) -> int:
@@ -321,11 +317,8 @@ class _Lowering:
                 return self.decisions.negate(self.boolean(expression.parts[0]))
             case "logic":
                 left, right = (self.boolean(part) for part in expression.parts)
-                return (
-                    self.decisions.both(left, right)
-                    if expression.value == "and"
-                    else self.decisions.either(left, right)
-                )
+                join = self.decisions.both if expression.value == "and" else self.decisions.either
+                return join(left, right)
             case "compare":
                 return self._compare(expression)
         raise AssertionError(expression.operation)
@@ -361,17 +354,13 @@ class _Lowering:
 
     def count(self, expression: Expression) -> Cases:
         if id(expression) not in self.cases:
-            self._check(expression)
             made: dict[Sum, int] = {}
-            try:
+            with self._fits(expression):
                 for guard, total in self._count(expression):
                     made[total] = self.decisions.either(made.get(total, FALSE), guard)
                     if len(made) > MOST_CASES:
-                        raise self._refuse(
-                            expression, f"too wide: this count has more than {MOST_CASES} cases", "fewer choices"
-                        )
-            except TooManyNodesError as error:
-                raise self._refuse(expression, f"too wide: {error}", "a formula of fewer parts") from None
+                        problem = f"too wide: this count has more than {MOST_CASES} cases"
+                        raise self.program.error(expression, problem, "fewer choices")
             self.cases[id(expression)] = tuple((guard, total) for total, guard in made.items())
         return self.cases[id(expression)]
 
@@ -406,7 +395,7 @@ class _Lowering:
     def _pairs(self, left: Cases, right: Cases, at: Expression, sign: int) -> Iterator[tuple[int, Sum]]:
         """Every sum of a case of the left and `sign` times one of the right, with where it holds."""
         if len(left) * len(right) > MOST_CASES**2:
-            raise self._refuse(
+            raise self.program.error(
                 at, f"too wide: {len(left)} times {len(right)} cases", f"at most {MOST_CASES**2} (fewer choices)"
             )
         for guard, total in left:
@@ -423,15 +412,6 @@ class _Lowering:
                 for side, chosen in ((first, total), (self.decisions.negate(first), other)):
                     if (here := self.decisions.both(holds, side)) != FALSE:
                         yield here, chosen
-
-
-def _inside(expression: Expression) -> Iterator[Expression]:
-    """An expression and its parts, not through names."""
-    waiting = [expression]
-    while waiting:
-        yield (part := waiting.pop())
-        if part.operation != "name":
-            waiting += part.parts
 
 
 Construction = Literal["scaling", "clip", "rounding"]
