@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lab_models import by_definition, ran
 
 from ln_probe.analyses.lab.approximation import adaptive_memory
 from ln_probe.analyses.lab.approximation.adaptive_memory import (
@@ -19,7 +20,6 @@ from ln_probe.analyses.lab.approximation.adaptive_memory import (
     by_hand,
     findings,
 )
-from ln_probe.analyses.lab.experiments import Request, run
 
 
 def inputs(count: int = 4096, seed: int = 3) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
     model, x = by_hand(), inputs()
     with torch.no_grad():
         assert float((model(x) - adaptive(x)).pow(2).mean()) < 1e-10
-        torch.testing.assert_close(model(x[:16]), model.forward_by_definition(x[:16]), rtol=0, atol=1e-10)
+        torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)
         assert 1e-10 < float((by_hand(1e-2)(x) - adaptive(x)).pow(2).mean()) < 1e-2
 
 
@@ -97,8 +97,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "training",
         lambda quick, seed: type(short)(**(vars(short) | {"steps": 4, "evaluate_every": 4, "warmup": 1, "seed": seed})),
     )
-    request = Request(tmp_path / "adaptive", (0, 1), quick=True, progress=False)
-    results = run("adaptive_memory", request, command="", ln_probe_version="0")
+    results = ran("adaptive_memory", tmp_path / "adaptive")
     assert len(results.summary) == 4
-    assert (request.out / "adaptive.png").exists()
+    assert (tmp_path / "adaptive" / "adaptive.png").exists()
     assert AdaptiveTask().identity["places"] == (99, 48)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab_models import ran
 
 from ln_probe.analyses.lab.approximation import approximation_text
 from ln_probe.analyses.lab.approximation.approximation_text import RelativeTextConfig
-from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.train import TrainConfig
 
 
@@ -63,15 +63,14 @@ def test_a_run_from_end_to_end(text: Path, tmp_path: Path, monkeypatch: pytest.M
         "training",
         lambda quick, seed: TrainConfig(steps=4, batch=2, seed=seed, evaluate_every=4, state_every=2),
     )
-    request = Request(out=tmp_path / "out", seeds=(0, 1), quick=True, texts=(text,), progress=False)
-    results = run("approximation_text", request, command="", ln_probe_version="0")
+    results = ran("approximation_text", out := tmp_path / "out", texts=(text,))
     assert len(results.summary) == len(approximation_text.grid(quick=True))
     assert (results.summary["seeds"] == 2).all()
     assert any("with the dot product" in sentence for sentence in results.conclusions)
     assert any("a second layer gives" in sentence for sentence in results.conclusions)
-    assert (request.out / "losses.png").exists()
+    assert (out / "losses.png").exists()
 
 
 def test_text_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="approximation_text trains on text that you give"):
-        run("approximation_text", Request(out=tmp_path, seeds=(0,)), command="", ln_probe_version="0")
+        ran("approximation_text", tmp_path)

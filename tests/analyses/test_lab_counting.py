@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab_models import ran
 
 from ln_probe.analyses.lab.counting import counting, counting_tasks
 from ln_probe.analyses.lab.counting.counting import gate, gate_table
@@ -26,8 +27,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
     prefix_labels,
     sample_prefixes,
 )
-from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig, pooled, step_by_step
-from ln_probe.analyses.lab.experiments import Request, run
+from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.train import TrainConfig
 
@@ -133,17 +133,6 @@ def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm:
         (out, torch.autograd.grad((out * seen).sum(), [x, *layer.parameters()])) for out in (layer(x), layer.unfused(x))
     ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-10)
-
-
-def test_pooling_is_the_step_by_step_one() -> None:
-    torch.manual_seed(0)
-    keep, added = torch.rand(2, 5, 7, 10, dtype=torch.float64, requires_grad=True)
-    seen = torch.randn(5, 7, 10, dtype=torch.float64)
-    both = [
-        (out, torch.autograd.grad((out * seen).sum(), [keep, added]))
-        for out in (pooled(keep, added), step_by_step(keep, added))
-    ]
-    torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-12)
 
 
 def test_hooks_inside_a_recurrence_see_every_step() -> None:
@@ -320,8 +309,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(counting, "grid", lambda quick: cells)
     monkeypatch.setattr(counting_tasks, "EVALUATION_LABELS", 500)
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
-    request = Request(out=tmp_path / "counting", seeds=(0, 1), quick=True, progress=False)
-    results = run("counting", request, command="ln-probe lab run counting", ln_probe_version="0")
+    results = ran("counting", out := tmp_path / "counting")
     table = results.summary.set_index(["task", "model", "norm", "measure"])
     assert table.loc[("L5", "lstm", "none", "accuracy_512"), "published"] == pytest.approx(0.979)
     assert np.isnan(table.loc[("L5", "lstm", "layernorm", "accuracy_512"), "published"])
@@ -335,23 +323,13 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shown = effects[(effects["norm"] == "layernorm") & (effects["measure"] == "accuracy_512")]
     assert shown["mean"].tolist() == pytest.approx([expected])
     assert {"gate.png", "lengths.png", "norms_over_lengths.png", "effects.png", "exact.png"} <= {
-        p.name for p in request.out.iterdir()
+        p.name for p in out.iterdir()
     }
-    again = run(
-        "counting", Request(out=request.out, seeds=(0, 1), quick=True, collect=True), command="", ln_probe_version="0"
-    )
-    pd.testing.assert_frame_equal(again.summary, results.summary)
-
-
-def test_nothing_to_collect_yet(tmp_path: Path) -> None:
-    request = Request(out=tmp_path / "counting", seeds=(0,), quick=True, collect=True)
-    with pytest.raises(ValueError, match=r"holds none of these \d+ runs: leave out --collect to train them"):
-        run("counting", request, command="", ln_probe_version="0")
+    pd.testing.assert_frame_equal(ran("counting", out, collect=True).summary, results.summary)
 
 
 @pytest.mark.slow
 def test_quick_shows_who_counts(tmp_path: Path) -> None:
-    request = Request(out=tmp_path / "counting", seeds=(0,), quick=True, progress=False)
-    results = run("counting", request, command="", ln_probe_version="0")
-    table = results.summary.set_index(["task", "model", "norm", "measure"])["mean"]
+    table = ran("counting", tmp_path / "counting", (0,)).summary
+    table = table.set_index(["task", "model", "norm", "measure"])["mean"]
     assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "qrnn", "none", "accuracy_512"] + 0.1

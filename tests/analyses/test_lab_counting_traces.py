@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lab_models import ran
 
 from ln_probe.analyses.lab.counting import counting, counting_traces
 from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTask, bos, counted_words
@@ -27,7 +28,6 @@ from ln_probe.analyses.lab.counting.counting_traces import (
     phases,
 )
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig, RecurrentTagger
-from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.train import Run, TrainConfig
@@ -195,11 +195,7 @@ def test_with_projection_alone_on_its_state_no_kept_network_counts() -> None:
 def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
     monkeypatch.setattr(counting, "make_task", lambda cell, quick: CountingTask(cell.task, 10))
-    request = Request(tmp_path / "t", (0, 1), quick=True, collect=True, progress=False)
-    with pytest.raises(ValueError, match="holds none of these"):
-        run("counting_traces", request, command="", ln_probe_version="0")
-    request = Request(tmp_path / "t", (0, 1), quick=True, progress=False)
-    results = run("counting_traces", request, command="", ln_probe_version="0")
+    results = ran("counting_traces", tmp_path / "t")
     cells = counting_traces.grid(quick=True)
     networks = results.tables["networks"]
     assert len(networks) == 2 * len(cells)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lab_models import ran
 
 from ln_probe.analyses.lab.approximation import longer_inputs
 from ln_probe.analyses.lab.approximation.approximation import EXACT, ApproximationTask, optimum_table
@@ -38,7 +39,6 @@ from ln_probe.analyses.lab.approximation.rates import (
     sentences,
     trained_exponents,
 )
-from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.train import TrainConfig
 
@@ -201,12 +201,11 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         longer_inputs, "training", lambda quick, seed: TrainConfig(2, 4, seed=seed, evaluate_every=2, state_every=2)
     )
     monkeypatch.setattr(longer_inputs, "grid", lambda quick: (Cell("4a", "t5", 1), Cell("4b", "log", 1)))
-    request = Request(tmp_path / "longer", (0, 1), quick=True, progress=False)
-    results = run("longer_inputs", request, command="", ln_probe_version="0")
+    results = ran("longer_inputs", out := tmp_path / "longer")
     assert len(results.summary) == 2 * 2 * len(longer_inputs.LENGTHS)
     table = results.tables["errors"]
     # the trainer measures such a model by the same sum
-    metrics = pd.read_json(request.out / "runs" / "4a-t5-1-seed0" / "metrics.jsonl", lines=True)
+    metrics = pd.read_json(out / "runs" / "4a-t5-1-seed0" / "metrics.jsonl", lines=True)
     ours = table[(table["target"] == "4a") & (table["length"] == LENGTH) & (table["measure"] == "mse")]
     assert ours["value"].iloc[0] == pytest.approx(metrics["mse"].iloc[-1], rel=1e-5)
     assert metrics["evaluated_on"].iloc[-1] == EXACT
@@ -216,7 +215,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         in (results.conclusions[0])
     )
     assert results.conclusions[0].endswith(", 2 seeds.")
-    again = run("longer_inputs", request, command="", ln_probe_version="0")  # finished runs are read, not refused
+    again = ran("longer_inputs", out)  # finished runs are read, not refused
     pd.testing.assert_frame_equal(again.summary, results.summary)
 
 

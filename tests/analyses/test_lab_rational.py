@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab_models import ran
 
 from ln_probe.analyses.lab.counting import rational_recurrence
 from ln_probe.analyses.lab.counting.rational_recurrence import (
@@ -20,7 +21,6 @@ from ln_probe.analyses.lab.counting.rational_recurrence import (
     states_enough,
 )
 from ln_probe.analyses.lab.counting.saturated_states import SaturatedLayer, advance, drawn, start
-from ln_probe.analyses.lab.experiments import Request, run
 
 
 def test_a_counter_is_an_automaton() -> None:
@@ -93,18 +93,12 @@ def test_states_that_an_automaton_needs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "WORDS": 1,
-        "LENGTH": 40,
-        "NETWORKS": 5,
-        "DRAWS_QUICK": 2,
-        "BLOCKS_QUICK": (1, 2),
-        "FINITE": 100,
-    }.items():
+    small = {"WORDS": 1, "LENGTH": 40, "NETWORKS": 5, "DRAWS_QUICK": 2, "BLOCKS_QUICK": (1, 2), "FINITE": 100}
+    for name, value in small.items():
         monkeypatch.setattr(rational_recurrence, name, value)
     cells = (("qrnn ifo", 1, 3), ("lstm", 1, 3), ("gru", 1, 3))
     monkeypatch.setattr(rational_recurrence, "CELLS", cells)
-    results = run("rational_recurrence", Request(tmp_path / "r", (0,), quick=True), command="", ln_probe_version="0")
+    results = ran("rational_recurrence", tmp_path / "r", (0,))
     assert results.tables["errors"]["value"].max() <= EXACT
     told = "\n".join(results.conclusions)
     assert "A QRNN layer with fo-pooling is its automaton: largest difference" in told

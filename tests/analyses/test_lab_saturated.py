@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lab_models import ran
 
 from ln_probe.analyses.lab.counting import saturated_states
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
@@ -28,7 +29,6 @@ from ln_probe.analyses.lab.counting.saturated_states import (
     start,
     visited,
 )
-from ln_probe.analyses.lab.experiments import Request, run
 
 LARGE = 1e4  # weights this many times larger are saturated to float64's rounding
 HIDDEN = 3
@@ -161,7 +161,7 @@ def test_a_relu_rnn_is_followed_exactly() -> None:
 def test_theory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DRAWS_QUICK": 3, "VISITED_QUICK": (16, 32), "LENGTHS_QUICK": (8, 16)}.items():
         monkeypatch.setattr(saturated_states, name, value)
-    results = run("saturated_states", Request(tmp_path / "s", (0,), quick=True), command="", ln_probe_version="0")
+    results = ran("saturated_states", tmp_path / "s", (0,))
     table = results.summary.set_index(["cell", "layers", "hidden", "measure", "length"])["mean"]
     growth = results.tables["growth"].set_index(["cell", "layers", "hidden", "measure"])["value"]
     for cell in CELLS:

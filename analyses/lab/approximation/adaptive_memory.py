@@ -168,20 +168,15 @@ def training(quick: bool, seed: int) -> TrainConfig:
     return approximation_training(quick, seed, RATES[0])
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
-    return planned(
+def run(request: Request) -> Results:
+    """Train the missing runs of the grid and compare every error with the least possible one."""
+    runs = planned(
         grid(request.quick),
         request,
         name=lambda cell: f"heads{cell.heads}-ffn{cell.width}-{'dot' if cell.dot_product else 'free'}",
         task=lambda _, __: AdaptiveTask(),
         training=lambda _, seed: training(request.quick, seed),
     )
-
-
-def run(request: Request) -> Results:
-    """Train the missing runs of the grid and compare every error with the least possible one."""
-    runs = make_runs(request)
     lost = carry_out(runs, request)
     return findings(measured(runs), request.quick, lost)
 

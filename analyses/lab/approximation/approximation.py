@@ -12,6 +12,7 @@ Attainable errors: `python -m ln_probe.analyses.lab.approximation.approximation`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
@@ -25,6 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.lab.approximation import rates
 from ln_probe.analyses.lab.approximation.approximation_targets import (
     AFFINE_TARGETS,
     DIGITS,
@@ -36,23 +38,12 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     affine,
     error,
     evaluate,
-    extended_error,
     extended_solution,
     linear_optimum,
     plain,
     sampling_error,
     table_optimum,
     variance,
-)
-from ln_probe.analyses.lab.approximation.rates import (
-    LAID_OUT,
-    SEARCHED_FOR,
-    attainable_laws,
-    constant_tail_floor,
-    dot_product_factors,
-    product_sentences,
-    sentences,
-    trained_exponents,
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
@@ -111,21 +102,15 @@ class Cell:
     def spec(self) -> RelativeConfig:
         return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
 
-    def optimum(self) -> float:
-        """The least squared error known to be attainable with this parametrization; NaN where it is unknown.
+    def optima(self) -> tuple[float, float]:
+        """The least squared error known to be attainable with this parametrization, and the error of the same solution
+        on the inputs that models are measured on (a table's: the same); NaN where they are unknown.
 
-        With a slope per head it is read from the kept table of `optima`, in extended precision: the coefficients of
+        With a slope per head they are read from the kept table of `optima`, in extended precision: the coefficients of
         many heads are larger than float64 can tell apart (`mse` there is of those it holds). It bounds the optimum from
         above, for the slopes were searched from several starts (up to four heads) or laid out evenly (more), and proves
         no limit of what can be expressed. An FFN, whose output may be 0, does not raise it.
         """
-        return self._optima()[0]
-
-    def optimum_sampled(self) -> float:
-        """The error of the same solution on the inputs that models are measured on (a table's: `optimum`)."""
-        return self._optima()[1]
-
-    def _optima(self) -> tuple[float, float]:
         if self.norm_order == "post" and self.norm != "none":
             return np.nan, np.nan
         if self.kernel == "table":
@@ -169,13 +154,9 @@ class ApproximationTask(Task):
 
 def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained."""
-    heads, rates = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
+    heads, lrs = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
     long_memory = [
-        Cell(target, kernel, h, lr=lr)
-        for target in ("4a", "4b")
-        for kernel in ("log", "linear")
-        for h in heads
-        for lr in rates
+        Cell(*cell[:3], lr=cell[3]) for cell in itertools.product(("4a", "4b"), ("log", "linear"), heads, lrs)
     ]
     long_memory += [replace(cell, width=FFN_FREE) for cell in long_memory]
     normed = [
@@ -246,15 +227,15 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     """
     values = table.drop(columns=["step", "evaluated_on"])
     summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
-    laws = attainable_laws(pd.read_csv(OPTIMA))
+    laws = rates.attainable_laws(pd.read_csv(OPTIMA))
     factors, exponents, products = adjusted_together(
-        norm_factors(table), trained_exponents(table), dot_product_factors(table)
+        norm_factors(table), rates.trained_exponents(table), rates.dot_product_factors(table)
     )
     cells = [Cell(**{key: row[key] for key in KEYS}) for row in summary.to_dict("records")]
     scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
-    optima = {"optimum": [c.optimum() for c in cells], "optimum_sampled": [c.optimum_sampled() for c in cells]}
-    for place, (name, of) in enumerate(optima.items(), start=len(KEYS) + 1):
-        summary.insert(place, name, np.asarray(of, dtype=float) / np.asarray(scale, dtype=float))
+    optima = np.array([cell.optima() for cell in cells], dtype=float).reshape(-1, 2)
+    for place, name in enumerate(("optimum", "optimum_sampled")):
+        summary.insert(len(KEYS) + 1 + place, name, optima[:, place] / np.asarray(scale, dtype=float))
     most = table.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
     summary = summary.merge(most, on=[*KEYS, "measure"], validate="1:1")
     return Results(
@@ -271,8 +252,8 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
         conclusions=(
             *_conclusions(summary),
             *_norm_conclusions(factors),
-            *sentences(exponents, laws),
-            *product_sentences(products),
+            *rates.sentences(exponents, laws),
+            *rates.product_sentences(products),
         ),
         settings={
             "training": vars(training(quick, 0, RATES[0])),
@@ -462,13 +443,13 @@ def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.Dat
     every = [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in SOLVED_HEADS]
     for target, kernel, heads in cells or every:
         optimum = linear_optimum(target, kernel, heads)
-        held = extended_error(target, kernel, optimum.slopes, optimum.coefficients)
+        held = extended_solution(target, kernel, optimum.slopes, optimum.coefficients)
         solved = extended_solution(target, kernel, optimum.slopes)
         sampled = float(((by_lag @ solved.left) ** 2).mean())
-        found = SEARCHED_FOR if heads <= SEARCHED else LAID_OUT
-        excess = solved.mse - (constant_tail_floor(target) if kernel == "t5" else 0.0)
+        found = rates.SEARCHED_FOR if heads <= SEARCHED else rates.LAID_OUT
+        excess = solved.mse - (rates.constant_tail_floor(target) if kernel == "t5" else 0.0)
         about = (solved.mse, solved.largest, DIGITS, excess, sampled, sampling_error(solved.left, EVALUATION_INPUTS))
-        rows.append((target, kernel, heads, found, *held, *about))
+        rows.append((target, kernel, heads, found, held.mse, held.largest, *about))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

@@ -163,26 +163,6 @@ class RelativeTransformer(nn.Module):
         output: Tensor = self.out(stream).squeeze(-1)
         return output
 
-    def forward_by_definition(self, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-        """The same through the whole attention row of the last position, for a check."""
-        pre = self.cfg.norm_order == "pre"
-        stream = self.embed[(x > 0).long()]
-        read = self.norm_attention(stream) if pre else stream
-        score = self.lag_bias().flip(1).expand(len(x), -1, -1)  # [batch head pos]
-        if self.cfg.dot_product:
-            query = torch.einsum("bd,hde->bhe", read[:, -1], self.W_Q)
-            score = score + torch.einsum("bhe,bsd,hdf,ef->bhs", query, read, self.W_K, torch.eye(D_HEAD).to(read)) / (
-                math.sqrt(D_HEAD)
-            )
-        z = torch.einsum("bhs,bsd,hde->bhe", score.softmax(-1), read, self.W_V)
-        last = stream[:, -1] + torch.einsum("bhe,hed->bd", z, self.W_O)
-        last = last if pre else self.norm_attention(last)
-        if self.ffn is not None:
-            last = last + self.ffn(self.norm_ffn(last) if pre else last)
-        last = last if pre else self.norm_ffn(last)
-        output: Tensor = self.out(last).squeeze(-1)
-        return output
-
 
 try:
     import mpmath
@@ -312,18 +292,15 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
         found = fit(target, kernel, np.exp(log_slopes))
         return np.asarray(_linear(target) - design(kernel, found.slopes) @ np.asarray(found.coefficients))
 
-    best: Optimum | None = None
+    found = []
     for part in range(1, STARTS + 1):
         end = low + (high - low) * part / STARTS
         start = np.linspace(low, end, heads + 2)[1:-1]
-        candidates = [start]
+        found.append(fit(target, kernel, np.exp(start)))
         if heads <= SEARCHED:  # with more, evenly spread slopes already fit to rounding or no search helps
-            candidates.append(least_squares(residuals, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15).x)
-        for candidate in candidates:
-            found = fit(target, kernel, np.exp(candidate))
-            best = found if best is None or found.mse < best.mse else best
-    assert best is not None
-    return best
+            best = least_squares(residuals, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15).x
+            found.append(fit(target, kernel, np.exp(best)))
+    return min(found, key=lambda one: one.mse)
 
 
 @dataclass(frozen=True)
@@ -338,18 +315,6 @@ class Extended:
     mse: float
     largest: float
     left: Float[np.ndarray, " lag"]
-
-
-def extended_error(
-    target: str,
-    kernel: str,
-    slopes: Sequence[float],
-    coefficients: Sequence[float] | None = None,
-    digits: int = DIGITS,
-) -> tuple[float, float]:
-    """The squared error of some coefficients, or of the best, and the largest of them: of `extended_solution`."""
-    found = extended_solution(target, kernel, slopes, coefficients, digits)
-    return found.mse, found.largest
 
 
 def extended_solution(

@@ -13,8 +13,9 @@ down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -74,9 +75,8 @@ def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
     rows = []
     for cell in cells:
         found = linear_optimum(cell.target, cell.kernel, cell.heads)
-        for length in LENGTHS:
-            weights = design(cell.kernel, found.slopes, length) @ np.asarray(found.coefficients)
-            rows += _rows(cell, length, *error(cell.target, 0.0, weights))
+        weights = [design(cell.kernel, found.slopes, n) @ np.asarray(found.coefficients) for n in LENGTHS]
+        rows += _errors(vars(cell), [(0.0, some) for some in weights])
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "value"])
 
 
@@ -84,36 +84,31 @@ def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
     """Errors of the trained models on every length: KEYS, `measure`, `seed`, `value`; those that are finished."""
     rows = []
     for run in runs:
-        if not run.finished:
-            continue
-        model = run.model()
-        assert isinstance(model, RelativeTransformer)
-        cell = Cell(str(run.keys["target"]), str(run.keys["kernel"]), int(run.keys["heads"]))
-        for length in LENGTHS:
-            told = _rows(cell, length, *error(cell.target, *affine(model, length)))
-            rows += [(*row[:-1], run.seed, row[-1]) for row in told]
+        if run.finished:
+            model = cast("RelativeTransformer", run.model())
+            rows += _errors({**run.keys, "seed": run.seed}, [affine(model, n) for n in LENGTHS])
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "seed", "value"])
 
 
-def _rows(cell: Cell, length: int, mse: float, relative: float) -> list[tuple[str, str, int, int, str, float]]:
-    about = (cell.target, cell.kernel, cell.heads, length)
-    return [(*about, "mse", mse), (*about, "relative_mse", relative)]
+def _errors(about: Mapping[str, Any], outputs: Sequence[tuple[float, np.ndarray]]) -> list[dict[str, Any]]:
+    """Rows of affine outputs, a constant and the weight of each lag for each of LENGTHS."""
+    rows = []
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        mse, relative = error(about["target"], *output)
+        rows += [{**about, "length": length, "measure": "mse", "value": mse}]
+        rows += [{**about, "length": length, "measure": "relative_mse", "value": relative}]
+    return rows
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
-    return planned(
+def run(request: Request) -> Results:
+    """Train what is not trained, and put every model and every solution on longer inputs."""
+    runs = planned(
         grid(request.quick),
         request,
         name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
         task=lambda cell, _: ApproximationTask(cell.target),
         training=lambda _, seed: training(request.quick, seed),
     )
-
-
-def run(request: Request) -> Results:
-    """Train what is not trained, and put every model and every solution on longer inputs."""
-    runs = make_runs(request)
     lost = carry_out(runs, request)
     solved = solved_errors(grid(request.quick))
     return findings(trained_errors(runs), solved, request.quick, lost)

@@ -5,15 +5,11 @@ Three parts:
 * tagging of prefixes (L5, a^n b^n S*), trained at length 64 and tested up to 1024, recurrent networks without a norm
   up to 2048 as in the source (Merrill et al. 2020, section 5);
 * next-token prediction of a^n b^n and a^n b^n c^n: to which n is the network exact? (Weiss et al. 2018, section 5);
-* no training at all: attention over a prefix gives (#a, #b) / t, and LayerNorm of that pair is the sign of #a - #b:
-  projection takes the difference, scaling removes the 1/t.
+* a majority gate without training: uniform attention over a prefix of length t gives (#a / t, #b / t). Projecting out
+  the all-ones direction takes half the difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and
+  leaves sign(d) (1, -1) for every t.
 
 The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in a one-layer transformer.
-
-A majority gate without training: LayerNorm of what attention averages.
-
-Uniform attention over a prefix of length t gives (#a / t, #b / t). Projecting out the all-ones direction takes half the
-difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and leaves sign(d) (1, -1) for every t.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, interval_text, panels, summarize_kinds
 from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
@@ -264,12 +260,8 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
     """Tables, figures and sentences from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
     values = table.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    published = published_table()
     kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
-    if not values.empty:  # (what is empty has no types, and would take the other's)
-        kinds = [(some, kind) for some, kind in kinds if len(some)]
-    parts = [summarize(some, [*KEYS, "measure"], published, kind=kind) for some, kind in kinds]
-    summary = pd.concat(parts, ignore_index=True)
+    summary = summarize_kinds(kinds, [*KEYS, "measure"], published_table())
     summary = summary.sort_values(
         [*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable"
     )

@@ -545,13 +545,6 @@ def _each(networks: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def kept_findings(
-    networks: pd.DataFrame,
-    dimensions: pd.DataFrame,
-    traces: pd.DataFrame,
-    readings: pd.DataFrame,
-    moves: pd.DataFrame,
-) -> Results:
-    """The results of kept tables."""
-    tables = {"networks": networks, "dimensions": dimensions, "traces": traces, "readings": readings, "moves": moves}
-    return findings(tables)
+def kept_findings(*tables: pd.DataFrame) -> Results:
+    """The results of kept tables, in the order of COLUMNS."""
+    return findings(dict(zip(COLUMNS, tables, strict=True)))

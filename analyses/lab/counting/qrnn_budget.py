@@ -28,7 +28,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, panels, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 
 TASKS, MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
 RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
@@ -64,20 +64,15 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     return replace(usual, steps=updates, lr=lr, evaluate_every=updates // EVALUATIONS, state_every=5000)
 
 
-def make_runs(request: Request) -> list[Run]:
-    """Every run."""
-    return planned(
+def run(request: Request) -> Results:
+    """Train the missing runs of the grid and read the accuracy beyond where the published one is reached."""
+    runs = planned(
         grid(request.quick),
         request,
         name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
         task=lambda cell, _: PrefixTask(cell.task, PUBLISHED_LENGTHS[:3] if request.quick else PUBLISHED_LENGTHS),
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
-
-
-def run(request: Request) -> Results:
-    """Train the missing runs of the grid and read the accuracy beyond where the published one is reached."""
-    runs = make_runs(request)
     lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ GATES, READOUT, STATE, NOWHERE = range(4)
 SITE_NUMBERS = {"gates": GATES, "readout": READOUT, "state": STATE}
 
 
-@dataclass(frozen=True)
-class NormSwitch:
+class NormSwitch(NamedTuple):
     """A norm as the loops see it: project or not, scale each vector (with eps) or all by `constant`."""
 
     site: int
@@ -86,51 +85,11 @@ def recurrence(
 def pooled(
     keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
 ) -> Float[Tensor, "batch pos hidden"]:
-    """c_t = keep_t c_(t-1) + added_t from c_0 = 0, differentiable once (a QRNN's pooling)."""
-    out: Tensor = _Pooling.apply(keep, added)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Pooling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keep: Tensor, added: Tensor) -> Tensor:
-        states = _pool(keep.detach().contiguous().numpy(), added.detach().contiguous().numpy())
-        ctx.save_for_backward(keep, out := torch.from_numpy(states))
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        keep, states = (t.contiguous().numpy() for t in ctx.saved_tensors)
-        d_keep, d_added = _pool_back(keep, states, upstream.contiguous().numpy())
-        return torch.from_numpy(d_keep), torch.from_numpy(d_added)
-
-
-@compiled_in_order
-def _pool(keep: Any, added: Any) -> Any:
-    batch, steps, hidden = keep.shape
-    states = np.empty_like(added)
-    for i in range(batch):
-        for j in range(hidden):
-            states[i, 0, j] = added[i, 0, j]
-        for t in range(1, steps):
-            for j in range(hidden):
-                states[i, t, j] = keep[i, t, j] * states[i, t - 1, j] + added[i, t, j]
-    return states
-
-
-@compiled_in_order
-def _pool_back(keep: Any, states: Any, d_out: Any) -> Any:
-    batch, steps, hidden = keep.shape
-    d_keep, d_added = np.zeros_like(keep), np.empty_like(keep)
-    for i in range(batch):
-        for j in range(hidden):
-            d_added[i, steps - 1, j] = d_out[i, steps - 1, j]
-        for t in range(steps - 1, 0, -1):
-            for j in range(hidden):
-                d_keep[i, t, j] = d_added[i, t, j] * states[i, t - 1, j]
-                d_added[i, t - 1, j] = d_out[i, t - 1, j] + d_added[i, t, j] * keep[i, t, j]
-    return d_keep, d_added
+    """c_t = keep_t c_(t-1) + added_t from c_0 = 0 (a QRNN's pooling)."""
+    states = [added[:, 0]]
+    for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
+        states.append(k * states[-1] + new)
+    return torch.stack(states, dim=1)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -139,8 +98,7 @@ class _Recurrence(torch.autograd.Function):
         inputs, w_hh, b_hh, gain, bias = (t.detach().double().numpy() for t in tensors)
         x = np.ascontiguousarray(inputs.transpose(1, 2, 0))
         weights = tuple(np.ascontiguousarray(w) for w in (w_hh, b_hh, gain, bias))
-        switch = (norm.site, norm.projects, norm.scales, norm.eps, norm.constant)
-        kept = _forward(cell, *switch, x, *weights)
+        kept = _forward(cell, norm, x, *weights)
         ctx.cell, ctx.norm, ctx.weights, ctx.kept, ctx.dtype = cell, norm, weights, kept, tensors[0].dtype
         return torch.from_numpy(np.ascontiguousarray(kept[0][1:].transpose(2, 0, 1))).to(tensors[0].dtype)
 
@@ -149,11 +107,9 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         norm = ctx.norm
         d_out = np.ascontiguousarray(upstream.double().numpy().transpose(1, 2, 0))
-        switch = (norm.site, norm.projects, norm.scales)
         w_hh, _, gain, _ = ctx.weights
         hidden, _, _, _, _, normalized, _ = ctx.kept
-        arguments: tuple[Any, ...] = (ctx.cell, *switch, w_hh, gain, *ctx.kept, d_out)
-        d_inputs, d_linear, d_gained = _backward(*arguments)
+        d_inputs, d_linear, d_gained = _backward(ctx.cell, norm, w_hh, gain, ctx.kept, d_out)
         d_w = np.tensordot(d_linear, hidden[:-1], axes=((0, 2), (0, 2)))
         d_bias = d_gained.sum(axis=(0, 2))
         d_b = d_bias if norm.site == GATES else d_linear.sum(axis=(0, 2))
@@ -168,12 +124,12 @@ def _sigmoid(x: float) -> float:
 
 
 @compiled_in_order
-def _normalize(x: Any, factor: Any, projects: bool, scales: bool, eps: float, constant: float) -> None:
+def _normalize(x: Any, factor: Any, norm: NormSwitch) -> None:
     """x [row, example] becomes its norm; `factor` [example] is u."""
     rows, examples = x.shape
     for i in range(examples):
         mean = 0.0
-        if projects:
+        if norm.projects:
             for j in range(rows):
                 mean += x[j, i]
             mean /= rows
@@ -181,18 +137,18 @@ def _normalize(x: Any, factor: Any, projects: bool, scales: bool, eps: float, co
         for j in range(rows):
             x[j, i] -= mean
             square += x[j, i] * x[j, i]
-        factor[i] = 1.0 / np.sqrt(square / rows + eps) if scales else constant
+        factor[i] = 1.0 / np.sqrt(square / rows + norm.eps) if norm.scales else norm.constant
         for j in range(rows):
             x[j, i] *= factor[i]
 
 
 @compiled_in_order
-def _normalize_back(d: Any, normalized: Any, factor: Any, projects: bool, scales: bool) -> None:
+def _normalize_back(d: Any, normalized: Any, factor: Any, norm: NormSwitch) -> None:
     """The gradient by the norm's output becomes that by its input."""
     rows, examples = d.shape
     for i in range(examples):
         along = 0.0
-        if scales:
+        if norm.scales:
             for j in range(rows):
                 along += d[j, i] * normalized[j, i]
             along /= rows
@@ -200,7 +156,7 @@ def _normalize_back(d: Any, normalized: Any, factor: Any, projects: bool, scales
         for j in range(rows):
             d[j, i] = factor[i] * (d[j, i] - normalized[j, i] * along)
             mean += d[j, i]
-        if projects:
+        if norm.projects:
             mean /= rows
             for j in range(rows):
                 d[j, i] -= mean
@@ -216,19 +172,7 @@ def _add_product(out: Any, W: Any, x: Any) -> None:
 
 
 @compiled_in_order
-def _forward(
-    cell: int,
-    site: int,
-    projects: bool,
-    scales: bool,
-    eps: float,
-    constant: float,
-    x: Any,
-    W: Any,
-    b: Any,
-    gain: Any,
-    bias: Any,
-) -> Any:
+def _forward(cell: int, norm: NormSwitch, x: Any, W: Any, b: Any, gain: Any, bias: Any) -> Any:
     """All steps; returns what the way back needs: h and c [step + 1, …], then per step the activated gates, what the
     recurrence gave them, tanh of the LSTM's state as it is read, the norm's output and its factor."""
     steps, gates, examples = x.shape
@@ -243,8 +187,8 @@ def _forward(
     for t in range(steps):
         r, a, h = recurrent[t], active[t], hidden[t + 1]
         _add_product(r, W, hidden[t])
-        if site == GATES:
-            _normalize(r, factor[t], projects, scales, eps, constant)
+        if norm.site == GATES:
+            _normalize(r, factor[t], norm)
             normalized[t] = r
             for j in range(gates):
                 r[j] = r[j] * gain[j] + bias[j]
@@ -259,12 +203,12 @@ def _forward(
                     a[2 * H + j, i] = np.tanh(x[t, 2 * H + j, i] + r[2 * H + j, i])
                     a[3 * H + j, i] = _sigmoid(x[t, 3 * H + j, i] + r[3 * H + j, i])
                     c[j, i] = a[H + j, i] * state[t, j, i] + a[j, i] * a[2 * H + j, i]
-            if site == STATE:
-                _normalize(c, factor[t], projects, scales, eps, constant)
+            if norm.site == STATE:
+                _normalize(c, factor[t], norm)
                 normalized[t] = c
             seen[:] = c
-            if site == READOUT:
-                _normalize(seen, factor[t], projects, scales, eps, constant)
+            if norm.site == READOUT:
+                _normalize(seen, factor[t], norm)
                 normalized[t] = seen
                 for j in range(H):
                     seen[j] = seen[j] * gain[j] + bias[j]
@@ -286,30 +230,16 @@ def _forward(
                     total = x[t, j, i] + r[j, i]
                     a[j, i] = np.tanh(total) if cell == TANH else max(total, 0.0)
                     h[j, i] = a[j, i]
-        if site == STATE:
-            _normalize(h, factor[t], projects, scales, eps, constant)
+        if norm.site == STATE:
+            _normalize(h, factor[t], norm)
             normalized[t] = h
     return hidden, state, active, recurrent, squashed, normalized, factor
 
 
 @compiled_in_order
-def _backward(
-    cell: int,
-    site: int,
-    projects: bool,
-    scales: bool,
-    W: Any,
-    gain: Any,
-    hidden: Any,
-    state: Any,
-    active: Any,
-    recurrent: Any,
-    squashed: Any,
-    normalized: Any,
-    factor: Any,
-    d_out: Any,
-) -> Any:
+def _backward(cell: int, norm: NormSwitch, W: Any, gain: Any, kept: Any, d_out: Any) -> Any:
     """Gradients by the inputs, by W h before any norm, and by the norm's output after gain and bias."""
+    hidden, state, active, recurrent, squashed, normalized, factor = kept
     steps, gates, examples = active.shape
     H = W.shape[1]
     W_transposed = W.T.copy()
@@ -326,14 +256,14 @@ def _backward(
                     o, s = a[3 * H + j, i], squashed[t, j, i]
                     d_x[3 * H + j, i] = d_h[j, i] * s * o * (1.0 - o)
                     d_seen[j, i] = d_h[j, i] * o * (1.0 - s * s)
-            if site == READOUT:
+            if norm.site == READOUT:
                 d_gained[t] = d_seen
                 for j in range(H):
                     d_seen[j] *= gain[j]
-                _normalize_back(d_seen, normalized[t], factor[t], projects, scales)
+                _normalize_back(d_seen, normalized[t], factor[t], norm)
             d_c += d_seen
-            if site == STATE:
-                _normalize_back(d_c, normalized[t], factor[t], projects, scales)
+            if norm.site == STATE:
+                _normalize_back(d_c, normalized[t], factor[t], norm)
             for j in range(H):
                 for i in range(examples):
                     put, keep, new = a[j, i], a[H + j, i], a[2 * H + j, i]
@@ -344,8 +274,8 @@ def _backward(
             d_r[:] = d_x
             d_h[:] = 0.0
         else:
-            if site == STATE:
-                _normalize_back(d_h, normalized[t], factor[t], projects, scales)
+            if norm.site == STATE:
+                _normalize_back(d_h, normalized[t], factor[t], norm)
             for j in range(H):
                 for i in range(examples):
                     if cell == GRU:
@@ -362,11 +292,11 @@ def _backward(
                             slope = 1.0 - a[j, i] * a[j, i]
                         d_x[j, i] = d_r[j, i] = d_h[j, i] * slope
                         d_h[j, i] = 0.0
-        if site == GATES:
+        if norm.site == GATES:
             d_gained[t] = d_r
             for j in range(gates):
                 d_r[j] *= gain[j]
-            _normalize_back(d_r, normalized[t], factor[t], projects, scales)
+            _normalize_back(d_r, normalized[t], factor[t], norm)
         _add_product(d_h, W_transposed, d_r)
     return d_inputs, d_linear, d_gained
 
@@ -459,17 +389,7 @@ class QRNNLayer(nn.Module):
         z, f, o = self.gates(torch.cat(shifted, dim=-1)).chunk(3, dim=-1)
         f = torch.sigmoid(f)
         added = (1 - f) * torch.tanh(z)
-        return torch.sigmoid(o) * (pooled(f, added) if x.device.type == "cpu" else step_by_step(f, added))
-
-
-def step_by_step(keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]) -> Tensor:
-    """c_t = keep_t c_(t-1) + added_t in torch's operations; [batch pos hidden]."""
-    state = torch.zeros_like(added[:, 0])
-    states = []
-    for k, new in zip(keep.unbind(1), added.unbind(1), strict=True):
-        state = k * state + new
-        states.append(state)
-    return torch.stack(states, dim=1)
+        return torch.sigmoid(o) * pooled(f, added)
 
 
 _FUSED: dict[str, Callable[..., nn.RNNBase]] = {

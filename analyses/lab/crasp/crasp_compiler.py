@@ -29,13 +29,13 @@ from typing import cast, get_args
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.crasp.crasp import Program
 from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, stream_for
 from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Step, lower, plan
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
 from ln_probe.analyses.lab.transformer import HAND_BUILT, Block, LabConfig, LabTransformer, blank
 
