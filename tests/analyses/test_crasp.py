@@ -42,7 +42,7 @@ def test_names_precedence_comments_and_line_ends() -> None:
     # (not B) or (Q_a and B) ? 1 : ((B and Q_b) ? 2 : 3)
     assert trace["out"].tolist() == [1, 1, 1]
     assert program.depth == 1
-    assert program.output.name == "out"
+    assert program.name == "out"
 
 
 def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> None:

@@ -75,7 +75,7 @@ def test_outputs_that_are_counts(construction: Any) -> None:
 @given(node=st.one_of(BOOLEANS, COUNTS), word=st.text("ab", min_size=1, max_size=9), data=st.data())
 def test_random_programs_by_definition(node: Any, word: str, data: st.DataObject) -> None:
     program = parse(f"x := {render(node)}")
-    boolean = program.output.expression.kind == "Boolean"
+    boolean = program.output.kind == "Boolean"
     construction = data.draw(st.sampled_from(CONSTRUCTIONS if boolean else CONSTRUCTIONS[:2]))
     norm = data.draw(st.sampled_from(SUFFICE[construction]))
     try:
@@ -346,7 +346,7 @@ def test_what_is_kept_covers_every_program_and_norm() -> None:
     assert set(kept["every_word_to"]) == {8}
     assert (enough["value"] == 1).all()
     for name, (source, _) in compiler.PROGRAMS.items():
-        boolean = parse(source).output.expression.kind == "Boolean"
+        boolean = parse(source).output.kind == "Boolean"
         wanted = {(c, n) for c in CONSTRUCTIONS[: 3 if boolean else 2] for n in SUFFICE[c]}
         part = enough[enough["program"] == name]
         assert set(zip(part["construction"], part["norm"], strict=True)) == wanted, name

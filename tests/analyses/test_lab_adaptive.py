@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lab_models import by_definition, ran
+from lab_runs import by_definition, ran
 
 from ln_probe.analyses.lab.approximation import adaptive_memory
 from ln_probe.analyses.lab.approximation.adaptive_memory import (

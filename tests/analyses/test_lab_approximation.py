@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab_models import by_definition, ran
+from lab_runs import by_definition, ran
 
 from ln_probe.analyses.lab.approximation import approximation
 from ln_probe.analyses.lab.approximation.approximation_targets import (

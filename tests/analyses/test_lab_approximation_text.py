@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.approximation import approximation_text
 from ln_probe.analyses.lab.approximation.approximation_text import RelativeTextConfig
 from ln_probe.analyses.lab.train import TrainConfig
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    words = ["the lamp", "was lit", "and the ships", "came home", "before the ice", "again;"]
-    drawn = torch.randint(len(words), (4000,), generator=torch.Generator().manual_seed(0))
-    path.write_text(" ".join(words[i] for i in drawn.tolist()))
-    return path
 
 
 @pytest.mark.parametrize("dot_product", [True, False])
@@ -55,7 +46,7 @@ def test_without_the_dot_product_attention_does_not_depend_on_the_text() -> None
     assert not trained & {"W_Q", "W_K", "b_Q", "b_K"}
 
 
-def test_a_run_from_end_to_end(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_end_to_end(prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(approximation_text, "D_VOCAB", 300)
     monkeypatch.setattr(approximation_text, "N_CTX", 16)
     monkeypatch.setattr(
@@ -63,7 +54,7 @@ def test_a_run_from_end_to_end(text: Path, tmp_path: Path, monkeypatch: pytest.M
         "training",
         lambda quick, seed: TrainConfig(steps=4, batch=2, seed=seed, evaluate_every=4, state_every=2),
     )
-    results = ran("approximation_text", out := tmp_path / "out", texts=(text,))
+    results = ran("approximation_text", out := tmp_path / "out", texts=(prose,))
     assert len(results.summary) == len(approximation_text.grid(quick=True))
     assert (results.summary["seeds"] == 2).all()
     assert any("with the dot product" in sentence for sentence in results.conclusions)

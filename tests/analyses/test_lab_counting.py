@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.counting import counting, counting_tasks
 from ln_probe.analyses.lab.counting.counting import gate, gate_table

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.counting import counting, counting_traces
 from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTask, bos, counted_words

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab_models import ran
+from lab_runs import ran
 from scipy import stats
 
 from ln_probe.analyses.lab.crasp import depth

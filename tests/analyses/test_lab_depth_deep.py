@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.crasp import depth_deep
 from ln_probe.analyses.lab.crasp.depth import published_table

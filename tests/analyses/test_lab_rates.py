@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.approximation import longer_inputs
 from ln_probe.analyses.lab.approximation.approximation import EXACT, ApproximationTask, optimum_table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.counting import rational_recurrence
 from ln_probe.analyses.lab.counting.rational_recurrence import (

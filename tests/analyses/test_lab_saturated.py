@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lab_models import ran
+from lab_runs import ran
 
 from ln_probe.analyses.lab.counting import saturated_states
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig

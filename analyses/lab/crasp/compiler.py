@@ -204,7 +204,7 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
     truths = [interpreted(program, w) for w in (short, long)]
     rows = []
     for construction, norm in itertools.product(CONSTRUCTIONS, NORM_KINDS):
-        if construction == "rounding" and program.output.expression.kind == "count":
+        if construction == "rounding" and program.output.kind == "count":
             continue  # named as unsupported
         made = compile_program(program, construction, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
         enough = suffices(construction, norm)
@@ -247,7 +247,7 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
         row: dict[str, Any] = {
             "operation": operation,
             "program": tried.program.replace("\n", "  "),
-            "output": program.output.expression.kind,
+            "output": program.output.kind,
         }
         for name, means in MEANS.items():
             if means.construction == "rounding" and row["output"] == "count":

@@ -216,28 +216,25 @@ class Expression:
 
 
 @dataclass(frozen=True)
-class Definition:
-    """One line of a program."""
-
-    name: str
-    expression: Expression
-
-
-@dataclass(frozen=True)
 class Program:
-    """A parsed program. Made by `parse`."""
+    """A parsed program, made by `parse`: its definitions in the order of the source. The last is its output."""
 
-    definitions: tuple[Definition, ...]
+    definitions: dict[str, Expression]
     source: str
 
     @property
-    def output(self) -> Definition:
-        return self.definitions[-1]
+    def name(self) -> str:
+        """The output's name."""
+        return next(reversed(self.definitions))
+
+    @property
+    def output(self) -> Expression:
+        return self.definitions[self.name]
 
     @property
     def depth(self) -> int:
         """Deepest nesting of counting that the output needs."""
-        return self.output.expression.depth
+        return self.output.depth
 
     def error(self, at: Expression, problem: str, expected: str) -> CRaspError:
         """What cannot be done with a part of this program."""
@@ -245,13 +242,13 @@ class Program:
 
     def _values(self, word: Sequence[str]) -> dict[str, Values]:
         symbols, known = np.asarray(list(word), dtype=object), dict[str, Values]()
-        for definition in self.definitions:
-            known[definition.name] = definition.expression.evaluate(symbols, known)
+        for name, expression in self.definitions.items():
+            known[name] = expression.evaluate(symbols, known)
         return known
 
     def run(self, word: Sequence[str]) -> Values:
         """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos]."""
-        return self._values(word)[self.output.name]
+        return self._values(word)[self.name]
 
     def trace(self, word: Sequence[str]) -> pd.DataFrame:
         """Every definition (columns) at every position (rows, named by their symbols)."""
@@ -263,10 +260,8 @@ class Program:
         Raises:
             ValueError: the word is empty, or the output is a count.
         """
-        if self.output.expression.kind != "Boolean":
-            raise ValueError(
-                f"the output {self.output.name!r} is a count: end the program with a Boolean to accept by it"
-            )
+        if self.output.kind != "Boolean":
+            raise ValueError(f"the output {self.name!r} is a count: end the program with a Boolean to accept by it")
         if not len(word):
             raise ValueError("the empty word has no last position: begin every word with a symbol such as BOS")
         return bool(self.run(word)[-1])
@@ -287,7 +282,7 @@ def parse(source: str) -> Program:
     try:
         tree = _parser().parse(source)
         _check_depth(source, tree)
-        definitions: tuple[Definition, ...] = _Builder(source).transform(tree)
+        definitions: dict[str, Expression] = _Builder(source).transform(tree)
     except UnexpectedInput as error:
         raise _syntax_error(source, error) from None
     except VisitError as error:
@@ -373,15 +368,15 @@ class _Builder(Transformer[Token, Any]):
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
-        self.defined: dict[str, Definition] = {}
+        self.defined: dict[str, Expression] = {}
 
     def _refuse(self, at: Token | Expression, problem: str, expected: str) -> CRaspError:
         return CRaspError(self.source, at.line or 0, at.column or 0, problem, expected)
 
-    def program(self, parts: list[Definition]) -> tuple[Definition, ...]:
-        return tuple(parts)
+    def program(self, parts: list[None]) -> dict[str, Expression]:
+        return self.defined
 
-    def statement(self, parts: list[Any]) -> Definition:
+    def statement(self, parts: list[Any]) -> None:
         name, _, expression = parts
         if name in self.defined:
             raise self._refuse(name, f"{str(name)!r} is already defined", "a new name")
@@ -389,16 +384,14 @@ class _Builder(Transformer[Token, Any]):
             raise self._refuse(name, f"{str(name)!r} is a word of the language", "another name")
         if name.startswith("Q_"):
             raise self._refuse(name, f"{str(name)!r} stands for a symbol", "a name that does not begin with Q_")
-        definition = Definition(str(name), expression)
-        self.defined[definition.name] = definition
-        return definition
+        self.defined[str(name)] = expression
 
     def name(self, parts: list[Token]) -> Expression:
         (token,) = parts
         if token not in self.defined:
             known = ", ".join(self.defined) or "none yet"
             raise self._refuse(token, f"{str(token)!r} is not defined", f"a name defined above ({known}) or Q_{token}")
-        inner = self.defined[token].expression  # as deep and as large as its definition
+        inner = self.defined[token]  # as deep and as large as its definition
         return replace(
             inner, operation="name", value=str(token), parts=(inner,), line=token.line or 0, column=token.column or 0
         )

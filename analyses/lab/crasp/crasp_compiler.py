@@ -109,7 +109,7 @@ class CompiledProgram:
             ValueError: as `tokens`, or the words are longer than the model's context.
         """
         said = self.logits(self.tokens(words), rounding)[:, 1:]
-        if self.program.output.expression.kind == "Boolean":
+        if self.program.output.kind == "Boolean":
             return (said[..., 1] > said[..., 0]).numpy()
         return (said[..., 1] / said[..., 0]).nan_to_num(0.0).round().long().numpy()
 
@@ -153,7 +153,7 @@ def compile_program(
             that is empty or has a symbol twice.
     """
     _check(construction, norm, min(n_ctx, clip_to or n_ctx), eps, max_layers, max_width)
-    named = (e.value for d in program.definitions for e in d.expression.walk() if e.operation == "symbol")
+    named = (e.value for d in program.definitions.values() for e in d.walk() if e.operation == "symbol")
     letters = tuple(dict.fromkeys(named) if alphabet is None else alphabet)
     if not letters:
         none, give = (
@@ -162,7 +162,7 @@ def compile_program(
         raise ValueError(f"{none}, and words are made of symbols: give {give}")
     if alphabet is not None and len(set(letters)) < len(alphabet):
         raise ValueError(f"the alphabet has a symbol twice: {', '.join(alphabet)}")
-    output = program.output.expression
+    output = program.output
     if construction == "rounding" and output.kind == "count":
         raise program.error(
             output,
@@ -197,7 +197,7 @@ def _check(construction: str, norm: str, n_ctx: int, eps: float | None, max_laye
 
 def _check_size(lowered: Lowered, steps: Sequence[Step], n_ctx: int, max_layers: int) -> None:
     """Raise CRaspError if there are too many blocks, or numbers of which float64 does not tell the signs."""
-    output = lowered.program.output.expression
+    output = lowered.program.output
     if len(steps) > max_layers:
         raise lowered.program.error(
             output,

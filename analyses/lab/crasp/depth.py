@@ -42,6 +42,7 @@ from ln_probe.analyses.lab.results import (
     SIGNIFICANT,
     Results,
     binomial_interval,
+    differences,
     effects,
     interval,
     interval_text,
@@ -247,11 +248,7 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []
     for term, pairs in TERMS.items():
-        shown = [pair for pair in pairs if set(pair) <= set(wide.columns)]
-        if not shown:
-            continue
-        pairs_of = [(wide[have] - wide[lack]).dropna().rename("value").reset_index() for have, lack in shown]
-        change = pd.concat([one.assign(pair=number) for number, one in enumerate(pairs_of)], ignore_index=True)
+        change = differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
         change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
         for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):

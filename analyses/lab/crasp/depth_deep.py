@@ -15,14 +15,13 @@ import pandas as pd
 from ln_probe.analyses.lab.crasp import depth
 from ln_probe.analyses.lab.crasp.depth_task import BINS, EVALUATION_WORDS, Cell, measure
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, doubt, interval_text
+from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text
 from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.probes.text import counted
 
 QUICK_STEPS, QUICK_WORDS = 60, 100
 POSITIONS = ("none", "rotary", "alibi")
 DEPTHS = (4, 5, 6)
-Square = tuple[int, int, str]  # depth, k, positions
 CUT = (
     "the norms other than LayerNorm, and pre-norm order",
     "squares farther than one from the boundary (depth 4 on L8, depth 5 on L6, depth 6 on L6 and L7)",
@@ -99,17 +98,11 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """
     far = values[values["measure"] != measure(BINS[0])]
     reach = far.pivot_table(index="seed", columns=["depth", "k", "positions"], values="value", sort=False)
-
-    def minus(this: Square, that: Square, words: str) -> pd.DataFrame:
-        if not {this, that} <= set(reach.columns):
-            return pd.DataFrame(columns=["contrast", "seed", "value"])
-        return (reach[this] - reach[that]).dropna().rename("value").reset_index().assign(contrast=words)
-
     none = POSITIONS[0]
-    made = [minus((d, d + 2, none), (d, d + 3, none), f"depth {d}: L{d + 2} minus L{d + 3}") for d in DEPTHS[:-1]]
-    made += [minus((d + 1, d + 3, none), (d, d + 3, none), f"L{d + 3}: depth {d + 1} minus {d}") for d in DEPTHS[:-1]]
-    made += [minus((4, 6, p), (4, 6, none), f"depth 4, L6: {p} positions minus none") for p in POSITIONS[1:]]
-    return contrasted(pd.concat(made, ignore_index=True), ["contrast"], (-1.0, 1.0))
+    pairs = {f"depth {d}: L{d + 2} minus L{d + 3}": ((d, d + 2, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
+    pairs |= {f"L{d + 3}: depth {d + 1} minus {d}": ((d + 1, d + 3, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
+    pairs |= {f"depth 4, L6: {p} positions minus none": ((4, 6, p), (4, 6, none)) for p in POSITIONS[1:]}
+    return contrasted(differences(reach, pairs), ["contrast"], (-1.0, 1.0))
 
 
 def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:

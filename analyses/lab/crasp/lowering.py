@@ -262,19 +262,19 @@ class _Lowering:
         self.decisions = Decisions()
         self.numbers: dict[Variable, int] = {}
         self.lowered = Lowered(program, self.decisions, [], [], [], FALSE)
-        self._variable(Letter(None), 0, program.output.expression)  # BOS: no program asks for it, every count does
+        self._variable(Letter(None), 0, program.output)  # BOS: no program asks for it, every count does
         self.functions: dict[int, int] = {}  # by the identity of an expression, which the program keeps alive
         self.cases: dict[int, Cases] = {}
 
     def all(self) -> Lowered:
-        needed = {self.program.output.name}
-        for definition in reversed(self.program.definitions):
-            if definition.name in needed:
-                needed |= {e.value for e in definition.expression.walk() if e.operation == "name"}
-        for definition in self.program.definitions:  # in their order: a name is then known when it is used
-            if definition.name in needed:
-                of = self.boolean if definition.expression.kind == "Boolean" else self.count
-                self.lowered.output = of(definition.expression)
+        needed = {self.program.name}
+        for name, expression in reversed(self.program.definitions.items()):
+            if name in needed:
+                needed |= {e.value for e in expression.walk() if e.operation == "name"}
+        for name, expression in self.program.definitions.items():  # in their order: names are known when they are used
+            if name in needed:
+                of = self.boolean if expression.kind == "Boolean" else self.count
+                self.lowered.output = of(expression)
         return self.lowered
 
     @contextmanager
