@@ -200,13 +200,7 @@ def by_hand(kernel: str, slopes: tuple[float, ...], coefficients: tuple[float, .
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        model.phi = (
-            torch.from_numpy(np.asarray([0.0, *-np.log(np.arange(1, LENGTH))]))
-            if kernel == "log"
-            else (-torch.arange(LENGTH).double())
-        )
-        if kernel == "log":
-            model.phi[0] = -torch.inf
+        model.phi = lag_features(kernel, LENGTH)  # in float64
         model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0
         model.log_slope.copy_(torch.tensor(slopes, dtype=torch.float64).log())
         model.W_V[:, 0, 0] = 1.0

@@ -122,7 +122,7 @@ def phases(reader: LetterByLetter, n: int) -> Float[np.ndarray, "phase letter hi
 
 @dataclass(frozen=True)
 class Line:
-    """slope · letter + start, through some letters of a trace (counted from 1).
+    """A line through some letters of a trace (counted from 1), by its slope per letter.
 
     Attributes:
         r2: the share of variance it explains; NaN where nothing moves.
@@ -130,7 +130,6 @@ class Line:
     """
 
     slope: float
-    start: float
     r2: float
     off: float
 
@@ -150,7 +149,7 @@ def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
     spread = float(((kept - kept.mean()) ** 2).sum())
     still = spread <= 1e-20 * max(1.0, float(np.abs(kept).max())) ** 2 * len(kept)  # nothing but rounding moves
     r2 = float("nan") if still else 1 - float((rest**2).sum()) / spread
-    return Line(slope, start, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
+    return Line(slope, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
 
 
 def holds_to(trace: Float[np.ndarray, " letter"]) -> int:

@@ -269,7 +269,7 @@ class PooledLayer(nn.Module):
             return found
         before = F.pad(x, (0, 0, 1, 0))[:, :-1]
         keep, added, out = self._gates(torch.cat([x, before], dim=-1))
-        return out * pooled(keep.contiguous(), added.contiguous())
+        return out * pooled(keep, added)
 
     def by_context(self) -> tuple[Tensor, Tensor, Tensor]:
         """keep, added and out at each letter by the letter before (last row: none), [before letter hidden]."""

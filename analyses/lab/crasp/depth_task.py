@@ -131,8 +131,7 @@ def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: t
         ValueError: k or size below 1, or a shortest length that has no room for k blocks.
     """
     low, high = lengths
-    if k < 1:
-        raise ValueError(f"k must be at least 1 block, got {k}")
+    _check_blocks(k)
     if size < 1:
         raise ValueError(f"at least 1 word is needed, got size={size}")
     if not 1 <= low <= high:
