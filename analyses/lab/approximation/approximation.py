@@ -156,7 +156,8 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained."""
     heads, lrs = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
     long_memory = [
-        Cell(*cell[:3], lr=cell[3]) for cell in itertools.product(("4a", "4b"), ("log", "linear"), heads, lrs)
+        Cell(target, kernel, h, lr=lr)
+        for target, kernel, h, lr in itertools.product(("4a", "4b"), ("log", "linear"), heads, lrs)
     ]
     long_memory += [replace(cell, width=FFN_FREE) for cell in long_memory]
     normed = [

@@ -70,7 +70,7 @@ class Stream:
 
     def pair(self, place: int) -> Vector:
         """The entries (-1, 1) that begin at a place."""
-        return self.entry(place + 1) - self.entry(place)
+        return np.asarray(self.entry(place + 1) - self.entry(place))
 
     def entry(self, place: int, weight: float = 1.0) -> Vector:
         """What reads one entry."""
