@@ -62,9 +62,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        content = (
-            path.read_bytes()
-        )  # not mapped into memory: a process that overwrites the file does not change the tensors
+        content = path.read_bytes()  # not mapped into memory, where another process could overwrite it
         tensors = load(content)
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__")
         if not metadata or set(metadata) == {"format"}:  # what safetensors' own writers leave
@@ -267,7 +265,7 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     if not (path / LAB_FILE).is_file():
         raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
     weights = weights_of(path, step)
-    tensors, about = _read_weights(weights)
+    tensors, about = load_tensors(weights)
     for name, digest in about.get("beside", {}).items():
         if hashes_beside(path).get(name) != digest:
             raise ValueError(f"{path / name} is not what it was when {weights} was written: restore it")
@@ -298,28 +296,16 @@ def load_weights(model: nn.Module, weights: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, of another shape, or holds NaN or infinite numbers.
     """
-    tensors, about = _read_weights(weights, model.state_dict())  # a kernel's lag 0 may be infinite by construction
+    tensors, about = load_tensors(weights)
     _check_fit(model, tensors, weights)
     model.load_state_dict(tensors)
     return about
 
 
-def _read_weights(weights: Path, built: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of a file; those that are not as `built` must be finite."""
-    tensors, about = load_tensors(weights)
-    for name, tensor in tensors.items():
-        as_built = built is not None and name in built and torch.equal(built[name], tensor)
-        if tensor.is_floating_point() and not as_built and not bool(tensor.isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
-            raise ValueError(
-                f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
-                "training diverged; nothing can be measured on it"
-            )
-    return tensors, about
-
-
 def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> None:
-    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    """Raise ValueError if a file's tensors are not of the model's shapes, or not finite."""
+    built = model.state_dict()
+    wanted = {k: tuple(v.shape) for k, v in built.items()}
     found = {k: tuple(v.shape) for k, v in tensors.items()}
     wrong = next((k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k)), None)
     if wrong is not None:
@@ -327,6 +313,15 @@ def _check_fit(model: nn.Module, tensors: dict[str, Tensor], weights: Path) -> N
             f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong} is of shape {found.get(wrong)} in the file, "
             f"{wanted.get(wrong)} in the model"
         )
+    for name, tensor in tensors.items():
+        # A kernel's lag 0 may be infinite by construction.
+        as_built = not built[name].is_meta and torch.equal(built[name], tensor)
+        if tensor.is_floating_point() and not as_built and not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise ValueError(
+                f"{weights}: {name} holds {count} numbers that are NaN or infinite: the file is damaged or the "
+                "training diverged; nothing can be measured on it"
+            )
 
 
 def _tokenizer(path: Path) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 from scipy.optimize import linprog
+from torch import nn
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
 from ln_probe.analyses.lab.norms import calibrate
@@ -29,6 +30,37 @@ def lab(**options: Any) -> Any:
     with calibrate(model):
         model(torch.arange(1, 11)[None])
     return model.eval()
+
+
+def torchs_layer(model: Any) -> nn.TransformerEncoderLayer:
+    """Torch's own layer with the weights of a model of one layer, in float64."""
+    cfg, block = model.cfg, model.blocks[0]
+    attention, mlp = block.attn, block.mlp
+    layer = nn.TransformerEncoderLayer(
+        cfg.d_model, cfg.n_heads, cfg.d_mlp, dropout=0.0, layer_norm_eps=cfg.eps, batch_first=True,
+        norm_first=cfg.norm_order == "pre",
+    ).double()  # fmt: skip
+    stacked = [W.transpose(1, 2).flatten(0, 1) for W in (attention.W_Q, attention.W_K, attention.W_V)]
+    pairs = [
+        (layer.self_attn.in_proj_weight, torch.cat(stacked)),
+        (layer.self_attn.out_proj.weight, attention.W_O.flatten(0, 1).T),
+        (layer.self_attn.out_proj.bias, attention.b_O),
+        (layer.linear1.weight, mlp.W_in.T), (layer.linear1.bias, mlp.b_in),
+        (layer.linear2.weight, mlp.W_out.T), (layer.linear2.bias, mlp.b_out),
+        (layer.norm2.weight, block.ln2.w), (layer.norm2.bias, block.ln2.b),
+    ]  # fmt: skip
+    if attention.b_Q is None:
+        layer.self_attn.in_proj_bias = None
+    else:
+        pairs.append((layer.self_attn.in_proj_bias, torch.cat([attention.b_Q, attention.b_K, attention.b_V]).flatten()))
+    if block.ln1.w is None:
+        layer.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.eps, elementwise_affine=False)
+    else:
+        pairs += [(layer.norm1.weight, block.ln1.w), (layer.norm1.bias, block.ln1.b)]
+    with torch.no_grad():
+        for theirs, ours in pairs:
+            theirs.copy_(ours)
+    return layer
 
 
 def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:

@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_models import assert_same_run, majority_run
-from torch import nn
+from lab_models import assert_same_run, majority_run, torchs_layer
 
 from ln_probe.analyses.lab.majority.bags import _exp
 from ln_probe.analyses.lab.majority.majority import WHENEVER, findings, start_angles
@@ -111,27 +110,11 @@ def test_the_compiled_exponential() -> None:
 def test_the_model_is_torchs_encoder_layer(task: MajorityTask) -> None:
     """The same logits as the published construction, from the same weights, with 584 parameters at that size."""
     ours = model("layernorm").double()
-    layer = nn.TransformerEncoderLayer(
-        8, 1, 8, dropout=0.0, layer_norm_eps=0.0, batch_first=True, norm_first=True
-    ).double()
-    layer.norm1 = nn.LayerNorm(8, eps=0.0, elementwise_affine=False)
-    layer.self_attn.in_proj_bias = None
-    block = ours.blocks[0]
-    with torch.no_grad():
-        heads = [W[0].T for W in (block.attn.W_Q, block.attn.W_K, block.attn.W_V)]
-        layer.self_attn.in_proj_weight.copy_(torch.cat(heads))
-        layer.self_attn.out_proj.weight.copy_(block.attn.W_O[0].T)
-        for linear, W, b in ((layer.linear1, block.mlp.W_in, block.mlp.b_in), (layer.linear2, *_out(block))):
-            linear.weight.copy_(W.T)
-            linear.bias.copy_(b)
     tokens, _ = sequences(task.batch(0, 20, 0))
     E = ours.embed.W_E
-    torch.testing.assert_close(ours(tokens), layer(F.embedding(tokens, E)) @ E.T, rtol=1e-10, atol=1e-10)
+    expected = torchs_layer(ours)(F.embedding(tokens, E)) @ E.T
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-10, atol=1e-10)
     assert sum(p.numel() for p in LabTransformer(majority_model("layernorm")).parameters()) == 584
-
-
-def _out(block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    return block.mlp.W_out, block.mlp.b_out  # type: ignore[union-attr,return-value]
 
 
 def test_the_same_loss_curve(task: MajorityTask) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lab_models import torchs_layer
 from torch import nn
 
 import ln_probe
@@ -86,26 +87,8 @@ def test_sinusoidal_by_definition() -> None:
 def test_norm_order_is_torchs(order: str) -> None:
     """Both orders against nn.TransformerEncoderLayer with the same weights."""
     model = build(n_layers=1, norm_order=order, norm_final=None, act_fn="relu", d_mlp=24, positions="none")
-    block = model.blocks[0]
-    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True, norm_first=order == "pre").double()
-    attention = block.attn
-    with torch.no_grad():
-        stacked = [W.transpose(1, 2).reshape(16, 16) for W in (attention.W_Q, attention.W_K, attention.W_V)]
-        layer.self_attn.in_proj_weight.copy_(torch.cat(stacked))
-        layer.self_attn.in_proj_bias.copy_(
-            torch.cat([b.flatten() for b in (attention.b_Q, attention.b_K, attention.b_V)])
-        )
-        layer.self_attn.out_proj.weight.copy_(attention.W_O.flatten(0, 1).T)
-        layer.self_attn.out_proj.bias.copy_(attention.b_O)
-        for norm, ours in ((layer.norm1, block.ln1), (layer.norm2, block.ln2)):
-            norm.weight.copy_(ours.w)
-            norm.bias.copy_(ours.b)
-        layer.linear1.weight.copy_(block.mlp.W_in.T)
-        layer.linear1.bias.copy_(block.mlp.b_in)
-        layer.linear2.weight.copy_(block.mlp.W_out.T)
-        layer.linear2.bias.copy_(block.mlp.b_out)
     mask = torch.ones(10, 10, dtype=torch.bool).triu(1)
-    expected = layer(F.embedding(TOKENS, model.embed.W_E), src_mask=mask)
+    expected = torchs_layer(model)(F.embedding(TOKENS, model.embed.W_E), src_mask=mask)
     torch.testing.assert_close(model.stream(TOKENS), expected, rtol=1e-9, atol=1e-9)
 
 
