@@ -139,7 +139,7 @@ def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> F
     x = model.stream(tokens)[:, :-1].flatten(0, 1)
     b_U = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
     inputs = (x, model.W_U, b_U)
-    total, gradients = _cross_entropy(*(tensor.detach() for tensor in inputs), tokens[:, 1:].flatten())
+    total, gradients = _cross_entropy(x.detach(), model.W_U.detach(), b_U.detach(), tokens[:, 1:].flatten())
     return with_gradients(total / len(x), inputs, [gradient / len(x) for gradient in gradients])
 
 
