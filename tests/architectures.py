@@ -13,8 +13,12 @@ D, HEADS, VOCAB, CONTEXT = 32, 4, 50, 32
 
 
 def cases(*quick: Any, slow: Iterable[Any]) -> list[Any]:
-    """Return the cases of a parametrized test: those that always run, then those that only `make slow` runs."""
-    return [*quick, *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
+    """Return the cases of a parametrized test: those that always run, then those that only `make slow` runs.
+
+    A tuple is a case of several arguments.
+    """
+    several = (case if isinstance(case, tuple) else (case,) for case in slow)
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in several)]
 
 
 _LLAMA = {
@@ -178,3 +182,44 @@ def hugging_face(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> 
     model = getattr(transformers, name)(config).eval()
     randomize(model)
     return model.to(dtype)
+
+
+def bridge_of(hf_model: Any) -> Any:
+    """A TransformerBridge around that very model."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    return build_bridge_from_module(
+        hf_model, type(hf_model).__name__, hf_config=hf_model.config, tokenizer=None, model_name="tiny"
+    )
+
+
+def hooked_transformer(**options: Any) -> Any:
+    """A HookedTransformer with random weights; options go to HookedTransformerConfig.
+
+    Raises:
+        ImportError: This TransformerLens has none.
+    """
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    torch.manual_seed(0)
+    settings = {
+        "n_layers": 2,
+        "d_model": D,
+        "n_heads": HEADS,
+        "d_head": 8,
+        "d_mlp": 80,
+        "d_vocab": VOCAB,
+        "n_ctx": CONTEXT,
+        "act_fn": "gelu",
+        "normalization_type": "LN",
+        "default_prepend_bos": False,
+        "device": "cpu",
+    }
+    model = HookedTransformer(HookedTransformerConfig(**(settings | options)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_gain = name.endswith(".w")
+            parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
+    return model

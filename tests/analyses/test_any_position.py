@@ -14,9 +14,6 @@ import ln_probe
 from ln_probe.analyses.geometry.api import attainable_attention
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 from ln_probe.analyses.geometry.positions import QuerySets, attainable_anywhere
-from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
-from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.attention import Rotary
 from ln_probe.hooks.capture import visible_keys
 
@@ -65,24 +62,6 @@ def by_position(
     return low, high
 
 
-def drawn(
-    keys: np.ndarray, bias: np.ndarray | None, queries: QuerySets, causal: bool, window: int | None
-) -> np.ndarray:
-    """The largest weight of each key under many queries drawn at every position."""
-    rng, best = np.random.default_rng(9), np.zeros(T)
-    mask = visible_keys(T, T, causal=causal, window=window).numpy()
-    for t in range(T):
-        if mask[t].sum() < 2:
-            continue
-        center, axes = (part[0] for part in queries(np.array([t])))
-        u = rng.standard_normal((4000, axes.shape[1]))
-        u /= np.linalg.norm(u, axis=1, keepdims=True)
-        scores = np.where(mask[t], (center + u @ axes.T) @ keys.T + (0.0 if bias is None else bias), -np.inf)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        best = np.maximum(best, (weights / weights.sum(axis=1, keepdims=True)).max(axis=0))
-    return best
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -94,7 +73,6 @@ def test_bounds_hold_at_every_position(mask: str, rotary: bool, bias: bool) -> N
         low, high = by_position(keys, lift, queries, causal, window)
         assert (weight <= high + 1e-9).all(), "no more than what some position gives"
         assert (low <= upper + 1e-9).all(), "no less than what any position gives"
-        assert (drawn(keys, lift, queries, causal, window) <= upper + 1e-12).all()
         if causal:
             assert np.mean(low - weight) < 0.15, "the first position that sees a key gives it much of what it can get"
         assert np.mean(upper - high) < 0.25
@@ -157,58 +135,9 @@ def test_where_no_position_sees_another_key_there_is_no_answer(number: int, wind
 TOKENS = torch.randint(2, 50, (2, 28), generator=torch.Generator().manual_seed(5))
 
 
-class Bounds(Probe):
-    """Of every head: bounds over the observed ellipsoid, and the largest weights from queries that lie in it."""
-
-    name = "bounds"
-    summary = "bounds of attention beside what queries of the observed set gave"
-    tables = (Table("bounds", "Bounds", "Nothing.", (), (Column("nothing", "int", "nothing"),)),)
-    needs = Needs(attention=True, variants=True, calibration=True)
-
-    def __init__(self) -> None:
-        self.found: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def start(self, view: View) -> Observer:
-        return _Comparing(self.found)
-
-
-class _Comparing(Observer):
-    def __init__(self, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        self.found = found
-
-    def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        heads = attended.heads
-        assert heads is not None
-        y = attended.site.affine(attended.outputs["intact"])
-        plain = heads.queries(y, rotate=False)
-        reached = heads.reached(attended.site)
-        pattern = heads.pattern(heads.queries(y), attended.keys("intact")).numpy()
-        for row, head in enumerate(attended.chosen):
-            queries, bias = attended.observed(row), attended.key_bias
-            assert queries is not None
-            _, upper = attainable_anywhere(
-                attended.keys("intact")[:, head].numpy().copy(),
-                None if bias is None else bias[row],
-                queries,
-                rotary=heads.rotary is not None,
-                causal=heads.causal,
-                window=heads.window,
-            )
-            assert reached is not None
-            far = (reached.inverse[head] @ (plain[:, head] - reached.center[head]).T).norm(dim=0).numpy()
-            inside = far <= attended.calibration.radii[attended.layer][head]
-            inside[0] = False  # it sees one key
-            assert 0.8 < inside[1:].mean() <= 1.0
-            self.found.append((upper, pattern[head][inside].max(axis=0)))
-
-
-ARCHITECTURES = ["gpt2", "neox", "llama", "bloom"]
-
-
-@pytest.mark.parametrize("arch", cases(*ARCHITECTURES, slow=["mistral", "neo", "qwen3"]))
+@pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", slow=["mistral", "neo", "qwen3"]))
 def test_no_key_received_more_than_it_can_get(arch: str, make_bridge: Callable[..., Any]) -> None:
-    bounds = Bounds()
-    report = ln_probe.analyze(make_bridge(arch), TOKENS, probes=["selectability", bounds], keys="all", progress=False)
+    report = ln_probe.analyze(make_bridge(arch), TOKENS, probes=["selectability"], keys="all", progress=False)
     keys = report.keys.query("space == 'head'")
     assert keys["attainable_upper"].notna().all()
     assert (keys["pattern_max"] <= keys["attainable_upper"] + 1e-9).all()
@@ -219,9 +148,6 @@ def test_no_key_received_more_than_it_can_get(arch: str, make_bridge: Callable[.
     if arch != "mistral":
         last = keys[keys["position"] == 27]
         assert (last["attainable"] >= last["attainable_last"] - WEIGHT_GAP).all(), "seen from the last position alone"
-    assert len(bounds.found) == 2 * len(TOKENS) * 4
-    for upper, received in bounds.found:
-        assert (received <= upper + 1e-9).all()
 
 
 @pytest.mark.slow

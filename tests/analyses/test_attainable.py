@@ -1,43 +1,17 @@
-"""How much attention a key can get: known answers, brute force, and a general solver."""
+"""How much attention a key can get: known answers (test_geometry_weights.py asks a general solver)."""
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
 
 import ln_probe
 from ln_probe.analyses.geometry.api import attainable_attention
-from ln_probe.analyses.geometry.checker import CertificateError
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 
 
-def log_weights(keys, queries, bias=0.0):
-    scores = queries @ keys.T + bias
-    scores = scores - scores.max(axis=1, keepdims=True)
-    return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-
-
-def weights(keys, queries, bias=0.0):
-    return np.exp(log_weights(keys, queries, bias))
-
-
-def in_ball(rng, number, dim):
-    u = rng.standard_normal((number, dim))
-    u /= np.linalg.norm(u, axis=1, keepdims=True)
-    return u * rng.uniform(0, 1, (number, 1)) ** (1 / (4 * dim))
-
-
-def by_zooming_in(rng, keys, bias, center, axes, u):
-    """Largest log weight of each key: the best of many points, then of ever closer ones around the best."""
-    logs = log_weights(keys, center + u @ axes.T, bias)
-    best, at = logs.max(axis=0), u[logs.argmax(axis=0)]
-    for k in range(300):
-        near = at[:, None] + 0.95**k * 0.3 * rng.standard_normal((len(keys), 200, u.shape[1]))
-        near /= np.maximum(np.linalg.norm(near, axis=2, keepdims=True), 1)
-        for i in range(len(keys)):
-            logs = log_weights(keys, center + near[i] @ axes.T, bias)[:, i]
-            if logs.max() > best[i]:
-                best[i], at[i] = logs.max(), near[i, logs.argmax()]
-    return best
+def weights(keys, queries):
+    scores = queries @ keys.T
+    odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return odds / odds.sum(axis=1, keepdims=True)
 
 
 def test_two_opposite_keys():
@@ -59,47 +33,6 @@ def test_a_key_in_the_middle_of_a_square():
     assert geometry.attainable_upper[4] >= 0.2
     assert (geometry.attainable[:4] > 0.98).all()
     assert np.isnan(ln_probe.key_geometry(keys).attainable).all()
-
-
-@pytest.mark.parametrize("dim", [2, 3])
-@pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
-def test_brute_force_in_two_and_three_dimensions(dim, size):
-    rng = np.random.default_rng(dim)
-    u = in_ball(rng, 20_000, dim)
-    for _ in range(4):
-        keys, center = rng.standard_normal((12, dim)), rng.standard_normal(dim)
-        axes, bias = size * rng.standard_normal((dim, dim)), rng.standard_normal(12)
-        geometry = ln_probe.key_geometry(keys, bias=bias, query_set=(center, axes))
-        geometry.certify()
-        best = np.exp(by_zooming_in(rng, keys, bias, center, axes, u))
-        assert (geometry.attainable_upper >= best - 1e-9).all()
-        assert (geometry.attainable <= best + 1e-3).all()
-        assert (geometry.attainable_upper - geometry.attainable <= WEIGHT_GAP + 1e-12).all()
-
-
-@pytest.mark.parametrize(("n", "dim", "size"), [(10, 3, 2.0), (30, 6, 1.0), (25, 8, 5.0)])
-def test_a_general_solver_finds_the_same(n, dim, size):
-    rng = np.random.default_rng(n)
-    keys, center = rng.standard_normal((n, dim)), rng.standard_normal(dim)
-    axes = size * rng.standard_normal((dim, dim)) / np.sqrt(dim)
-    geometry = ln_probe.key_geometry(keys, query_set=(center, axes))
-    for i in range(n):
-
-        def loss(u, i=i):
-            scores = keys @ (center + axes @ u)
-            return np.logaddexp.reduce(scores) - scores[i]
-
-        solved = minimize(
-            loss,
-            np.zeros(dim),
-            constraints={"type": "ineq", "fun": lambda u: 1 - u @ u, "jac": lambda u: -2 * u},
-            method="SLSQP",
-            options={"maxiter": 500, "ftol": 1e-10},
-        )
-        best = np.exp(-solved.fun)
-        assert geometry.attainable[i] >= best - WEIGHT_GAP - 1e-6
-        assert geometry.attainable[i] <= best + 1e-4
-        assert geometry.attainable_upper[i] >= best - 1e-6
 
 
 def test_a_degenerate_ellipsoid_is_a_set_of_fewer_dimensions():
@@ -161,18 +94,6 @@ def test_heavy_tailed_heads_are_certified():
     for size in (0.3, 1.0, 3.0):  # scores up to some 100 nats
         geometry = ln_probe.key_geometry(keys, query_set=size)
         assert (geometry.attainable_upper - geometry.attainable <= WEIGHT_GAP + 1e-12).all()
-        geometry.certify()
-
-
-def test_a_wrong_weight_is_found():
-    keys = np.random.default_rng(0).standard_normal((9, 3))
-    geometry = ln_probe.key_geometry(keys, query_set=2.0)
-    geometry._found[0].attainable.weight[4] += 0.02
-    with pytest.raises(CertificateError, match="key 4: attainable is"):
-        geometry.certify()
-    geometry = ln_probe.key_geometry(keys, query_set=2.0)
-    geometry._found[0].attainable.upper[4] -= 0.02
-    with pytest.raises(CertificateError, match="key 4: attainable_upper is"):
         geometry.certify()
 
 

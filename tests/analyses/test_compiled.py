@@ -11,45 +11,28 @@ from ln_probe.analyses.files import mark
 from ln_probe.analyses.geometry.compiled import compiled
 
 
-def test_without_a_folder_for_the_cache(monkeypatch):
-    given = []
-    njit = numba.njit
+@pytest.mark.parametrize("obstacle", ["no locator", "nothing can be written"])
+def test_without_a_folder_for_the_cache(obstacle, monkeypatch, tmp_path):
+    given, njit = [], numba.njit
+    (tmp_path / "a file").write_text("")
+    if obstacle == "nothing can be written":
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "a file" / "below"))
 
-    def no_locator(function, **options):
+    def watched(function, **options):
         if function.__name__ == "twice":  # numba compiles functions of its own on first use
             given.append(options.get("cache", False))
-        if options.get("cache"):
+        if options.get("cache") and obstacle == "no locator":
             raise RuntimeError("cannot cache function 'twice': no locator available for file 'x.py'")
         return njit(function, **options)
 
-    monkeypatch.setattr(numba, "njit", no_locator)
+    monkeypatch.setattr(numba, "njit", watched)
 
     @compiled
     def twice(x: float) -> float:
         return 2 * x
 
     assert twice(1.5) == pytest.approx(3)
-    assert given == [True, False]
-
-
-def test_where_nothing_can_be_written_nothing_is_cached(monkeypatch, tmp_path):
-    (tmp_path / "a file").write_text("")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "a file" / "below"))
-    given, njit = [], numba.njit
-
-    def watched(function, **options):
-        if function.__name__ == "thrice":
-            given.append(options.get("cache", False))
-        return njit(function, **options)
-
-    monkeypatch.setattr(numba, "njit", watched)
-
-    @compiled
-    def thrice(x: float) -> float:
-        return 3 * x
-
-    assert thrice(1.5) == pytest.approx(4.5)
-    assert given == [False]
+    assert given == ([True, False] if obstacle == "no locator" else [False])
 
 
 def test_the_cache_of_others_stays_where_it_was(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ln_probe.analyses.geometry import exact as exact_arithmetic
-from ln_probe.analyses.geometry.exact import ExactSet, eliminate, independent, proves, solve
+from ln_probe.analyses.geometry.exact import ExactSet, ExactVerdict, eliminate, independent, proves, solve
 
 ULP = 2.0**-52
 
@@ -181,6 +181,7 @@ def test_a_hint_that_is_right_saves_the_search(monkeypatch):
     assert exact.decide(60, support=inside.index).weights == inside.weights
     far = int(np.linalg.norm(keys, axis=1).argmax())
     assert exact.decide(far, query=keys[far]).code == outside.code == "selectable"
+    assert exact.decide(far, query=keys[far]).steps == 0
 
 
 def test_keys_on_a_facet_up_to_rounding_are_decided():
@@ -192,18 +193,16 @@ def test_keys_on_a_facet_up_to_rounding_are_decided():
         assert proves(exact.decide(i), keys, None, i)
 
 
-def test_proofs_that_do_not_hold():
-    keys = np.array([[0.0], [1.0], [2.0]])
-    inside, outside = ExactSet(keys).decide(1), ExactSet(keys).decide(2)
-    assert not proves(inside, keys, None, 0)
-    assert not proves(outside, keys, None, 0)
-    assert not proves(outside, np.array([[0.0], [2.0], [2.0]]), None, 2)  # a copy: a duplicate
-    assert not proves(inside, keys, np.array([0.0, 1.0, 0.0]), 1)
+def test_keys_are_counted_from_either_end():
+    exact = ExactSet(np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]))
+    assert exact.decide(-3).code == exact.decide(0).code == "selectable"
+    assert exact.decide(-1).code == exact.decide(2).code == "unselectable"
+    for wrong in (3, -4):
+        with pytest.raises(IndexError, match=f"key {wrong} is out of range: there are 3"):
+            exact.decide(wrong)
 
 
 def test_bad_input():
-    with pytest.raises(IndexError, match=r"key 3 is out of range: there are 3"):
-        ExactSet(np.zeros((3, 1))).decide(3)
     with pytest.raises(ValueError, match=r"points must have 2 axes and not be empty, got the shape \(3, 0\)"):
         ExactSet(np.zeros((3, 0)))
     with pytest.raises(ValueError, match=r"bias contains NaN or infinite values"):
@@ -251,3 +250,27 @@ def test_whole_numbers_are_the_keys(biased, seen):
         if biased:
             expected[-1] += Fraction(float(bias[j]))
         assert [v * unit for v, unit in zip(exact.whole[j], exact.units, strict=True)] == expected
+
+
+def test_a_proof_is_of_other_keys_and_sums_to_one() -> None:
+    points = np.array([[0.0], [2.0], [1.0], [4.0]])
+    half = Fraction(1, 2)
+
+    def holds(index: tuple[int, ...], weights: tuple[Fraction, ...], among: list[int] | None = None) -> bool:
+        return proves(ExactVerdict("unselectable", index, weights, None, 0), points, None, 2, among=among)
+
+    assert holds((0, 1), (half, half))
+    assert not holds((2,), (Fraction(1),))
+    assert not holds((0, 1), (half, half), among=[0, 2, 3])
+    assert not holds((1,), (half,))
+    assert not holds((0, 1, 3), (Fraction(1, 4), Fraction(1), Fraction(-1, 4)))
+    assert not holds((0, 3), (half, half))
+    lifted = ExactVerdict("unselectable", (0, 1), (half, half), None, 0)
+    assert proves(lifted, points, np.array([1.0, 1.0, 1.0, 0.0]), 2)
+    assert proves(lifted, points, np.array([1.0, 1.0, 0.5, 0.0]), 2)
+    assert not proves(lifted, points, np.array([1.0, 1.0, 1.5, 0.0]), 2)
+    query = ExactVerdict("selectable", (), (), (Fraction(1),), 0)
+    assert proves(query, points, None, 3)
+    assert not proves(query, points, None, 1)
+    assert proves(query, points, None, 1, among=[0, 1, 2])
+    assert not proves(query, np.append(points, [[4.0]], axis=0), None, 3)

@@ -108,7 +108,7 @@ def test_an_error_names_the_value_and_the_remedy(name):
 def test_indices_that_do_not_fit(batch):
     geometry = ln_probe.key_geometry(np.stack([KEYS, KEYS]) if batch else KEYS)
     place = (0,) if batch else ()
-    for index in (1.5, np.float32(1.5), "a", None, 1j):
+    for index in (1.5, 1.0, np.float64(1), np.float32(1.5), "a", "1", None, 1j):
         for method in (geometry.witness, geometry.weights):
             with pytest.raises((TypeError, IndexError)) as caught:
                 method(*place, index)

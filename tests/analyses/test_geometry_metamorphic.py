@@ -74,15 +74,6 @@ def test_order_does_not_matter(name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("exponent", [-300, -20, 40, 300])
-def test_powers_of_two_do_not_matter(name, exponent):
-    case = case_of(name, 1)
-    here, there = geometry_of(case), geometry_of(Case(np.ldexp(case.keys, exponent)))
-    assert (here.verdict == there.verdict).all()
-    same(here, there)
-
-
-@pytest.mark.parametrize("name", PLAIN)
 def test_zero_dimensions_do_not_matter(name):
     case = case_of(name, 1)
     here, there = geometry_of(case), geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
@@ -216,30 +207,19 @@ def test_directions_that_axes_lack_are_not_those_of_the_keys(shift):
             assert np.linalg.norm(beside) <= 1e-8 * np.linalg.norm(witness)
 
 
-@pytest.mark.parametrize(("n", "d"), [(4097, 16), (5000, 16), (4097, 5), (4600, 8)])
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "d"), [(4097, 5), (4097, 8), (4097, 16), (4600, 8), (5000, 16), (10_000, 5), (10_000, 16), (20_000, 8)]
+)
 def test_every_key_of_a_large_set_may_come_first(n, d):
     keys = layernormed32(np.random.default_rng(n), n, d).astype(np.float64)
-    for first in (0, 1, n // 2):
-        here = np.concatenate([keys[first:], keys[:first]])
-        geometry = ln_probe.key_geometry(here, margins=False)
-        report = Truth(Case(here)).judge(geometry, only=[0, 1, n - 1])
-        assert not report.wrong, str(report)
-        assert not report.unproved, str(report)
-        geometry.certify()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("d", [5, 8, 16])
-@pytest.mark.parametrize("n", [4097, 10_000, 20_000])
-def test_every_key_of_a_very_large_set_may_come_first(n, d):
-    keys = layernormed32(np.random.default_rng(n + d), n, d).astype(np.float64)
     seen = []
     for first in (0, 1, n // 3, n - 1):
         order = np.concatenate([[first], np.delete(np.arange(n), first)])
         geometry = ln_probe.key_geometry(keys[order], margins=False)
-        verdict = geometry.verdict[np.argsort(order)]
-        seen.append(verdict)
-        report = Truth(Case(keys[order])).judge(geometry, only=[0])
+        seen.append(geometry.verdict[np.argsort(order)])
+        report = Truth(Case(keys[order])).judge(geometry, only=[0, 1, n - 1])
         assert not report.wrong + report.unproved, str(report)
+        if n <= 5000:
+            geometry.certify()
     assert all((verdict == seen[0]).all() for verdict in seen)

@@ -13,7 +13,7 @@ import ln_probe
 from ln_probe.analyses.geometry.checker import CertificateError, Checker
 from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.exact import ExactSet
-from ln_probe.analyses.geometry.inputs import Units, outwards
+from ln_probe.analyses.geometry.inputs import outwards
 
 TINY = 5e-324  # the smallest number that float64 has
 
@@ -227,37 +227,7 @@ def test_the_rounding_of_a_bias_is_relative_to_its_spread() -> None:
     assert space.noise.max() < 1e-14
 
 
-def test_units_are_powers_of_two() -> None:
-    rng = np.random.default_rng(6)
-    keys, bias = rng.standard_normal((9, 3)) * [1e-200, 1.0, 1e150], 1e12 + rng.standard_normal(9)
-    queries = ln_probe.analyses.geometry.inputs.QuerySet(rng.standard_normal(3), rng.standard_normal((3, 2)) * 1e-9)
-    own = Units(keys, bias, queries).measured
-    np.testing.assert_array_equal(np.ldexp(own.keys, own.key_power), keys)
-    np.testing.assert_array_equal(np.ldexp(own.bias, own.powers.bias), bias)
-    assert 0.5 <= np.abs(own.keys).max(axis=0).min() <= np.abs(own.keys).max() < 1.0
-    assert 0.5 <= np.abs(own.queries.axes).max() < 1.0
-    assert 0.5 <= np.abs(own.queries.center).max() < 1.0
-    assert 0.1 < np.abs(own.bias - own.bias.mean()).max() < 2.0
-    u, i = rng.standard_normal(2), 4
-    score = (queries.center + queries.axes @ u) @ keys[i] + bias[i]
-    ours = np.ldexp(own.queries.axes @ u @ own.keys[i], own.powers.axes)
-    ours += np.ldexp(own.queries.center @ own.keys[i], own.powers.center) + np.ldexp(own.bias[i], own.powers.bias)
-    assert ours == pytest.approx(score, rel=1e-12)
-
-
 # Witnesses and weights as they are given out
-
-
-def test_a_strict_witness_counts_the_center_of_the_queries() -> None:
-    keys = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, 1e-9], [0.5, -1.0]])
-    bias = np.array([0.0, 0.3, 0.15, 0.0])
-    queries = np.ones(2), np.array([[1.0, 0.0], [0.3, 2.0]])
-    geometry = ln_probe.key_geometry(keys, bias, queries, strict=True)
-    assert geometry.verdict.tolist() == ["selectable"] * 4
-    geometry.certify()
-    for i in range(4):
-        assert selected(keys, bias, geometry.witness(i), i)
-        assert selected(keys, bias, geometry.witness(i, exact=True), i)
 
 
 def strict_sets(seeds: range) -> list[Case]:
@@ -309,19 +279,6 @@ def test_strict_certificates_are_proved_as_they_are_given_out() -> None:
                 assert mean[-1] >= own[-1]
     assert asked > 250
     assert refused <= 0.02 * asked  # (on a facet up to rounding, beside it by less)
-
-
-def test_witnesses_through_more_axes_than_dimensions_are_numbers() -> None:
-    rng = np.random.default_rng(8)
-    corners = rng.standard_normal((9, 2))
-    keys = np.concatenate([corners, corners[:3], rng.dirichlet(np.ones(2), 6) @ corners[:2]])
-    for center in (np.zeros(2), np.array([3.0, -1.0])):
-        geometry = ln_probe.key_geometry(keys, query_set=(center, rng.standard_normal((2, 5))), strict=True)
-        geometry.certify()
-        for i in np.flatnonzero(geometry.verdict != "unselectable"):
-            query = geometry.witness(int(i))
-            assert np.isfinite(query).all()
-            assert selected(keys, None, query, int(i))
 
 
 def test_what_float64_cannot_express_is_said() -> None:
