@@ -6,7 +6,6 @@ hand in plain torch; "refused" where an error says that it cannot be had; "lost"
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from architectures import VOCAB, hugging_face
+from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor
 
 from ln_probe.hooks import find_sites, linearized, without
@@ -249,32 +248,12 @@ def close(a: Tensor, b: Tensor, same: float) -> bool:
 
 def subjects(architecture: str) -> Iterator[tuple[str, Any]]:
     """The architecture in every model class that the installed TransformerLens has, in float64."""
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-
-    hf = hugging_face(architecture).double().eval()
-    options = {"hf_config": hf.config, "tokenizer": None, "model_name": "tiny"}
-    bridge: Any = build_bridge_from_module(copy.deepcopy(hf), type(hf).__name__, **options)
-    yield "bridge", bridge
+    yield "bridge", bridge_of(hugging_face(architecture).double().eval())
 
 
 def hooked() -> Any:
     """A small HookedTransformer in float64; None where TransformerLens has none."""
-    if not has_hooked_transformer():
-        return None
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    torch.manual_seed(0)
-    config = HookedTransformerConfig(
-        n_layers=2, d_model=32, n_heads=4, d_head=8, d_mlp=80, d_vocab=VOCAB, n_ctx=32, act_fn="gelu",
-        normalization_type="LN", default_prepend_bos=False, device="cpu", dtype=torch.float64,
-    )  # fmt: skip
-    model: Any = HookedTransformer(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + noise if name.endswith(".w") else noise)
-    return model
+    return hooked_transformer(dtype=torch.float64) if has_hooked_transformer() else None
 
 
 def cases(site: Site) -> Iterator[tuple[str, str, str, str]]:

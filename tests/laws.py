@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, HEADS, VOCAB, hugging_face
+from architectures import ARCHITECTURES, HEADS, VOCAB, bridge_of, hugging_face
 from torch import Tensor, nn
 
 import ln_probe
@@ -78,18 +78,10 @@ class Subject:
     @cached_property
     def paths(self) -> dict[str, str]:
         """Where norms and attention modules are in the Hugging Face model, by their names in a bridge."""
-        from transformer_lens.model_bridge.sources import build_bridge_from_module
-
         try:
             bridge = self.model("bridge")
         except Refused:  # of a bridge with other logits the names are right all the same
-            bridge = build_bridge_from_module(
-                copy.deepcopy(self.original),
-                type(self.original).__name__,
-                hf_config=self.original.config,
-                tokenizer=None,
-                model_name="tiny",
-            )
+            bridge = bridge_of(copy.deepcopy(self.original))
         places = {id(m): path.replace("._original_component", "") for path, m in bridge.original_model.named_modules()}
         components: dict[str, Any] = {s.name: s.module for s in find_sites(bridge)}
         components |= {f"blocks.{i}.attn": getattr(block, "attn", None) for i, block in enumerate(bridge.blocks)}
@@ -318,6 +310,7 @@ def head(subject: Subject, model_class: str) -> str:
     reason = missing_head(model)
     assert "no language-model head" in reason, f"nothing is said of the head: {ln_probe.source_of(model).notes}"
     assert losses.isna().all(axis=None), "losses"
+    assert any("no language-model head" in note for note in report.notes), report.notes
     for table in ("unembedding", "head_effects", "attribution"):
         assert not len(report.tables[table]), table
     inside = {id(m) for m in model.original_model.base_model.modules()} if model_class == "bridge" else None

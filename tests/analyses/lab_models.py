@@ -1,4 +1,4 @@
-"""Small laboratory models with gains, biases and means that matter, texts, and a reference for unselectable keys."""
+"""Small runs of the laboratory, whether two are the same, texts, and a reference for unselectable keys."""
 
 from __future__ import annotations
 
@@ -13,23 +13,8 @@ from scipy.optimize import linprog
 from torch import nn
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.train import Run, TrainConfig
-from ln_probe.analyses.lab.transformer import LabConfig
-
-
-def lab(**options: Any) -> Any:
-    """Of d_model 32 with random weights, in evaluation mode; options go to LabConfig."""
-    torch.manual_seed(0)
-    model = LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32} | options)).build()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = 0.3 * torch.randn_like(parameter)
-            parameter.copy_(noise + 1.0 if name.endswith(".w") else noise + 0.05)
-    with calibrate(model):
-        model(torch.arange(1, 11)[None])
-    return model.eval()
 
 
 def torchs_layer(model: Any) -> nn.TransformerEncoderLayer:

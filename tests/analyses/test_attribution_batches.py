@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from lab_models import lab
+from small_models import lab
 from torch import Tensor
 
 from ln_probe.analyses.attribution import (
     Features,
-    LogitAttribution,
-    LogitAttributions,
     attribute_logits,
     attribute_scores,
 )
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import linearized
 
-RAGGED = [torch.arange(1, 11), torch.arange(5, 12), torch.arange(2, 12)]
-TOKENS = RAGGED[0]
+TOKENS = torch.arange(1, 11)
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
 
 
@@ -42,26 +39,6 @@ class Dictionary:
 
     def decode(self, active: Tensor) -> Tensor:
         return active @ self.W_dec + self.b_dec
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2", "bloom", "opt", None])
-def test_a_ragged_batch_equals_single_prompts(arch: str | None, make_bridge: Callable[..., Any]) -> None:
-    model = lab() if arch is None else make_bridge(arch)
-    found = attribute_logits(model, RAGGED, against="mean").check()
-    assert isinstance(found, LogitAttributions)
-    assert found.values.shape == (len(found.components), 3, 10)
-    for b, row in enumerate(RAGGED):
-        last = len(row) - 1
-        assert found.values[:, b, last:].isnan().all()  # no token follows, or no position
-        for p in (0, last - 1):
-            one = attribute_logits(model, row, p, int(row[p + 1]), "mean").check()
-            assert isinstance(one, LogitAttribution)
-            assert torch.allclose(found.terms[:, :, b, p], one.to_torch(), atol=1e-6 * one.scale)
-            assert float(found.total[b, p]) == pytest.approx(one.total, abs=1e-6 * one.scale)
-    table = found.table
-    assert len(table) == len(found.components) * sum(len(row) - 1 for row in RAGGED)
-    here = table[(table["batch"] == 1) & (table["position"] == 4)]["contribution"].sum()
-    assert here == pytest.approx(float(found.total[1, 4]), abs=1e-9)
 
 
 def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> None:
@@ -86,6 +63,10 @@ def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> No
     assert "2 × 10 positions" in repr(every)
     assert "Means over 20 positions" in every._repr_html_()
     assert len(every.top(3)) == 3
+    table = every.table
+    assert len(table) == len(every.components) * 20
+    here = table[(table["batch"] == 1) & (table["position"] == 4)]["contribution"].sum()
+    assert here == pytest.approx(float(every.total[1, 4]), abs=1e-9)
     _, cache = model.run_with_cache(batch)
     assert torch.allclose(attribute_logits(model, cache, target=3).check().values, every.values, atol=2e-6)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lab_models import lab
+from architectures import cases
+from attribution_checks import assert_adds_up, assert_rebuilt, pattern_of
+from small_models import lab
 
 import ln_probe
 from ln_probe.analyses.attribution import (
@@ -18,20 +20,63 @@ from ln_probe.analyses.attribution import (
     attribute_scores,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+
 RAGGED = [torch.arange(3, 13), torch.arange(7, 13), torch.arange(5, 15)]
 ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 8}
-HOOKED = {
+LAYERNORM = {
     "hooked": {},
-    "hooked folded": {},
-    "hooked rms rotary": {"normalization_type": "RMS", "gated_mlp": True, "n_key_value_heads": 2, **ROTARY},
+    "hooked parallel": {**ROTARY, "parallel_attn_mlp": True},  # NeoX
+    "hooked attention only": {"attn_only": True},
+}
+RMS = {"normalization_type": "RMS", "gated_mlp": True}
+HOOKED = LAYERNORM | {
+    "hooked rms rotary": {**RMS, "n_key_value_heads": 2, "final_rms": True, **ROTARY},  # Llama
     "hooked qk-norm": {"use_qk_norm": True, **ROTARY},
+    "hooked rms qk-norm": {**RMS, "use_qk_norm": True, **ROTARY},  # Qwen3
+    "hooked before and after": {**RMS, "use_normalization_before_and_after": True},  # Gemma 2
+    "hooked without norms": {"normalization_type": None},
     "hooked soft cap": {"attn_scores_soft_cap": 3.0},
 }
+LAB = {
+    "lab": {},
+    "lab post-norm": {"norm_order": "post"},
+    "lab post-norm alone": {"norm_order": "post", "norm_final": None},
+    "lab scaling": {"norm_final": "scaling_only", "radius": 2.0, "positions": "sinusoidal"},
+    "lab projection": {"norm_final": "projection_only", "positions": "none"},
+    "lab untied": {"norm_final": "none", "tied": False, "positions": "rotary"},
+    "lab without norms": {"norm": None, "norm_mlp": None, "norm_final": None},
+    "lab without biases": {"bias_out": False, "bias_mlp": False, "bias_unembed": False, "affine_others": False},
+    "lab attention without norms": {"norm": None},
+    "lab rotary": {"positions": "rotary", "norm": "scaling_only"},
+}
 BRIDGED = ("gpt2", "gpt2 folded", "neox", "llama", "gemma2", "olmo2", "gpt-oss", "granite", "bloom", "opt", "opt-350m")
-CHECKPOINTS = ("lm-layernorm", "mgm", "capp", "post-norm")
+CHECKPOINTS = ("lm-layernorm", "mgm", "capp", "lab post-norm alone")
+WHOLE = ("hooked", "hooked folded", "hooked rms rotary", "hooked qk-norm", "hooked soft cap", *BRIDGED, *CHECKPOINTS)
 QUICK = ("hooked", "gpt2 folded", "olmo2", "gpt-oss", "gemma2")
-FORMS = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in (*HOOKED, *BRIDGED, *CHECKPOINTS)]
+FORMS = cases(*QUICK, slow=[name for name in WHOLE if name not in QUICK])
 ONLY_FLOAT32 = ("gpt-oss", "lm-layernorm", "mgm", "capp")  # its experts, or a checkpoint that is float32
+FLOAT32, FLOAT64 = torch.float32, torch.float64
+STATES = ("", " uncentred", " folded")  # " uncentred": folded, with weights that write not centred
+# Hugging Face's RMSNorms compute in float32 in a float64 model, HookedTransformer's do not.
+ADDED_UP = cases(
+    *((f"gpt2{state}", FLOAT32) for state in STATES),
+    *((arch + state, FLOAT64) for arch in ("gpt2", "neox", "opt", "bloom") for state in ("", " folded")),
+    *((name, dtype) for name in (*HOOKED, *LAB) for dtype in (FLOAT32, FLOAT64)),
+    *((name + state, dtype) for name in LAYERNORM for state in STATES[1:] for dtype in (FLOAT32, FLOAT64)),
+    slow=[
+        (arch + state, FLOAT32)
+        for arch in ("neox", "llama", "qwen3", "opt", "gemma", "gemma2", "olmo2", "bloom")
+        for state in STATES
+    ],
+)
+REBUILT = cases(
+    *((name, FLOAT32, 1e-5) for name in ("gpt2", "llama", "gpt2 folded", "llama folded")),
+    *((name, FLOAT64, 1e-7) for name in ("lab", "lab rotary", "lab post-norm alone")),  # rotary tables are float32
+    *((name, FLOAT64, 1e-7) for name in ("hooked", "hooked qk-norm")),
+    ("lab attention without norms", FLOAT64, 1e-5),
+    slow=[(arch, FLOAT32, 1e-5) for arch in ("neox", "qwen3", "opt", "gemma", "bloom", "bert")],
+)
 
 
 @pytest.fixture
@@ -39,26 +84,37 @@ def form(
     make_bridge: Callable[..., Any], make_folded: Callable[..., Any], make_hooked: Callable[..., Any], request: Any
 ) -> Callable[[str, torch.dtype], Any]:
     def made(name: str, dtype: torch.dtype) -> Any:
-        if name in HOOKED:
-            model = make_hooked(**HOOKED[name], dtype=dtype)
-            if name.endswith("folded"):
-                model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=False)
+        state = next((end for end in STATES[1:] if name.endswith(end)), "")
+        base, centre = name.removesuffix(state), state == " folded"
+        if base in HOOKED:
+            model = make_hooked(**HOOKED[base], dtype=dtype)
+            if state:
+                model.process_weights_(fold_ln=True, center_writing_weights=centre, center_unembed=False)
             return model
-        if name in ("mgm", "capp"):
-            path: Path = request.getfixturevalue(name)
+        if base in ("mgm", "capp"):
+            path: Path = request.getfixturevalue(base)
             return ln_probe.load_model(path, allow_pickle=True)
-        if name == "post-norm":
-            return lab(norm_order="post", norm_final=None).to(dtype)
-        if name == "lm-layernorm":
-            return ln_probe.load_model(name)
-        if name.endswith(" folded"):
-            return make_folded(name.removesuffix(" folded"), dtype, centre=True)
-        return make_bridge(name, dtype)
+        if base in LAB:
+            return lab(**LAB[base]).to(dtype)
+        if base == "lm-layernorm":
+            return ln_probe.load_model(base)
+        return make_folded(base, dtype, centre=centre) if state else make_bridge(base, dtype)
 
     return made
 
 
-@pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+@pytest.mark.parametrize(("name", "dtype"), ADDED_UP)
+def test_parts_add_up_to_the_logit(name: str, dtype: torch.dtype, form: Callable[[str, torch.dtype], Any]) -> None:
+    assert_adds_up(form(name, dtype), 1e-5 if dtype == FLOAT32 else 1e-10)
+
+
+@pytest.mark.parametrize(("name", "dtype", "bound"), REBUILT)
+def test_pairs_add_up_to_the_score(
+    name: str, dtype: torch.dtype, bound: float, form: Callable[[str, torch.dtype], Any]
+) -> None:
+    assert_rebuilt(form(name, dtype), bound)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FORMS)
 def test_sums_and_batches(name: str, dtype: torch.dtype, form: Callable[[str, torch.dtype], Any]) -> None:
@@ -67,6 +123,12 @@ def test_sums_and_batches(name: str, dtype: torch.dtype, form: Callable[[str, to
     model = form(name, dtype)
     logits = attribute_logits(model, RAGGED, against="mean").check()
     assert isinstance(logits, LogitAttributions)
+    assert logits.values.shape == (len(logits.components), 3, 10)
+    for b, row in enumerate(RAGGED):
+        last = len(row) - 1
+        assert logits.values[:, b, last:].isnan().all()  # no token follows, or no position
+        single = attribute_logits(model, row, last - 1, int(row[last]), "mean").check()
+        assert torch.allclose(logits.terms[:, :, b, last - 1], single.to_torch(), atol=1e-6 * single.scale)
     for queries, keys, against in ((-2, None, "mean"), (None, 1, None), (None, None, 0)):
         scores = attribute_scores(model, RAGGED, 1, 2, queries, keys, against).check()
         assert isinstance(scores, ScoreAttributions)
@@ -83,14 +145,7 @@ def test_sums_and_batches(name: str, dtype: torch.dtype, form: Callable[[str, to
             hidden = scores.total[b].isnan()
             assert int((~hidden).sum()) == len(scores.table.query(f"batch == {b}")) // len(scores.components)
             assert hidden.any()  # later keys or queries, or places behind the end of a prompt
-            with torch.no_grad():
-                seen: list[torch.Tensor] = []
-                handle = model.blocks[1].attn.hook_pattern.register_forward_hook(
-                    lambda _m, _a, out, seen=seen: seen.append(out.detach()[0].double())
-                )
-                model(row[None])
-                handle.remove()
-            assert one.weight == pytest.approx(float(seen[0][2, q, k]), rel=1e-4)
+            assert one.weight == pytest.approx(float(pattern_of(model, 1, row)[2, q, k]), rel=1e-4)
     if dtype == torch.float64 and logits.bound < 1e-6:
         assert logits.error <= 1e-10
         assert scores.error <= 1e-10 or scores.bound > 1e-6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lab_models import lab
+from small_models import lab
 from torch import Tensor
 
 from ln_probe.analyses.attribution import attribute_logits, attribute_through_layers

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from small_models import lab
 
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.columns import CAUSAL
@@ -22,8 +22,7 @@ from ln_probe.hooks.sites import find_sites
 
 def many(prompts: int) -> list[pd.DataFrame]:
     """One prompt's numbers, as if of many: every edit changes the loss by as much as it does, and noise."""
-    torch.manual_seed(0)
-    model = LabTransformer(LabConfig(n_layers=2, d_model=32, n_heads=4, d_vocab=50, n_ctx=32))
+    model = lab()
     sites, generator, tokens = find_sites(model), np.random.default_rng(0), torch.arange(1, 13)
     one = EditedRuns(model, sites, mean_sigmas(model, sites, [tokens])).measure(0, tokens)
     edited = one["variant"] != "intact"

@@ -17,7 +17,7 @@ from ln_probe.analyses.probes.causal import shifts
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.analyses.probes.statistics import interval
 from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.scales import Constant, calibration_sigmas, mean_sigmas
+from ln_probe.hooks.scales import Constant, mean_sigmas
 
 TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
 ALONE = ["decomposition"]
@@ -206,15 +206,3 @@ def test_a_derivative_that_holds_over_no_real_step_is_reduced(make_bridge: Calla
     low, high = interval(found["delta_loss"].to_numpy(), np.ones(len(found)))
     assert half_width < 1.5 * (high - low) / 2
     assert any("too steep in the constants for a derivative (attention, all)" in note for note in report.notes)
-
-
-def test_each_tokens_own_sigma_as_constant_changes_nothing() -> None:
-    """A prompt of one token per site: the mean over one vector is its sigma."""
-    model: Any = ln_probe.load_model("lm-layernorm")
-    row = torch.tensor([[3]])
-    sites = find_sites(model)
-    own = {name: sigmas.constant for name, sigmas in calibration_sigmas(model, sites, list(row)).items()}
-    with torch.no_grad():
-        intact = model(row)
-        with without(model, "scaling", sites="all", scale=own):
-            assert (model(row) - intact).abs().max() < 1e-4

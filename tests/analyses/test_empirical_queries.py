@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import lab
 from torch import nn
 
 import ln_probe
@@ -191,14 +192,7 @@ def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is(make_hooked
 
 
 def test_b02_norm_free_models_have_tables_as_lab_models_do(make_hooked: Callable[..., Any]) -> None:
-    from ln_probe.analyses.lab.norms import calibrate
-    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32}
-    without, none = (LabTransformer(LabConfig(**shape, norm=norm)) for norm in (None, "none"))
-    with calibrate(none):
-        none(TOKENS)
+    without, none = lab(norm=None), lab(norm="none")
     reports = [
         ln_probe.analyze(m, TOKENS, progress=False, probes=NOT_CAUSAL)
         for m in (without, none, make_hooked(normalization_type=None))

@@ -10,13 +10,12 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats  # type: ignore[import-untyped]
+from small_models import lab
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import head_effects
-from ln_probe.analyses.probes.head_effects import HeadEffects, HeadRuns, agreement, table
+from ln_probe.analyses.probes.head_effects import HeadEffects, HeadRuns, table
 from ln_probe.hooks import without
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
@@ -26,18 +25,6 @@ TERM = {"no_scaling": "scaling", "no_projection": "projection", "both_removed": 
 PROMPTS = torch.tensor([[3, 17, 4, 4, 29, 11, 8, 40], [1, 2, 3, 5, 8, 13, 21, 34]])
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
-
-
-def lab(**options: Any) -> LabTransformer:
-    torch.manual_seed(0)
-    model = LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32} | options)).build()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or name.endswith((".w", ".b")):
-                parameter.add_(0.25 * torch.randn_like(parameter))
-    with calibrate(model):
-        model(PROMPTS[0][None])
-    return model.eval()
 
 
 def runs_of(model: Any, **options: Any) -> tuple[HeadRuns, dict[str, Any]]:
@@ -176,21 +163,6 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
             "No effect of a single head can be significant: 10 prompts are too few (Holm-adjusted sign test over 64 "
             "heads); the largest change is that of L0H11, +0.5 nats/token from 2."
         )
-
-
-def test_agreement_needs_heads_that_were_run() -> None:
-    made = pd.DataFrame(
-        {
-            "variant": "no_scaling",
-            "delta_loss": [1.0, 2.0, 3.0, np.nan],
-            "estimate": [0.1, 0.3, 0.2, 9.0],
-            "no_op": "",
-        }
-    )
-    assert agreement(made) == [
-        "first-order estimates and exact effects of no_scaling over 3 heads: rank correlation 0.50"
-    ]
-    assert agreement(made.iloc[:2]) == []
 
 
 def test_heads_and_layers_that_are_asked_for() -> None:

@@ -80,7 +80,7 @@ def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable
     some = report.keys.set_index(PLACE)
     assert some.groupby(["layer", "head", "space", "variant", "prompt"]).size().eq(9).all()
     same = full.loc[some.index]
-    for column in ("verdict", "token", "pattern_max", "judged_at"):
+    for column in ("verdict", "reachable", "token", "pattern_max", "judged_at"):
         assert some[column].equals(same[column]), column
     first = [f["first_unselectable_at"].fillna(-9) for f in (some, same)]
     assert first[0].equals(first[1])

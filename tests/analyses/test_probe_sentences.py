@@ -250,6 +250,8 @@ def test_how_well_estimates_order_heads() -> None:
     assert head_effects.agreement(table) == [
         "first-order estimates and exact effects of no_scaling over 3 heads: rank correlation -1.00"
     ]
+    one_not_run = pd.concat([table, pd.DataFrame([head_row(3, math.nan, math.nan, estimate=9.0)])])
+    assert head_effects.agreement(one_not_run) == head_effects.agreement(table)
     assert not head_effects.agreement(table.iloc[:2])
     assert not head_effects.agreement(table.assign(estimate=1.0))
     assert not head_effects.agreement(table.assign(no_op="nothing"))

@@ -167,25 +167,17 @@ TEXT = [
 
 
 @pytest.mark.slow
-def test_position_0_of_mgm(mgm: Path) -> None:
+@pytest.mark.parametrize(("checkpoint", "prompts", "length"), [("mgm", None, 96), ("smollm2", TEXT, 64)])
+def test_position_0_of_real_checkpoints(
+    checkpoint: str, prompts: Any, length: int, request: pytest.FixtureRequest
+) -> None:
     """Found among all positions, with the norm at which it emerges and what wrote it."""
-    report = ln_probe.analyze(
-        ln_probe.load_model(str(mgm), allow_pickle=True), probes=("sinks",), max_tokens=96, progress=False
-    )
-    _check_position_0(report)
-
-
-@pytest.mark.slow
-def test_position_0_of_smollm2(smollm2: Path) -> None:
-    report = ln_probe.analyze(ln_probe.load_model(str(smollm2)), TEXT, probes=("sinks",), max_tokens=64, progress=False)
-    _check_position_0(report)
-
-
-def _check_position_0(report: Any) -> None:
+    path: Path = request.getfixturevalue(checkpoint)
+    model = ln_probe.load_model(str(path), allow_pickle=checkpoint == "mgm")
+    report = ln_probe.analyze(model, prompts, probes=("sinks",), max_tokens=length, progress=False)
     sinks = report.tables["sinks"]
-    prompts = report.provenance["prompts"]["count"]
     first = sinks[(sinks["position"] == 0) & sinks["outlier"]]
-    assert first["prompt"].nunique() == prompts
+    assert first["prompt"].nunique() == report.provenance["prompts"]["count"]
     assert (first["emerges_at"] != "").all()
     assert (first["writer"] != "").all()
     assert first["sink"].mean() > 0.5

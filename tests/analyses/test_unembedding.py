@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
+from small_models import norm_of
 
 import ln_probe
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes import unembedding
 from ln_probe.analyses.probes.columns import UNEMBEDDING
 from ln_probe.hooks.norm import Site
@@ -21,12 +21,7 @@ from ln_probe.hooks.sites import find_sites
 
 
 def a_final_norm(d: int = 6) -> Site:
-    torch.manual_seed(0)
-    model = LabTransformer(LabConfig(n_layers=1, d_model=d, n_heads=2, d_vocab=30, n_ctx=8)).double()
-    with torch.no_grad():
-        model.ln_final.w.uniform_(0.5, 1.5)  # type: ignore[union-attr]
-        model.ln_final.b.normal_()  # type: ignore[union-attr]
-    return find_sites(model)[-1]
+    return norm_of(-1, d_model=d)
 
 
 def test_planted_rows_are_found() -> None:

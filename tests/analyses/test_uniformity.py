@@ -10,26 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import norm_of
 
 from ln_probe.analyses.probes import uniformity as uniformity
 from ln_probe.analyses.probes.attention_layer import variant_outputs
 from ln_probe.hooks.attention import Heads, Rotary
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
 
 D, D_HEAD, N = 12, 12, 40
 
 
 def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
     """A head whose W_K is invertible, so that a query with gain * (W_K q) = 1 exists; inputs with a mean."""
-    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-
+    site = norm_of(d_model=D, n_heads=1, n_ctx=64)
     torch.manual_seed(seed)
-    model = LabTransformer(LabConfig(n_layers=1, d_model=D, n_heads=1, d_vocab=30, n_ctx=64)).double()
-    with torch.no_grad():
-        model.blocks[0].ln1.w.uniform_(0.5, 1.5)  # type: ignore[union-attr]
-        model.blocks[0].ln1.b.normal_()  # type: ignore[union-attr]
-    site = find_sites(model)[0]
     W = torch.randn(2, 1, D, D_HEAD, dtype=torch.float64)
     b = torch.randn(2, 1, D_HEAD, dtype=torch.float64)
     heads = Heads(0, W[0], b[0], W[1], b[1], math.sqrt(D_HEAD), None, None, None)

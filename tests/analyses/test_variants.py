@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from small_models import lab
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECTS, HEADS, KEYS
 from ln_probe.hooks import without
 from ln_probe.hooks.norm import Site
@@ -50,16 +50,8 @@ def registered(variant: Variant) -> Iterator[Variant]:
         VARIANT_WITHOUT.pop(variant.without, None)
 
 
-def lab() -> LabTransformer:
-    torch.manual_seed(0)
-    model = LabConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=50, n_ctx=16).build()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or name.endswith((".w", ".b")):
-                parameter.add_(0.25 * torch.randn_like(parameter))
-    with calibrate(model):
-        model(torch.tensor(PROMPTS[:4]))
-    return model.eval()
+def small() -> Any:
+    return lab(d_model=16, n_heads=2, n_ctx=16)
 
 
 def report_of(model: object) -> ln_probe.Report:
@@ -73,13 +65,13 @@ def report_of(model: object) -> ln_probe.Report:
 
 @pytest.fixture(scope="module")
 def before() -> ln_probe.Report:
-    return report_of(lab())
+    return report_of(small())
 
 
 @pytest.fixture(scope="module")
 def after(before: ln_probe.Report) -> Iterator[ln_probe.Report]:
     with registered(TANH):
-        yield report_of(lab())
+        yield report_of(small())
 
 
 def test_a_new_variant_is_measured_everywhere_and_changes_no_other_number(
@@ -120,7 +112,7 @@ def test_pictures_and_findings_show_it(after: ln_probe.Report) -> None:
 
 
 def test_without_switches_it_on(after: ln_probe.Report) -> None:
-    model = lab()
+    model = small()
     site = next(s for s in find_sites(model) if s.layer == 1 and "attention" in s.reads)
     seen: list[tuple[Tensor, Tensor]] = []
     with without(model, "norm", sites=[site.name]):
@@ -135,7 +127,7 @@ def test_without_switches_it_on(after: ln_probe.Report) -> None:
 def test_two_variants_that_do_the_same_are_one_computation() -> None:
     """Another name for a standard variant has its numbers, bit for bit, and does not replace its rows."""
     with registered(Variant("twin", frozenset({"scaling"}), "twin", "#000000", "x", "Twinning", "twin")):
-        found = ln_probe.analyze(lab(), PROMPTS[:2], probes=("causal",), layers=[1], progress=False)
+        found = ln_probe.analyze(small(), PROMPTS[:2], probes=("causal",), layers=[1], progress=False)
     rows = found.causal.set_index(["sites", "variant"])
     for sites in ("attention", "all"):
         one, two = (rows.loc[(sites, v), ["delta_loss", "kl"]].to_numpy(float) for v in ("no_scaling", "twin"))

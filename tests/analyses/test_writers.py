@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from lab_models import lab
+from architectures import cases
+from small_models import lab
 from torch import Tensor
 
 import ln_probe
@@ -18,8 +19,6 @@ from ln_probe.hooks.components import Split, find_wiring, outside_attention
 from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)
-SHAPES = ("gpt2", "neox", "llama", "gemma2", "bert")
-FAST = ("gpt2", "llama", "bert")  # bert: norms in the stream, of parts with biases
 
 
 def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
@@ -40,7 +39,8 @@ def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in FAST else pytest.mark.slow) for a in SHAPES])
+# bert: norms in the stream, of parts with biases
+@pytest.mark.parametrize("arch", cases("gpt2", "llama", "bert", slow=["neox", "gemma2"]))
 def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["writers"], progress=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compose import distance as largest
 
 import ln_probe
 from ln_probe.hooks import apply, find_sites, without
@@ -15,11 +16,6 @@ from ln_probe.hooks.edits import InterventionError
 
 RETRAINED = Path(__file__).parents[2] / "examples" / "retrained" / "lm-layernorm-seed0"
 TOKENS = torch.arange(3, 23).view(2, 10)
-
-
-def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest of b."""
-    return float((a - b).abs().max() / b.abs().max())
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import cases
+from compose import distance as difference
 from torch import Tensor
 
 from ln_probe.hooks import without
@@ -17,23 +19,17 @@ from ln_probe.hooks.sites import find_sites
 from ln_probe.hooks.variants import VARIANT_WITHOUT, VariantEdit, changed_output
 
 TOKENS = torch.arange(1, 21).view(2, 10)
-TERMS = tuple(VARIANT_WITHOUT)
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
 
 
-def difference(a: Tensor, b: Tensor) -> float:
-    """Relative to the larger of 1 and the size of b."""
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
-
-
 @pytest.mark.parametrize(
     ("what", "part"),
-    [
-        *(pytest.param(w, "keys", marks=[] if w == "scaling" else pytest.mark.slow) for w in TERMS),
-        pytest.param("scaling", "queries", marks=pytest.mark.slow),
+    cases(
+        ("scaling", "keys"),
         ("both", "values"),
-    ],
+        slow=[("projection", "keys"), ("both", "keys"), ("scaling", "queries")],
+    ),
 )
 def test_one_part_changes_and_the_others_stay(
     what: str, part: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]

@@ -44,7 +44,8 @@ def test_one_constant_and_two(scale: str, make_bridge: Callable[..., Any]) -> No
     with torch.no_grad(), without(model, "scaling", sites=[name], scale=scale, tokens=TOKENS) as done:
         found = model(TOKENS)
     torch.testing.assert_close(found, edited_by_hand(model, name, divisor), rtol=1e-12, atol=1e-12)
-    assert (done.divisors[name].first == done.divisors[name].rest) == (scale == "uniform")
+    assert done.divisors[name] == Constant(float(divisor[0, 0]), float(divisor[0, 1]))
+    assert done.matched
 
 
 def test_resampled_sigmas_are_those_of_other_tokens() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import lab
 
-from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
+from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
 from ln_probe.hooks.norm import SiteError
 from ln_probe.hooks.sites import facts_of, find_sites
 
@@ -18,16 +18,6 @@ PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.l
             ("blocks.1.ln2", "mlp"), ("ln_final", "unembed")]  # fmt: skip
 KIND = {"gpt2": "layernorm", "neox": "layernorm", "opt": "layernorm", "neo": "layernorm", "llama": "rmsnorm",
         "gemma": "rmsnorm", "qwen3": "rmsnorm"}  # fmt: skip
-
-
-def lab(**options: Any) -> LabTransformer:
-    torch.manual_seed(0)
-    model = LabTransformer(
-        LabConfig(**({"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 50, "n_ctx": 32} | options))
-    )
-    with calibrate(model):
-        model(torch.arange(20)[None])
-    return model
 
 
 @pytest.mark.parametrize("arch", KIND)
@@ -97,8 +87,6 @@ def test_a_norm_whose_output_only_comes_along_is_not_read(make_bridge: Callable[
 @pytest.mark.parametrize("radius", [None, 0.5])
 def test_lab_norms(kind: str, radius: float | None) -> None:
     model = lab(norm=kind, radius=radius)
-    with torch.no_grad():
-        model.blocks[0].ln1.w.uniform_(0.5, 1.5)
     site = find_sites(model)[0]
     assert (site.name, site.reads, site.kind, site.state) == ("blocks.0.ln1", "attention", kind, "raw")
     assert site.scales == (kind in ("layernorm", "scaling_only"))

@@ -12,22 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import lab, norm_of
 
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.hooks import Site, Terms, find_sites
 
 ARCHITECTURES = ["gpt2", "neox", "opt", "llama", "gemma", "qwen3", "olmo2", "bloom", "bert"]
 IN_FLOAT32 = 1e-5  # of the output's RMS: how a norm that computes in float32 rounds
-
-
-def a_site(d: int = 16) -> Site:
-    torch.manual_seed(0)
-    model = LabTransformer(LabConfig(n_layers=1, d_model=d, n_heads=2, d_vocab=20, n_ctx=16)).double()
-    with torch.no_grad():
-        for parameter in (model.blocks[0].ln1.w, model.blocks[0].ln1.b):  # type: ignore[union-attr]
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return find_sites(model)[0]
 
 
 def check_sum(site: Site, bound: float, dtype: torch.dtype) -> None:
@@ -76,14 +67,14 @@ def test_terms_add_up_in_hooked_transformer(kind: str, make_hooked: Callable[...
 
 
 @pytest.mark.parametrize("norm", NORM_KINDS)
-def test_terms_add_up_in_the_laboratory(norm: str, make_lab: Callable[..., LabTransformer]) -> None:
-    model = make_lab(norm=norm).double()
+def test_terms_add_up_in_the_laboratory(norm: str) -> None:
+    model = lab(norm=norm).double()
     for site in find_sites(model):
         check_sum(site, 1e-12, torch.float64)
 
 
 def test_terms_are_what_they_are_called() -> None:
-    site = a_site()
+    site = norm_of()
     x = torch.randn(6, 16, dtype=torch.float64) + 2
     terms = site.decompose(x)
     assert isinstance(terms, Terms)
@@ -104,7 +95,7 @@ def test_terms_are_what_they_are_called() -> None:
 @settings(max_examples=50, deadline=None)
 @given(shift=st.floats(-100, 100), factor=st.floats(1e-2, 1e3), seed=st.integers(0, 1000))
 def test_projection_forgets_the_mean_and_scaling_the_length(shift: float, factor: float, seed: int) -> None:
-    site = a_site()
+    site = norm_of()
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     base = site.decompose(x)
     torch.testing.assert_close(site.decompose(x + shift).normalized, base.normalized, rtol=1e-9, atol=1e-9)
@@ -115,7 +106,7 @@ def test_projection_forgets_the_mean_and_scaling_the_length(shift: float, factor
 
 
 def test_what_cannot_be_decomposed_is_refused() -> None:
-    site = a_site()
+    site = norm_of()
     with pytest.raises(ValueError, match=r"blocks\.0\.ln1 normalizes vectors of length 16, got \[2, 7\]"):
         site.decompose(torch.zeros(2, 7))
     with pytest.raises(TypeError, match=r"vectors of real numbers \[… 16\], got torch\.int64"):
@@ -125,11 +116,9 @@ def test_what_cannot_be_decomposed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "scaling_only"])
-def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(
-    norm: str, make_lab: Callable[..., LabTransformer]
-) -> None:
+def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str) -> None:
     """Outputs are c + A u with |u| ≤ 1, near 1 for long vectors; read through a map W they are Wᵀ of that."""
-    site = find_sites(make_lab(norm=norm).double())[0]
+    site = find_sites(lab(norm=norm).double())[0]
     found = site.reachable()
     assert found is not None
     center, axes = found
@@ -149,6 +138,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(
 
 
 def test_a_norm_that_does_not_scale_reaches_everything() -> None:
-    unbounded = replace(a_site(), kind="projection_only", constant_scale=1.0, radius=math.nan)
+    unbounded = replace(norm_of(), kind="projection_only", constant_scale=1.0, radius=math.nan)
     assert unbounded.reachable() is None
     assert unbounded.reachable(torch.eye(16)) is None
