@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pandas as pd
+import pytest
 
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT
 from ln_probe.analyses.probes.causal import family, sentences
@@ -190,3 +191,25 @@ def test_samples_of_the_model_estimate_a_divergence() -> None:
 def test_a_loss_of_the_users_has_its_own_unit() -> None:
     (text,) = texts(row("all", "no_scaling", 0.5), unit="units of task:error")
     assert "raises the loss by 0.5 units of task:error, 12 % of the intact loss of 4 (95 % CI" in text
+
+
+def test_a_finding_about_a_lower_loss() -> None:
+    """Its size is the change as a share of the intact loss."""
+    (finding,) = sentences(table(row("all", "no_projection", -0.5, 0.25, loss=3.0, p_mean=0.001)))
+    assert " lowers the loss by 0.5 nats/token, 14 % of the intact loss of 3.5 (" in finding.text
+    assert finding.text.endswith("(95 % CI -0.75 to -0.25; Holm-adjusted p = 0.001).")
+    assert finding.size == pytest.approx(0.5 / 3.5)
+    assert finding.rank == EFFECT
+
+
+def test_nothing_is_said_of_a_contrast_without_a_number() -> None:
+    """Logits can overflow where scaling is frozen at every norm; the note says so, and the finding is left out."""
+    every, attention = (row(sites, "no_scaling", 0.5, 0.25) for sites in ("all", "attention"))
+    numbers = [name for name in every if name.startswith(("delta_loss", "loss", "p_mean", "equivalence"))]
+    blank = dict.fromkeys(numbers, math.nan)
+    (text,) = texts(attention, every | blank)
+    assert text.startswith("Freezing scaling at the norms that attention reads raises the loss by 0.5 nats")
+    (text,) = texts(attention | blank, every)
+    assert text.startswith("Freezing scaling at every norm raises the loss by 0.5 nats/token")
+    assert "attention" not in text
+    assert texts(attention | blank, every | blank) == []

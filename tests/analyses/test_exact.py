@@ -18,57 +18,64 @@ def codes(points, bias=None, **measured):
     return [verdict.code for verdict in found]
 
 
-def test_on_a_line_the_ends_are_vertices():
-    assert codes(np.array([[0.25], [-3.0], [1e300], [1e-300], [0.0]])) == [
-        "unselectable", "selectable", "selectable", "unselectable", "unselectable",
-    ]  # fmt: skip
+SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+CROSS = 4.0 * np.concatenate([np.eye(3), -np.eye(3)])
+LINE = np.array([[-1.0], [1.0], [0.0]])
+FLAT = {"axes": np.array([[1.0], [0.0]])}  # sees the first coordinate alone
+SIDES = np.array([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0]])
+LETTERS = {"s": "selectable", "u": "unselectable", "d": "duplicate"}
+# Keys, their bias and how they are measured, and the verdict of each key by its first letter.
+KNOWN = {
+    "the ends of a line": (np.array([[0.25], [-3.0], [1e300], [1e-300], [0.0]]), None, {}, "ussuu"),
+    "one key": (np.array([[2.0, 3.0]]), None, {}, "s"),
+    "equal keys": (np.array([[2.0, 3.0]] * 3), None, {}, "ddd"),
+    "a line in the plane": (np.array([[0.0, 0.0], [1.0, 3.0], [2.0, 6.0], [5.0, 15.0]]), None, {}, "suus"),
+    "an ulp off it": (np.array([[0.0, 0.0], [1.0 + ULP, 3.0], [2.0, 6.0], [5.0, 15.0]]), None, {}, "ssus"),
+    "on the edge of a square": (np.append(SQUARE, [[1.0, 0.3]], axis=0), None, {}, "ssssu"),
+    "an ulp beyond the edge": (np.append(SQUARE, [[1.0 + ULP, 0.3]], axis=0), None, {}, "sssss"),
+    "an ulp within the edge": (np.append(SQUARE, [[1.0 - ULP / 2, 0.3]], axis=0), None, {}, "ssssu"),
+    "on a facet": (np.append(CROSS, [[2.0, 1.0, 1.0]], axis=0), None, {}, "ssssssu"),
+    "an ulp beyond the facet": (np.append(CROSS, [[2.0, 1.0, 1.0 + ULP]], axis=0), None, {}, "sssssss"),
+    "an ulp within the facet": (np.append(CROSS, [[2.0, 1.0, 1.0 - ULP / 2]], axis=0), None, {}, "ssssssu"),
+    "copies of a vertex and of an inner key": (
+        np.concatenate([SQUARE, SQUARE[:1], [[0.0, -0.0], [0.0, 0.0]], SQUARE[1:2] + np.array([ULP, 0.0])]),
+        None,
+        {},
+        "dussduus",
+    ),
+    "a bias above the line": (LINE, np.array([0.0, 1.0, 0.5 + ULP]), {}, "sss"),
+    "a bias on the line": (LINE, np.array([0.0, 1.0, 0.5]), {}, "ssu"),
+    "a bias below the line": (LINE, np.array([0.0, 1.0, 0.5 - ULP]), {}, "ssu"),
+    "a long query overcomes a bias": (LINE, np.array([-1e9, 1.0, 0.0]), {}, "sss"),
+    "equal keys and other biases": (np.zeros((3, 2)), np.array([0.0, ULP, -1.0]), {}, "usu"),
+    "equal keys, two equal biases": (np.zeros((3, 2)), np.array([1.0, 1.0, 0.0]), {}, "ddu"),
+    "through one axis": (SIDES, None, FLAT, "uuss"),
+    # Where the axes see nothing, the center decides.
+    "through one axis and a center": (SIDES, None, FLAT | {"center": np.array([0.0, 1.0])}, "suss"),
+    "a center that axes reach": (SIDES, None, {"axes": np.eye(2), "center": np.array([0.0, 9.0])}, "ssss"),
+    # In float64 the first two products are equal.
+    "products an ulp apart": (
+        np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]),
+        None,
+        {"axes": np.array([[1.0], [ULP / 4]])},
+        "uss",
+    ),
+    "axes that see nothing": (SIDES, None, {"axes": np.zeros((2, 2))}, "dddd"),
+    "no axes": (SIDES, None, {"axes": np.zeros((2, 0))}, "dddd"),
+    "a center alone": (SIDES, None, {"axes": np.zeros((2, 2)), "center": np.array([1.0, 2.0])}, "suuu"),
+}
 
 
-def test_one_key_has_nothing_to_compete_with():
-    assert codes(np.array([[2.0, 3.0]])) == ["selectable"]
-    assert codes(np.array([[2.0, 3.0]] * 3)) == ["duplicate"] * 3
-
-
-def test_collinear_keys_in_the_plane():
-    # On the line y = 3x whole numbers stay exact; the third of a double does not.
-    keys = np.array([[0.0, 0.0], [1.0, 3.0], [2.0, 6.0], [5.0, 15.0]])
-    assert codes(keys) == ["selectable", "unselectable", "unselectable", "selectable"]
-    keys[1, 0] = 1 + ULP
-    assert codes(keys) == ["selectable", "selectable", "unselectable", "selectable"]
-
-
-@pytest.mark.parametrize(("step", "code"), [(0.0, "unselectable"), (ULP, "selectable"), (-ULP / 2, "unselectable")])
-def test_an_ulp_beside_the_edge_of_a_square(step, code):
-    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
-    assert codes(np.concatenate([square, [[1.0 + step, 0.3]]]))[4] == code
-
-
-@pytest.mark.parametrize(("step", "code"), [(0.0, "unselectable"), (ULP, "selectable"), (-ULP / 2, "unselectable")])
-def test_an_ulp_beside_a_facet_in_space(step, code):
-    corners = 4.0 * np.concatenate([np.eye(3), -np.eye(3)])
-    facet = np.array([[2.0, 1.0, 1.0 + step]])
-    assert codes(np.concatenate([corners, facet])) == ["selectable"] * 6 + [code]
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_answers(name):
+    keys, bias, measured, letters = KNOWN[name]
+    assert codes(keys, bias, **measured) == [LETTERS[letter] for letter in letters]
 
 
 def test_a_grid_has_eight_corners():
     grid = np.stack(np.meshgrid(*[np.arange(-1.0, 2.0)] * 3), axis=-1).reshape(-1, 3)
     corner = (np.abs(grid) == 1).all(axis=1)
     assert codes(grid) == ["selectable" if c else "unselectable" for c in corner]
-
-
-def test_exact_copies_of_a_vertex_and_of_an_interior_key():
-    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
-    keys = np.concatenate([square, square[:1], [[0.0, -0.0], [0.0, 0.0]], square[1:2] + np.array([ULP, 0.0])])
-    assert codes(keys) == [
-        "duplicate",
-        "unselectable",
-        "selectable",
-        "selectable",
-        "duplicate",
-        "unselectable",
-        "unselectable",
-        "selectable",
-    ]
 
 
 def test_weights_are_exact():
@@ -78,49 +85,10 @@ def test_weights_are_exact():
     assert verdict.query is None
 
 
-def test_a_bias_hides_and_reveals():
-    keys = np.array([[-1.0], [1.0], [0.0]])
-    for own, code in ((0.5 + ULP, "selectable"), (0.5, "unselectable"), (0.5 - ULP, "unselectable")):
-        assert codes(keys, np.array([0.0, 1.0, own]))[2] == code
-    assert codes(keys, np.array([-1e9, 1.0, 0.0])) == ["selectable"] * 3  # with a long query
-
-
-def test_equal_keys_compete_by_their_bias():
-    keys = np.zeros((3, 2))
-    assert codes(keys, np.array([0.0, ULP, -1.0])) == ["unselectable", "selectable", "unselectable"]
-    assert codes(keys, np.array([1.0, 1.0, 0.0])) == ["duplicate", "duplicate", "unselectable"]
-
-
 def test_a_bias_linear_in_the_keys_changes_nothing():
     rng = np.random.default_rng(0)
     keys = rng.integers(-4, 5, (12, 2)).astype(float)
     assert codes(keys, keys @ [3.0, -8.0] + 5.0) == codes(keys)
-
-
-def test_keys_are_measured_through_axes():
-    keys = np.array([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0]])
-    flat = np.array([[1.0], [0.0]])
-    assert codes(keys, axes=flat) == ["unselectable", "unselectable", "selectable", "selectable"]
-    # Where the axes see nothing, the center decides.
-    assert codes(keys, axes=flat, center=np.array([0.0, 1.0])) == [
-        "selectable",
-        "unselectable",
-        "selectable",
-        "selectable",
-    ]
-    assert codes(keys, axes=np.eye(2), center=np.array([0.0, 9.0])) == ["selectable"] * 4
-    # In float64 the first two products are equal.
-    close = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    assert codes(close, axes=np.array([[1.0], [ULP / 4]])) == ["unselectable", "selectable", "selectable"]
-
-
-def test_axes_that_see_nothing():
-    keys = np.random.default_rng(0).standard_normal((4, 3))
-    assert codes(keys, axes=np.zeros((3, 2))) == ["duplicate"] * 4
-    assert codes(keys, axes=np.zeros((3, 0))) == ["duplicate"] * 4
-    best = int((keys @ [1.0, 2.0, 3.0]).argmax())
-    found = codes(keys, axes=np.zeros((3, 2)), center=np.array([1.0, 2.0, 3.0]))
-    assert found == ["selectable" if i == best else "unselectable" for i in range(4)]
 
 
 def test_only_some_compete():

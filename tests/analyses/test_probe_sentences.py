@@ -282,34 +282,6 @@ def test_a_change_that_counts_as_an_effect_is_seldom_called_equivalent_to_zero(
     assert share(0.0) > 0.9
 
 
-def test_a_finding_about_a_lower_loss() -> None:
-    """Its size is the change as a share of the intact loss."""
-    row = {"delta_loss": -0.5, "delta_loss_low": -0.75, "delta_loss_high": -0.25, "loss": 3.0, "p_mean": 0.001}
-    row |= {"delta_loss_median": -0.4, "equivalence_bound": 0.72, "delta_loss_uniform": math.nan}
-    assert causal.base_loss(row) == 3.5
-    assert causal.change(row) == ("lowers the loss by 0.5 nats/token (95 % CI -0.75 to -0.25; Holm-adjusted p = 0.001)")
-    groups = pd.DataFrame([row | {"sites": "all", "variant": "no_projection", "no_op": "", "p_adjusted": 0.001}])
-    groups = groups.assign(prompts=32, groups=32, prompts_worse=1, family="primary")
-    (finding,) = causal.sentences(groups)
-    assert finding.size == pytest.approx(0.5 / 3.5)
-    assert finding.rank == EFFECT
-
-
-def test_nothing_is_said_of_a_contrast_without_a_number() -> None:
-    """Logits can overflow where scaling is frozen at every norm; the note says so, and the finding is left out."""
-    row = {"delta_loss": 0.5, "delta_loss_low": 0.25, "delta_loss_high": 0.75, "loss": 4.0, "p_mean": 0.001}
-    row |= {"delta_loss_median": 0.4, "equivalence_bound": 0.7, "delta_loss_uniform": 0.5}
-    blank = dict.fromkeys(row, math.nan)
-    other = {"no_op": "", "prompts": 32, "groups": 32, "prompts_worse": 30, "p_adjusted": 0.001, "family": "primary"}
-    every, attention = ({"sites": s, "variant": "no_scaling"} | other for s in ("all", "attention"))
-    (finding,) = causal.sentences(pd.DataFrame([attention | row, every | blank]))
-    assert finding.text.startswith("Freezing scaling at the norms that attention reads raises the loss by 0.5 nats")
-    (finding,) = causal.sentences(pd.DataFrame([attention | blank, every | row]))
-    assert finding.text.startswith("Freezing scaling at every norm raises the loss by 0.5 nats/token")
-    assert "attention" not in finding.text
-    assert causal.sentences(pd.DataFrame([attention | blank, every | blank])) == []
-
-
 def test_layers_are_listed_or_counted() -> None:
     assert layers_in_words([3]) == "layer 3"
     assert layers_in_words([0, 1]) == "layers 0, 1"
