@@ -1,13 +1,17 @@
-"""What the tests of faults share: a tiny model on disk, a report of it, and disturbances between two work units."""
+"""What the tests of commands share: tiny models, tokenizers and prompts on disk, the command line in this process and
+in one of its own, what a report left, and disturbances between two work units."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,8 +75,35 @@ def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
 
 
-def write_prompts(path: Path, rows: list[list[int]] = ROWS) -> Path:
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+def started(*args: object, limit: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    """The command as a process of its own, the leader of its group; no file may grow beyond `limit` bytes."""
+
+    def restrict() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job that a shell runs in the background ignores it
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "ln_probe", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=restrict,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status, and what was said."""
+    said, _ = process.communicate(timeout=3000)
+    return process.returncode, said
+
+
+def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path:
+    """Texts and lists of token ids, a line each."""
+    lines = [json.dumps({"text" if isinstance(prompt, str) else "tokens": prompt}) for prompt in prompts]
+    path.write_text("".join(line + "\n" for line in lines))
     return path
 
 

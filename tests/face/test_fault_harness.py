@@ -1,4 +1,4 @@
-"""Every kind of file × every fault × every moment, and what is done to processes: identical tables, or a refusal.
+"""Every kind of file × every fault × every moment: identical tables, or a refusal.
 
 A case disturbs one run of a tiny model and lets the command (once more, if it was stopped) have the last word:
 
@@ -17,19 +17,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from faulty import (
-    PROBES,
-    command,
     disturb,
     hash_in,
     lab_model,
@@ -248,75 +241,3 @@ def table(ended: dict[str, Counter[str]]) -> str:
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     numbers = [sum(total.values()), *(total[w] for w in ("identical", "refused", "wrong"))]
     return "\n".join([*lines, f"| all | {' | '.join(map(str, numbers))} |"])
-
-
-# ------------------------------------------------------------------------------------------------------ processes
-
-
-class Process:
-    """The command as a process with one worker process."""
-
-    def __init__(self, case: Home) -> None:
-        self.started = subprocess.Popen(
-            [sys.executable, "-m", "ln_probe.cli", "report", *map(str, case.line), "--workers=1", "--probes", PROBES],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-    def end(self) -> tuple[int, str]:
-        said, _ = self.started.communicate(timeout=900)
-        return self.started.returncode, said
-
-    def until(self, there: Callable[[], object]) -> None:
-        while not there() and self.started.poll() is None:
-            time.sleep(0.01)
-
-
-def _pieces(case: Home) -> list[Path]:
-    return list(case.path.glob("out/.ln_probe/units/*/calibration-*.safetensors"))
-
-
-def kill(process: Process, case: Home) -> None:
-    process.started.kill()
-
-
-def stop_and_go_on(process: Process, case: Home) -> None:
-    os.killpg(process.started.pid, signal.SIGSTOP)
-    time.sleep(1.5)
-    os.killpg(process.started.pid, signal.SIGCONT)
-
-
-def interrupt_it(process: Process, case: Home) -> None:
-    process.started.send_signal(signal.SIGINT)
-
-
-def second_driver(process: Process, case: Home) -> None:
-    code, _, said = report(*case.line)
-    assert code in (0, 2), said
-    if code == 2:
-        assert f"{case.path / 'out'} is being written by process {process.started.pid} on" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("act", [kill, stop_and_go_on, interrupt_it, second_driver])
-def test_processes(act: Callable[[Process, Home], None], tmp_path: Path, others: dict[bool, Path]) -> None:
-    """What is done to a process in the middle of its work; then the same command, and the same tables."""
-    case = Home(tmp_path / "c", KINDS[0])
-    with pytest.MonkeyPatch.context() as patched:
-        without_pages(patched)
-        assert report(case.model, "--prompts", case.prompts, "--out", tmp_path / "whole")[0] == 0
-    process = Process(case)
-    process.until(lambda: _pieces(case))
-    act(process, case)
-    code, said = process.end()
-    assert "Traceback" not in said
-    if act in (stop_and_go_on, second_driver):
-        assert code == 0, said
-    elif act is interrupt_it:
-        assert code in (0, 130), said
-    code, _, said = command("report", *case.line, "--workers", 0, "--probes", PROBES)
-    assert code == 0, said
-    assert tables(case.path / "out") == tables(tmp_path / "whole")
