@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from faulty import command, tables, write_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
@@ -23,41 +24,19 @@ from ln_probe.batch.pool import ATTEMPTS, Schedule
 from ln_probe.batch.results import DAMAGED, DIED, DONE, FAILED, DamagedError, Outcome, Result, Stored, write
 from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, WEIGHTS, BusyError, Slice, Unit, locked
 from ln_probe.batch.suite import SuiteError, Target, suite
-from ln_probe.cli import app
 
-runner = CliRunner()
 TABLES = tuple(table.name for table in BUILT_IN)
-
-
-def command(*args: object) -> tuple[int, str, str]:
-    result = runner.invoke(app, list(map(str, args)))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def report(*args: object) -> tuple[int, str, str]:
     return command("report", "--workers", 0, *args)
 
 
-def tables(out: Path) -> dict[str, bytes]:
-    """The tables and what is kept for pictures."""
-    files = [*out.glob("*/*.parquet"), *out.glob("*/exhibits.npz")]
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(files)}
-
-
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "texts.jsonl"
-    texts = [
-        "the lamp was lit",
-        "and the ships came home before the ice came again; the lamp was lit",
-        "ice",
-        "again; the lamp",
-        "ships, ships",
-    ]
-    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    return path
+    long = "and the ships came home before the ice came again; the lamp was lit"
+    texts = ["the lamp was lit", long, "ice", "again; the lamp", "ships, ships"]
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "texts.jsonl", texts)
 
 
 @pytest.fixture(scope="module")
@@ -146,25 +125,6 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     assert "run-layernorm" in (tmp_path / "index.html").read_text()
 
 
-@pytest.mark.slow
-def test_done_is_done_unless_it_is_damaged(whole: Path, lab_suite: list[Path], prompts: Path) -> None:
-    line = [*lab_suite, "--prompts", prompts, "--out", whole, "--max-tokens", 9]
-    before = tables(whole)
-    page = whole / "run-layernorm" / "report.html"
-    stamp = page.stat().st_mtime_ns
-    code, _, said = report(*line)
-    assert code == 0
-    assert said.count("already done") == 2
-    table = whole / "run-layernorm" / "heads.parquet"
-    table.write_bytes(table.read_bytes()[:-1] + b"?")
-    code, _, said = report(*line)
-    assert code == 0
-    assert f"{table} is damaged or missing; doing it again" in said
-    assert said.count("already done") == 1
-    assert page.stat().st_mtime_ns > stamp
-    assert tables(whole) == before
-
-
 def test_two_runs_in_one_folder(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     line = ["--prompts", prompts, "--out", whole]
     code, _, said = report(*lab_suite, *line, "--max-tokens", 8)
@@ -202,28 +162,6 @@ def test_more_models_join_a_folder_and_fresh_replaces_it(lab_suite: list[Path], 
     assert [e["revision"] for e in json.loads(printed)["models"]] == ["step2"]
 
 
-@pytest.mark.slow
-def test_one_failing_model_among_five(lab_suite: list[Path], capp: Path, prompts: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for name in ("lab.json", "tokenizer.json"):
-        (damaged / name).write_bytes((lab_suite[0] / name).read_bytes())
-    (damaged / "model.safetensors").write_bytes((lab_suite[0] / "model.safetensors").read_bytes()[:-100])
-    out = tmp_path / "out"
-    models = [lab_suite[0], damaged, lab_suite[1], "lm-layernorm", "lm-projection_only"]
-    code, printed, said = report(
-        *models, "--prompts", prompts, "--out", out, "--max-tokens", 6, "--probes", "decomposition", "--json"
-    )
-    assert code == 1
-    entries = {e["model"]: e for e in json.loads(printed)["models"]}
-    assert sum(e["error"] is None for e in entries.values()) == 4
-    assert "model.safetensors cannot be read" in entries[str(damaged)]["error"]
-    assert "it is truncated or corrupt" in said
-    index = (out / "index.html").read_text()
-    assert "it is truncated or corrupt" in index
-    assert index.count("report.html") >= 4
-
-
 def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
     run = str(lab_suite[0])
     assert [t.revision for t in suite([run], "all")] == ["step0", "step2", "step4", "step6"]
@@ -231,16 +169,13 @@ def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
     (missing,) = suite([run], "3")
     assert "no checkpoint of step 3; steps it has: 0, 2, 4, 6" in missing.error
     assert suite(["lm-layernorm"], "all")[0].revision is None
-    assert "it is one checkpoint" in suite(["lm-layernorm"], "5")[0].error or "has no training steps" in (
-        suite(["lm-layernorm"], "5")[0].error
-    )
+    assert re.search("it is one checkpoint|has no training steps", suite(["lm-layernorm"], "5")[0].error)
     assert "nothing-of-the-kind" in suite(["nothing-of-the-kind"])[0].error
     same = str(lab_suite[0].parent / "." / lab_suite[0].name) + "/"
     for models, steps, revision, said in (
         ([run, run], None, None, "is given twice"),
         ([run, same], None, None, r"is given twice \(as "),
         ([run], "0,2,0", None, "--checkpoints 0,2,0: step 0 is given twice"),
-        ([run], "0,x", None, "--checkpoints takes 'all' or training steps such as 0,1000, got '0,x'"),
         ([run], "0", "step2", "exclude each other"),
     ):
         with pytest.raises(SuiteError, match=said):
@@ -256,17 +191,8 @@ def test_a_folder_of_checkpoints_is_a_suite(hf_model: Callable[[str], Any], tmp_
     assert [t.name for t in found] == [str(tmp_path / "training" / f"checkpoint-{s}") for s in (0, 1000)]
     assert [t.folder for t in found] == ["training-checkpoint-0", "training-checkpoint-1000"]
     assert not any(t.error for t in found)
-    code, _, said = report(
-        tmp_path / "training",
-        "--checkpoints",
-        "all",
-        "--out",
-        tmp_path / "out",
-        "--max-tokens",
-        6,
-        "--probes",
-        "decomposition",
-    )
+    options = ["--checkpoints", "all", "--max-tokens", 6, "--probes", "decomposition"]
+    code, _, said = report(tmp_path / "training", *options, "--out", tmp_path / "out")
     assert code == 0, said
     assert "no tokenizer" in (tmp_path / "out" / "training-checkpoint-0" / "report.json").read_text()
 
@@ -285,21 +211,6 @@ def test_the_plan_loads_nothing(lab_suite: list[Path], prompts: Path, tmp_path: 
     assert "5 shards of 1 prompt: about" in text  # of so few
     assert "no-such-model  failed: ValueError: No model is called" in text
     assert not out.exists()
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    (["--unit", "0/3"], "--unit takes K/N with K from 1 to N, such as 3/16, got '0/3'"),
-    (["--unit", "4/3"], "got '4/3'"),
-    (["--unit", "1/2", "--fresh"], "--fresh would delete what other slices have done"),
-    (["--engine", "slurm"], "--engine must be one of local, ray, got 'slurm'"),
-    (["--checkpoints", "last"], "--checkpoints takes 'all' or training steps"),
-    (["--prompts", "hf:some/data?splitt=train"], "there is no option 'splitt'"),
-    (["--probes", " , "], "names no probe"),
-])  # fmt: skip
-def test_bad_arguments(options: list[str], said: str, tmp_path: Path) -> None:
-    code, _, error = report("lm-layernorm", "--out", tmp_path / "out", *options)
-    assert code == 2
-    assert said in error
 
 
 def test_merging_what_is_not_there(tmp_path: Path) -> None:

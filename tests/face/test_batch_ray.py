@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -16,16 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from faulty import ended, started, tables, write_prompts
 
 pytest.importorskip("ray", reason="pip install 'ln-probe[ray]'")
 
 # slow: two nodes take some ten seconds to start
 pytestmark = pytest.mark.slow
 TOKENS = [[1, 7, 30, 4, 22, 9, 41, 13, 2, 38], [5, 5, 17, 46, 3, 28, 11], [44, 8, 19, 6, 33, 25, 12, 40]]
-
-
-def tables(out: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
 
 
 class Cluster:
@@ -39,27 +35,18 @@ class Cluster:
         self.address = f"127.0.0.1:{port}"
         head = ["--head", f"--port={port}", f"--temp-dir={self.folder}", "--include-dashboard=false"]
         # Ray checks a token of its own between nodes and drivers; this cluster has one for itself.
-        self.environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.nodes = [self._start(*head)]
         time.sleep(5)
         self.nodes.append(self._start(f"--address={self.address}"))
 
     def _start(self, *options: str) -> psutil.Process:
-        ray = Path(sys.executable).with_name("ray")
+        about = "--num-cpus=1 --node-ip-address=127.0.0.1 --disable-usage-stats --object-store-memory=100000000"
         node = subprocess.Popen(
-            [
-                str(ray),
-                "start",
-                "--block",
-                "--num-cpus=1",
-                "--node-ip-address=127.0.0.1",
-                "--disable-usage-stats",
-                "--object-store-memory=100000000",
-                *options,
-            ],
+            [str(Path(sys.executable).with_name("ray")), "start", "--block", *about.split(), *options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=self.environment,
+            env=os.environ | self.token,
         )
         return psutil.Process(node.pid)
 
@@ -92,42 +79,15 @@ def cluster() -> Iterator[Cluster]:
         found.close()
 
 
-def start(
-    models: list[Path], prompts: Path, out: Path, *options: str, environment: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ln_probe.cli",
-            "report",
-            *map(str, models),
-            "--checkpoints",
-            "all",
-            "--prompts",
-            str(prompts),
-            "--shard",
-            "1",
-            "--max-tokens",
-            "10",
-            "--workers",
-            "2",
-            "--out",
-            str(out),
-            *options,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+@pytest.fixture
+def line(lab_suite: list[Path], tmp_path: Path) -> list[object]:
+    prompts = write_prompts(tmp_path / "tokens.jsonl", TOKENS)
+    return ["report", *lab_suite, "--checkpoints", "all", "--prompts", prompts, "--shard", 1, "--max-tokens", 10]
 
 
-def test_a_node_is_lost(lab_suite: list[Path], cluster: Cluster, tmp_path: Path) -> None:
-    prompts = tmp_path / "tokens.jsonl"
-    prompts.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
-    options = ["--engine", "ray", "--address", cluster.address]
-    on_ray = start(lab_suite, prompts, tmp_path / "ray", *options, environment=cluster.environment)
+def test_a_node_is_lost(line: list[object], cluster: Cluster, tmp_path: Path) -> None:
+    line += ["--workers", 2, "--out"]
+    on_ray = started(*line, tmp_path / "ray", "--engine", "ray", "--address", cluster.address, **cluster.token)
     end = time.monotonic() + 240
     units = tmp_path / "ray" / ".ln_probe" / "units"
     while time.monotonic() < end and on_ray.poll() is None:
@@ -138,20 +98,16 @@ def test_a_node_is_lost(lab_suite: list[Path], cluster: Cluster, tmp_path: Path)
     assert cluster.workers(0), "the first node has no worker"
     assert cluster.workers(1), "the second node has no worker"
     cluster.kill(1)
-    said, _ = on_ray.communicate(timeout=600)
-    assert on_ray.returncode == 0, said
+    code, said = ended(on_ray)
+    assert code == 0, said
     assert "the worker was lost" in said
-    local = start(lab_suite, prompts, tmp_path / "local")
-    said, _ = local.communicate(timeout=600)
-    assert local.returncode == 0, said
+    code, said = ended(started(*line, tmp_path / "local"))
+    assert code == 0, said
     assert tables(tmp_path / "ray") == tables(tmp_path / "local")
-    assert len(tables(tmp_path / "local")) == 8 * 5
+    assert len(list((tmp_path / "local").glob("*/report.json"))) == 8
 
 
-def test_no_cluster(lab_suite: list[Path], tmp_path: Path) -> None:
-    prompts = tmp_path / "tokens.jsonl"
-    prompts.write_text(json.dumps({"tokens": TOKENS[0]}) + "\n")
-    process = start(lab_suite, prompts, tmp_path / "out", "--engine", "ray", "--address", "127.0.0.1:1")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 2, said
+def test_no_cluster(line: list[object], tmp_path: Path) -> None:
+    code, said = ended(started(*line, "--engine", "ray", "--address", "127.0.0.1:1", "--out", tmp_path / "out"))
+    assert code == 2, said
     assert "no Ray cluster at '127.0.0.1:1'" in said

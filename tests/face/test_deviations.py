@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from faulty import command, report, tables, without_pages, write_prompts
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from faulty import command, lab_model, report, tables, without_pages, word_tokenizer, write_prompts
 
 import ln_probe
 from ln_probe.batch.results import FAILED
@@ -19,7 +16,7 @@ from ln_probe.batch.run import CALIBRATION, Run, Unit
 from ln_probe.batch.suite import Target
 from ln_probe.batch.worker import Worker
 from ln_probe.hooks.default_tokens import encode
-from ln_probe.prompts import make_prompts, skip_note
+from ln_probe.prompts import skip_note
 
 WORDS = ["?", "<s>", "</s>", "the", "norm", "projects", "keys", "scale"]
 
@@ -32,22 +29,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_tokenizer(folder: Path, pattern: str = "") -> Path:
     """A word-level tokenizer beside the weights; `pattern`: what a text is split at first."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    parts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, pre_tokenizers.Whitespace()])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    word_tokenizer(WORDS, pattern=pattern).save_pretrained(folder)
     return folder
 
 
 PANIC = "(a+)+b"  # on forty a's, the library that it is matched by gives up, in Rust's way
 PANICS = "a" * 40
-
-
-def write(path: Path, entries: list[Any]) -> Path:
-    path.write_text("".join(json.dumps({"text": e} if isinstance(e, str) else {"tokens": e}) + "\n" for e in entries))
-    return path
 
 
 # ------------------------------------------------------------------------------------------------------ the tokenizer
@@ -89,7 +76,7 @@ def test_b08_a_tokenizer_that_panics(folder: Path, tmp_path: Path) -> None:
     model: Any = ln_probe.load_model(folder, device="cpu", world="bridge")
     with pytest.raises(ValueError, match=r"the tokenizer fails on it \(PanicException: "):
         encode(model, PANICS)
-    prompts = write(tmp_path / "p.jsonl", ["the norm projects", PANICS, "keys scale"])
+    prompts = write_prompts(tmp_path / "p.jsonl", ["the norm projects", PANICS, "keys scale"])
     code, _, said = report(folder, "--prompts", prompts, "--out", tmp_path / "out")
     assert code == 1
     assert "1 of 3 prompts were skipped (prompt 1: the tokenizer fails on it (PanicException: " in said
@@ -158,8 +145,8 @@ NOTE = (
 def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     """It failed the whole model after loading; now the others give the tables that they would give alone."""
     with_tokenizer(folder)
-    whole = write(tmp_path / "all.jsonl", ENTRIES)
-    good = write(tmp_path / "good.jsonl", [e for i, e in enumerate(ENTRIES) if i not in SKIPPED])
+    whole = write_prompts(tmp_path / "all.jsonl", ENTRIES)
+    good = write_prompts(tmp_path / "good.jsonl", [e for i, e in enumerate(ENTRIES) if i not in SKIPPED])
     expected = None
     for shard in (2, 9):
         out = tmp_path / str(shard)
@@ -182,7 +169,9 @@ def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
 
 def test_b06_no_prompt_that_can_be_used(folder: Path, tmp_path: Path) -> None:
     with_tokenizer(folder)
-    code, _, said = report(folder, "--prompts", write(tmp_path / "p.jsonl", ["", " "]), "--out", tmp_path / "out")
+    code, _, said = report(
+        folder, "--prompts", write_prompts(tmp_path / "p.jsonl", ["", " "]), "--out", tmp_path / "out"
+    )
     assert code == 1
     assert (
         "none of 2 prompts can be used (prompt 0: an empty prompt (''): every prompt needs some text; prompt 1" in said
@@ -205,18 +194,11 @@ def test_b06_lists_of_texts_in_analyze(folder: Path, tmp_path: Path) -> None:
     assert alone.deviations == ()
     made.save(tmp_path / "r")
     assert ln_probe.load_report(tmp_path / "r").deviations == made.deviations
-    for given in ("", [""], "\ud800"):
-        with pytest.raises(ValueError, match=r"an empty prompt|half of a surrogate pair"):
-            make_prompts(model, given)
-    with pytest.raises(ValueError, match="prompt 1: token id 60 is outside the vocabulary"):
-        make_prompts(model, [[1, 2], [60]])
-    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
-        make_prompts(model, torch.zeros(1, 0, dtype=torch.long))
 
 
 def test_a_model_without_a_tokenizer_and_texts(folder: Path, tmp_path: Path) -> None:
     """No text can be used, for one reason: that is said, and not once for each."""
-    prompts = write(tmp_path / "p.jsonl", ["the norm", "projects"])
+    prompts = write_prompts(tmp_path / "p.jsonl", ["the norm", "projects"])
     code, _, said = report(folder, "--prompts", prompts, "--out", tmp_path / "out")
     assert code == 1
     assert "this model has no tokenizer, so text cannot be turned into tokens" in said
@@ -233,8 +215,6 @@ def test_skipped_prompts_are_named() -> None:
 
 def test_as_asked(tmp_path: Path) -> None:
     """Token ids for a model without a tokenizer: nothing deviates."""
-    from faulty import lab_model
-
     prompts = write_prompts(tmp_path / "p.jsonl")
     code, printed, said = report(lab_model(tmp_path / "m"), "--prompts", prompts, "--out", tmp_path / "o", "--json")
     assert code == 0, said

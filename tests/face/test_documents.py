@@ -1,14 +1,17 @@
-"""What README, CONTRIBUTING and the site state about measurements is what the committed tables hold."""
+"""What README, CONTRIBUTING and the site state about measurements is what the committed tables hold, what they show as
+Python runs as it stands, and what they link to is there."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
 import pytest
 
@@ -21,6 +24,9 @@ MEASURED: dict[str, Any] = runpy.run_path(str(TOP / "docs" / "measured.py"))
 SUMMARY: dict[str, Any] = runpy.run_path(str(TOP / "examples" / "checkpoints" / "summary.py"))
 DIRECTIVE = re.compile(r"^```\{measured\} (\S+)\n(?::where: (.*)\n)?((?:.+ = .+\n)+)```$", re.MULTILINE)
 SUBSTITUTION = re.compile(r"\{\{ (\w+) \}\}")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+README = (TOP / "README.md").read_text(encoding="utf-8")
+WITH_CODE = [p for p in (TOP / "README.md", *PAGES) if BLOCK.search(p.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -85,21 +91,23 @@ def causal(case: str, sites: str, column: str = "delta_loss", variant: str = "no
     return change(*(row[f"{column}{end}"] for end in ("", "_low", "_high")))
 
 
+def row_of(table: str, seeds: int, **place: object) -> pd.Series[Any]:
+    """The only row of a published table of a lab experiment that is about this."""
+    rows = pd.read_csv(PUBLISHED / table)
+    for column, value in place.items():
+        rows = rows[rows[column] == value]
+    (row,) = (row for _, row in rows.iterrows())
+    assert row["seeds"] == seeds
+    return row
+
+
 def over_seeds(measure: str) -> str:
-    rows = pd.read_csv(PUBLISHED / "language_model_bundled" / "summary.csv")
-    (row,) = rows[(rows["norm"] == "layernorm") & (rows["layer"] == -1) & (rows["measure"] == measure)].to_dict(
-        "records"
-    )
-    assert row["seeds"] == 3
+    row = row_of("language_model_bundled/summary.csv", 3, norm="layernorm", layer=-1, measure=measure)
     return change(row["mean"], row["ci_low"], row["ci_high"])
 
 
 def majority(contrast: str, step: int = 1000) -> str:
-    rows = pd.read_csv(PUBLISHED / "majority" / "contrasts.csv")
-    (row,) = rows[(rows["contrast"] == contrast) & (rows["step"] == step) & (rows["measure"] == "train_loss")].to_dict(
-        "records"
-    )
-    assert row["seeds"] == 10
+    row = row_of("majority/contrasts.csv", 10, contrast=contrast, step=step, measure="train_loss")
     return f"{change(row['mean'], row['ci_low'], row['ci_high'], 2)} nats (Holm p = {row['p_holm']:.2g})"
 
 
@@ -127,16 +135,15 @@ def figures_of_readme() -> list[str]:
 
 
 def test_readme_states_what_the_tables_hold() -> None:
-    readme = (TOP / "README.md").read_text(encoding="utf-8")
-    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm p = [\d.e-]+\))?", readme)
-    assert len(stated) > 20
-    assert [text for text in stated if text not in figures_of_readme()] == []
+    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm p = [\d.e-]+\))?", README)
+    said_in_words = {change(0.0, 0.0, 0.0), change(math.nan, math.nan, math.nan)}  # "nothing: it does not scale"
+    assert set(stated) == set(figures_of_readme()) - said_in_words
     losses = [
         json.loads((TOP / f"ln_probe/data/checkpoints/{n}/recipe.json").read_text())["valid_loss"] for n in BUNDLED
     ]
-    assert " | ".join(f"{loss:.3f}" for loss in losses) in readme
+    assert " | ".join(f"{loss:.3f}" for loss in losses) in README
     intact = [pd.read_csv(TABLES / f"{n}-books" / "causal.csv")["loss"][0] for n in BUNDLED]
-    assert " | ".join(f"{loss:.2f}" for loss in intact) in readme
+    assert " | ".join(f"{loss:.2f}" for loss in intact) in README
 
 
 def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
@@ -151,7 +158,7 @@ def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
         for norm in ("layernorm", "projection_only"):
             percent = (100 * trained.loc[trained["norm"] == norm, "mean"]).round().astype(int)
             shares.append(" to ".join(map(str, sorted(set(percent)))))
-    readme = " ".join((TOP / "README.md").read_text(encoding="utf-8").split())
+    readme = " ".join(README.split())
     assert f"d 8, heads of 2 dimensions), {shares[0]} % of the keys cannot" in readme
     assert f"(three seeds), and {shares[2]} % in windows of 1024 tokens (one seed)" in readme
     assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
@@ -171,3 +178,39 @@ def test_contributing_states_what_became_of_the_mutants() -> None:
     assert f"counted as not reached, {single['coverage_kernels']} %" in text
     assert f"Of the first {single['mutants_first']}, met by the tests there were before, " in text
     assert f"{single['mutants_first_killed']} % were killed" in text
+
+
+# ------------------------------------------------------------------------------------------------- code and links
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mpl.use("Agg")
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_d7_the_readme_is_short_and_begins_with_what_to_type() -> None:
+    assert len(README.splitlines()) <= 150
+    begin = README[: README.index("\n## ")]
+    places = [begin.index(said) for said in ("pip install ln-probe", "make report", "](examples/report.png)")]
+    assert places == sorted(places)
+    code = BLOCK.findall(README)[0].splitlines()
+    assert len([line for line in code if line.strip()]) <= 10
+
+
+def test_pages_link_to_what_is_there() -> None:
+    missing = []
+    for page in (TOP / "README.md", *PAGES):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
+                missing.append(f"{page.name}: {target}")
+    assert not missing
+
+
+def test_every_page_is_in_the_sites_contents() -> None:
+    listed = set(re.findall(r"^(\w+)$", (TOP / "docs" / "index.md").read_text(), re.M))
+    assert {p.stem for p in PAGES} - {"index"} == listed

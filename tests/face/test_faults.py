@@ -271,25 +271,6 @@ def test_c04_a_lost_or_damaged_run_file(prompts: Path, tmp_path: Path) -> None:
     assert "holds reports made in another way (m is one), and nothing says how" in said
 
 
-# ----------------------------------------------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    (["--layers", "0-999999999"], "--layers '0-999999999': no model has a layer 999999999"),
-    (["--layers", "9" * 50], "--layers takes numbers and ranges such as 0,3-5, got '99999"),
-    (["--layers", "9"], "no layer 9: {model} has layers 0 … 0"),
-    (["--dtype", "int8"], "dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
-    (["--device", "gpu"], "device must be 'cpu', 'cuda', 'cuda:0', …, got 'gpu'"),
-])  # fmt: skip
-def test_c10_arguments_are_judged_once_and_first(options: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
-    model = lab_model(tmp_path / "m")
-    code, _, heard = report(model, "lm-none", "--prompts", prompts, "--out", tmp_path / "out", *options)
-    assert code == 2
-    assert heard.count(said.format(model=model)) == 1
-    assert len(heard.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_c08_what_stands_in_the_way_is_seen_before_the_work(prompts: Path, tmp_path: Path) -> None:
     model, out = lab_model(tmp_path / "m"), tmp_path / "out"
     (out / "index.html").mkdir(parents=True)

@@ -51,13 +51,14 @@ def spoil(file: Path) -> None:
 def test_b02_a_users_file_in_a_report_folder_is_never_ours(line: list[object], tmp_path: Path) -> None:
     """Adopted by a repair, it was the reason to do the report again, and --fresh deleted it."""
     assert report(*line)[0] == 0
-    folder = tmp_path / "out" / "m"
+    folder, made = tmp_path / "out" / "m", tables(tmp_path / "out")
     notes, table = folder / "notes.md", folder / "mine.parquet"
     notes.write_text("first thoughts")
     table.write_bytes(b"no table of ours")
     spoil(folder / "heads.parquet")
     code, _, said = report(*line)
     assert (code, "heads.parquet is damaged or missing; doing it again" in said) == (0, True)
+    assert made.items() <= tables(tmp_path / "out").items()
     notes.write_text("second thoughts")
     code, _, said = report(*line)
     assert (code, said.count("already done")) == (0, 1), said

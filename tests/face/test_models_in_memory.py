@@ -90,7 +90,7 @@ def test_texts_need_its_tokenizer(make_hugging_face: Callable[..., Any]) -> None
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
-    with pytest.raises(ValueError, match="this model has no tokenizer, so text cannot be turned into tokens"):
+    with pytest.raises(ValueError, match="no tokenizer, so text cannot be turned into tokens: pass token ids"):
         ln_probe.analyze(model, "the lamp was lit", **how)
 
 

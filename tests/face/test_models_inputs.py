@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -111,13 +110,6 @@ NOTHING = "No model is called|does not exist|is no model's name"
 def test_a_name_that_is_nothing(name: str, said: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         load_model(name)
-
-
-def test_importing_the_loader_imports_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "transformer_lens", "numpy", "safetensors")
-    code = f"import sys, ln_probe.models; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_bundled_names_are_the_folders_that_hold_a_lab_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

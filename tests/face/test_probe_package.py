@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -19,14 +18,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
+from faulty import command, ended, started, tables, write_prompts
 
 import ln_probe
 from ln_probe.analyses.probes import registry
 from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.columns import BUILT_IN, LAYERNORMS
 from ln_probe.analyses.schema import Column, Table
-from ln_probe.cli import app
 from ln_probe.measure import ProbeFailedWarning
 
 HERE = Path(__file__).parent / "probe_package"
@@ -62,16 +60,13 @@ def package(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in TOKENS))
-    return path
+    return write_prompts(tmp_path / "prompts.jsonl", TOKENS)
 
 
-def command(*args: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(map(str, args)))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+@pytest.fixture
+def path_to_it(home: Path) -> dict[str, str]:
+    """The environment of a process in which the package is installed."""
+    return {"PYTHONPATH": os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
 
 
 def test_it_is_thirty_lines() -> None:
@@ -95,12 +90,7 @@ def test_its_table_reaches_report_page_and_describe(
     assert any(text.startswith("The longest vector has length") for text in report.findings())
     assert report.provenance["probes"] == {"lengths": PACKAGE}
     page = report.to_html(tmp_path / "page.html").read_text()
-    for part in (
-        'id="table-lengths"',
-        "A row per norm and prompt.",
-        'id="lengths-drawn"',
-        "The longest vector has length",
-    ):
+    for part in ('id="table-lengths"', "A row per norm and prompt.", 'id="lengths-drawn"', "The longest vector has"):
         assert part in page
     assert 'title="length of the longest vector (L2 norm)"' in page
 
@@ -117,12 +107,10 @@ def test_its_table_reaches_report_page_and_describe(
     assert 'id="table-lengths"' in alone.to_html(tmp_path / "again.html").read_text()
 
 
-def test_the_command_line_lists_it(home: Path) -> None:
-    path = os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    run = [sys.executable, "-m", "ln_probe.cli"]
-    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"}
-    done = subprocess.run([*run, "report", "--help"], env=environment, capture_output=True, text=True, check=True)
-    said = " ".join(done.stdout.replace("│", " ").split())
+def test_the_command_line_lists_it(path_to_it: dict[str, str]) -> None:
+    code, printed = ended(started("report", "--help", COLUMNS="300", TERM="dumb", **path_to_it))
+    assert code == 0, printed
+    said = " ".join(printed.replace("│", " ").split())
     for name, (_, summary) in registry.BUILT_IN.items():
         assert f"{name}: {summary}" in said
     assert f"lengths: how long the vectors are that each norm reads ({PACKAGE})" in said
@@ -130,39 +118,18 @@ def test_the_command_line_lists_it(home: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_run_that_is_killed_and_resumed(
-    home: Path, prompts: Path, lab_suite: list[Path], tmp_path: Path
+    path_to_it: dict[str, str], prompts: Path, lab_suite: list[Path], tmp_path: Path
 ) -> None:
-    path = os.pathsep.join([str(home), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    line = [
-        sys.executable,
-        "-m",
-        "ln_probe.cli",
-        "report",
-        str(lab_suite[0]),
-        "--prompts",
-        str(prompts),
-        "--shard",
-        "1",
-        "--max-tokens",
-        "12",
-        "--workers",
-        "1",
-        "--probes",
-        "lengths,causal",
-        "--quiet",
-        "--out",
-    ]
-
-    def tables(out: Path) -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in sorted(out.glob("*/*.parquet"))}
-
-    subprocess.run([*line, str(tmp_path / "whole")], env=environment, check=True)
+    asked = ["--prompts", prompts, "--shard", 1, "--max-tokens", 12, "--workers", 1, "--probes", "lengths,causal"]
+    line = ["report", lab_suite[0], *asked, "--quiet", "--out"]
+    code, said = ended(started(*line, tmp_path / "whole", **path_to_it))
+    assert code == 0, said
     expected = tables(tmp_path / "whole")
-    assert set(expected) == {f"{t.name}.parquet" for t in BUILT_IN} | {"lengths.parquet"}
+    names = {Path(name).name for name in expected}
+    assert names == {f"{t.name}.parquet" for t in BUILT_IN} | {"lengths.parquet", "exhibits.npz"}
 
     out = tmp_path / "killed"
-    process = subprocess.Popen([*line, str(out)], env=environment, start_new_session=True)
+    process = started(*line, out, **path_to_it)
     end = time.monotonic() + 300
     while not list(out.rglob("prompts-*.safetensors")) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
@@ -170,7 +137,8 @@ def test_a_batch_run_that_is_killed_and_resumed(
     process.wait()
     assert list(out.rglob("units/*/*.safetensors")), "nothing was measured before it was killed"
     assert not tables(out), "it was over before it was killed"
-    subprocess.run([*line, str(out)], env=environment, check=True)
+    code, said = ended(started(*line, out, **path_to_it))
+    assert code == 0, said
     assert tables(out) == expected
     report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
     assert list(report.tables["lengths"]["prompt"].unique()) == [0, 1, 2]
@@ -209,16 +177,8 @@ def test_pieces_where_its_package_is_gone(
 
 # ------------------------------------------------------------------------------------------------------- bad probes
 
-TABLE = Table(
-    "sizes",
-    "Sizes",
-    "A row per prompt.",
-    ("prompt",),
-    (
-        Column("prompt", "int", "its number"),
-        Column("size", "float", "tokens"),
-    ),
-)
+COLUMNS = (Column("prompt", "int", "its number"), Column("size", "float", "tokens"))
+TABLE = Table("sizes", "Sizes", "A row per prompt.", ("prompt",), COLUMNS)
 
 
 class Sizes(Probe):
@@ -312,23 +272,16 @@ def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
     class Again(Sizes):
         name = "again"
 
-    def asked(*probes: Any) -> None:
-        ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=probes, progress=False)
-
-    with pytest.raises(
-        ProbeError, match=r"the probe 'causal' of module .*test_probe_package has the name of one of ln_"
+    model = make_bridge("gpt2")
+    for probes, said in (
+        ([Other()], r"the probe 'causal' of module .*test_probe_package has the name of one of ln_"),
+        ([Thief()], r"the probe 'sizes' of module .* declares a table 'heads': that is the name of"),
+        ([Sizes(), Again()], r"declares a table 'sizes', which another probe declares too: rename it"),
+        ([3], r"a probe is a name or a Probe, got int"),
+        ([type("Bare", (Sizes,), {"tables": ()})()], r"needs a tables \(tuple\)"),
     ):
-        asked(Other())
-    with pytest.raises(
-        ProbeError, match=r"the probe 'sizes' of module .* declares a table 'heads': that is the name of"
-    ):
-        asked(Thief())
-    with pytest.raises(ProbeError, match=r"declares a table 'sizes', which another probe declares too: rename it"):
-        asked(Sizes(), Again())
-    with pytest.raises(ProbeError, match=r"a probe is a name or a Probe, got int"):
-        asked(3)
-    with pytest.raises(ProbeError, match=r"needs a tables \(tuple\)"):
-        asked(type("Bare", (Sizes,), {"tables": ()})())
+        with pytest.raises(ProbeError, match=said):
+            ln_probe.analyze(model, torch.arange(9)[None], probes=probes, progress=False)
 
 
 @pytest.mark.parametrize(("source", "said"), [

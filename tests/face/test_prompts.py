@@ -1,4 +1,4 @@
-"""Every form that prompts may take, and every way in which they may be wrong."""
+"""Every form of prompts that a user may have, and what is said of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import ln_probe
 from ln_probe.hooks import default_tokens
 from ln_probe.hooks.default_tokens import (
     CALIBRATION,
@@ -27,14 +28,17 @@ from ln_probe.hooks.default_tokens import (
 from ln_probe.prompt_sources import sampled
 from ln_probe.prompts import make_prompts, name_tokens, read_vocabulary
 
+ROWS = [[5, 6, 7, 8], [9, 10]]
+PAD, END = 0, 2
+
 
 class Letters:
-    """A tokenizer of single letters, with id 1 first."""
+    """A tokenizer of single letters, with id 1 first and padding."""
 
-    bos_token_id = 1
+    bos_token_id, eos_token_id, pad_token_id = 1, END, PAD
 
     def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [2 + ord(c) % 40 for c in text]}
+        return {"input_ids": [3 + ord(c) % 40 for c in text]}
 
     def decode(self, ids: list[int]) -> str:
         return f"<{ids[0]}>"
@@ -52,12 +56,26 @@ def speaking(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def test_texts_get_the_first_token(speaking: Any) -> None:
+def tokens(model: Any, prompts: Any, **how: Any) -> list[list[int]]:
+    return [row.tolist() for row in make_prompts(model, prompts, **how).tokens]
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_b09_texts_get_the_first_token(speaking: Any) -> None:
     made = make_prompts(speaking, ["abc", "hello there"])
     assert [row[0].item() for row in made.tokens] == [1, 1]
     assert [len(row) for row in made.tokens] == [4, 12]
     assert made.strings[0][0] == "<1>"
     assert (made.source, made.notes) == ("texts", ())
+    assert tokens(speaking, "The cat") == tokens(speaking, ["The cat"])
+    assert tokens(speaking, "abc", prepend_bos=True) == tokens(speaking, "abc")
+    assert tokens(speaking, "abc", prepend_bos=False) == [tokens(speaking, "abc")[0][1:]]
+    said = make_prompts(speaking, "abc", prepend_bos=False).notes
+    assert said == ("texts begin without the tokenizer's first token (prepend_bos=False)",)
+    with pytest.raises(ValueError, match="prepend_bos=True is about texts: token ids are taken as they are"):
+        make_prompts(speaking, ROWS, prepend_bos=True)
 
 
 def test_long_prompts_are_cut_and_it_is_said(speaking: Any) -> None:
@@ -67,10 +85,103 @@ def test_long_prompts_are_cut_and_it_is_said(speaking: Any) -> None:
     assert [len(row) for row in make_prompts(speaking, ["abcdef"], max_tokens=3).tokens] == [3]
 
 
+def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
+    token = 3 + ord("P") % 40
+    said = f"the token '<{token}>' makes up 96% of the prompts: what is measured describes it more than anything else"
+    assert make_prompts(speaking, ["P" * 24]).notes == (said,)
+    assert make_prompts(speaking, ["PPP"]).notes == ()  # too short to say
+
+
+def test_names_of_files_and_words_are_not_texts(speaking: Any, tmp_path: Path) -> None:
+    there = tmp_path / "p.txt"
+    there.write_text("one\n\ntwo\n")
+    expected = r"would be a text, and a file of that name exists: pass pathlib\.Path\('.*p\.txt'\)"
+    with pytest.raises(ValueError, match=expected):
+        make_prompts(speaking, str(there))
+    assert len(make_prompts(speaking, there).tokens) == 2
+    assert len(make_prompts(speaking, [str(there)]).tokens) == 1
+    with pytest.raises(ValueError, match=r"pass ln_probe\.sampled\(\) for sequences of the model's own"):
+        make_prompts(speaking, "sampled")
+    taken = ("'missing.txt' was taken as a text: there is no file of that name",)
+    assert make_prompts(speaking, "missing.txt").notes == taken
+
+
+def test_files(speaking: Any, tmp_path: Path) -> None:
+    """What is in them is `test_corpus`'s."""
+    entries = [{"text": "abc"}, {"tokens": [5, 6, 7, 8, 9]}]
+    (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, entries)))
+    made = make_prompts(speaking, tmp_path / "p.jsonl")
+    assert ([len(r) for r in made.tokens], made.source) == ([4, 5], "p.jsonl")
+
+
+# --------------------------------------------------------------------------------------------------------- token ids
+
+
+@pytest.mark.parametrize("given", [
+    [5, 6, 7], (5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7], np.int32), [np.int64(5), torch.tensor(6), 7],
+    [[5, 6, 7]], torch.tensor([[5, 6, 7]]), np.array([[5, 6, 7]], np.uint8), [torch.tensor([5, 6, 7])],
+], ids=repr)  # fmt: skip
+def test_b09_one_prompt_of_ids_in_any_form(given: Any, model: Any) -> None:
+    assert tokens(model, given) == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("given", [
+    ROWS, tuple(map(tuple, ROWS)), [torch.tensor(r) for r in ROWS], [np.array(r) for r in ROWS],
+    np.array([np.array(r) for r in ROWS], dtype=object),
+], ids=["lists", "tuples", "tensors", "arrays", "object array"])  # fmt: skip
+def test_b09_ragged_prompts(given: Any, model: Any) -> None:
+    assert tokens(model, given) == ROWS
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, speaking: Any) -> None:
+    pads = [[], [PAD, PAD]]
+    ids = [r + p if side == "right" else p + r for r, p in zip(ROWS, pads, strict=True)]
+    mask = [[int(i != PAD) for i in r] for r in ids]
+    made = make_prompts(speaking, {"input_ids": kind(ids), "attention_mask": kind(mask), "token_type_ids": kind(mask)})
+    assert [r.tolist() for r in made.tokens] == ROWS
+    assert made.notes == ("padding was left out of 1 of 2 prompts, as their attention_mask says",)
+
+
+def test_padding_that_can_be_told_is_left_out(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = torch.tensor([[5, 6, 7, 8], [9, 10, PAD, PAD]])
+    made = make_prompts(speaking, padded)
+    assert [r.tolist() for r in made.tokens] == ROWS
+    assert made.notes == ("padding (token 0) was left out at the end of 1 of 2 prompts",)
+    assert tokens(speaking, padded[1:]) == [[9, 10, PAD, PAD]], "of one row nobody can tell"
+    monkeypatch.setattr(Letters, "pad_token_id", END)
+    made = make_prompts(speaking, torch.tensor([[5, 6, 7, 8], [9, 10, END, END]]))
+    assert [len(r) for r in made.tokens] == [4, 4]
+    assert made.notes[0].startswith("1 of 2 prompts end in token 2, which pads and ends texts alike, so it was kept")
+
+
+def test_b09_layers_count_from_the_end(model: Any) -> None:
+    how: dict[str, Any] = {"progress": False, "probes": ("selectability",), "heads": [0]}
+    last = ln_probe.analyze(model, ROWS, layers=[-1], **how)
+    assert set(last.heads["layer"]) == {1}
+    assert last.provenance["arguments"]["layers"] == [1]
+    with pytest.raises(ValueError, match="no layer -3: the model has layers 0 … 1"):
+        ln_probe.analyze(model, ROWS, layers=[-3], **how)
+
+
+# ------------------------------------------------------------------------------------- without prompts of the user's
+
+
 def test_bundled_is_the_default(speaking: Any) -> None:
     made = make_prompts(speaking, max_tokens=20)
     assert made.source == "bundled"
     assert len(made.tokens) == len(bundled_texts()) == 32
+
+
+def test_bundled_passages_are_many_and_varied() -> None:
+    texts = [p.text for p in passages()]
+    assert len(texts) == len(set(texts)) >= 48
+    assert len(bundled_texts(CALIBRATION)) == 16
+    assert not set(bundled_texts(CALIBRATION)) & set(bundled_texts(MEASURED))
+    kinds = {p.kind for p in passages() if p.split == MEASURED}
+    assert {"prose", "dialogue", "code", "list", "numbers", "German", "French", "Spanish", "Dutch", "Latin"} <= kinds
+    assert all(40 <= len(t.split()) <= 130 or k == "code" for t, k in ((p.text, p.kind) for p in passages()))
 
 
 def test_without_a_tokenizer_the_model_speaks_for_itself(model: Any) -> None:
@@ -88,16 +199,11 @@ def test_without_a_tokenizer_the_model_speaks_for_itself(model: Any) -> None:
         logits = model(row[None])
         surprise.append(float(-logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None]).mean()))
     assert np.mean(surprise) < np.log(50)
-
-
-def test_bundled_passages_are_many_and_varied() -> None:
-    texts = [p.text for p in passages()]
-    assert len(texts) == len(set(texts)) >= 48
-    assert len(bundled_texts(CALIBRATION)) == 16
-    assert not set(bundled_texts(CALIBRATION)) & set(bundled_texts(MEASURED))
-    kinds = {p.kind for p in passages() if p.split == MEASURED}
-    assert {"prose", "dialogue", "code", "list", "numbers", "German", "French", "Spanish", "Dutch", "Latin"} <= kinds
-    assert all(40 <= len(t.split()) <= 130 or k == "code" for t, k in ((p.text, p.kind) for p in passages()))
+    few = make_prompts(model, sampled(2), max_tokens=6)
+    assert ([len(r) for r in few.tokens], few.source) == ([6, 6], "sampled")
+    for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"sampled\(count\) takes"):
+            sampled(wrong)
 
 
 def test_d1_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any) -> None:
@@ -118,8 +224,7 @@ def test_d1_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: 
 
 def test_the_first_sampled_sequences_are_as_long_as_any(model: Any) -> None:
     """They come as they were begun, not as they ended: the probes that take a few of them take no short ones."""
-    ends = list(range(10))
-    rows = sample(model, limit=30, seed=0, ends=ends, count=400)
+    rows = sample(model, limit=30, seed=0, ends=list(range(10)), count=400)
     lengths = np.array([len(row) for row in rows], float)
     assert lengths.std() > 2
     assert abs(np.corrcoef(np.arange(400), lengths)[0, 1]) < 0.2  # in order of length it is 0.9
@@ -139,38 +244,47 @@ def test_sampling_with_a_cache_is_sampling(
     assert [r.tolist() for r in kept] == [r.tolist() for r in whole]
 
 
-def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
-    token = 2 + ord("P") % 40
-    said = f"the token '<{token}>' makes up 96% of the prompts: what is measured describes it more than anything else"
-    assert make_prompts(speaking, ["P" * 24]).notes == (said,)
-    assert make_prompts(speaking, ["PPP"]).notes == ()  # too short to say
+# --------------------------------------------------------------------------------------------- what cannot be used
 
-
-def test_files(speaking: Any, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("one two\nthree\n\nfour\n\n\n")
-    assert [len(r) for r in make_prompts(speaking, tmp_path / "p.txt").tokens] == [14, 5]
-    (tmp_path / "p.jsonl").write_text(
-        json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"tokens": [5, 6, 7, 8, 9]}) + "\n"
-    )
-    assert [len(r) for r in make_prompts(speaking, tmp_path / "p.jsonl").tokens] == [4, 5]
-    np.save(tmp_path / "p.npy", np.arange(12).reshape(2, 6))
-    made = make_prompts(speaking, tmp_path / "p.npy")
-    assert [r.tolist() for r in made.tokens] == [list(range(6)), list(range(6, 12))]
-    assert made.source == "p.npy"
+BAD_MASK = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}
 
 
 @pytest.mark.parametrize(("given", "error", "said"), [
     ([], ValueError, r"no prompts \(texts is empty\): give at least one"),
     (["  "], ValueError, r"an empty prompt \('  '\): every prompt needs some text"),
+    ("\ud800", ValueError, "half of a surrogate pair"),
     (torch.tensor([[3, 99]]), ValueError, r"prompt 0: token id 99 is outside the vocabulary of 50 \(0 … 49\)"),
+    ([[1, 2], [60]], ValueError, "prompt 1: token id 60 is outside the vocabulary"),
     (torch.tensor([[3, -1]]), ValueError, "prompt 0: token id -1 is outside"),
     (torch.zeros(1, 0, dtype=torch.long), ValueError, "prompt 0 has no tokens"),
     (torch.zeros(0, 4, dtype=torch.long), ValueError, "no prompts"),
     (Path("missing.txt"), FileNotFoundError, r"no prompts file 'missing\.txt'$"),
-])  # fmt: skip
-def test_bad_prompts(given: Any, error: type[Exception], said: str, speaking: Any) -> None:
+    (torch.zeros(2, 3), ValueError, r"prompts: token ids must be whole numbers: .*; got float32 \[2, 3\]"),
+    (torch.zeros(2, 3, 4, dtype=torch.long), ValueError, r"got int64 \[2, 3, 4\]"),
+    (torch.tensor(3), ValueError, r"got int64 \[\]"),
+    (torch.ones(1, 3, dtype=torch.bool), ValueError, r"got bool \[1, 3\]"),
+    ([[5, True]], ValueError, r"prompts, prompt 0: token ids must be whole numbers: .*; got True"),
+    ([[5, 6], [7.0]], ValueError, r"prompts, prompt 1: .*; got 7\.0"),
+    ([[5, 6], "abc"], TypeError, r"prompts must be a text, .*got list \(prompts, prompt 1: .*; got str\)"),
+    ([["abc"]], ValueError, r"prompts, prompt 0: .*; got 'abc'"),
+    ([[[5, 6]]], ValueError, r"prompts, prompt 0: .*; got \[5, 6\]"),
+    ([[5, 10**30]], ValueError, r"token id 10+ is no id of any vocabulary"),
+    (7, TypeError, r"got int \(prompts: token ids must be whole numbers"),
+    ({"text": "abc"}, ValueError, 'needs "input_ids"; this one has text'),
+    (BAD_MASK, ValueError, "attention_mask of prompt 0 hides position 1 between tokens that it shows"),
+    (BAD_MASK | {"attention_mask": [[0, 0, 0]]}, ValueError, "attention_mask of prompt 0 hides all of its tokens"),
+    (BAD_MASK | {"attention_mask": [[1, 1, 3]]}, ValueError, "attention_mask of prompt 0 holds 3: 0 and 1 only"),
+    (BAD_MASK | {"attention_mask": [[1, 1]]}, ValueError, r"attention_mask does not fit input_ids \(other lengths\)"),
+], ids=ascii)  # fmt: skip
+def test_what_cannot_be_used_is_said(given: Any, error: type[Exception], said: str, speaking: Any) -> None:
     with pytest.raises(error, match=said):
         make_prompts(speaking, given)
+
+
+def test_b09_an_activation_cache_is_no_prompt(model: Any) -> None:
+    _, cache = model.run_with_cache(torch.tensor([[5, 6, 7]]))
+    with pytest.raises(TypeError, match=r"an ActivationCache holds what one pass computed, .*: pass the tokens"):
+        make_prompts(model, cache)
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
@@ -186,11 +300,7 @@ def test_bad_files(name: str, content: bytes, said: str, speaking: Any, tmp_path
         make_prompts(speaking, tmp_path / name)
 
 
-def test_text_without_a_tokenizer(model: Any) -> None:
-    with pytest.raises(
-        ValueError, match="this model has no tokenizer, so text cannot be turned into tokens: pass token ids"
-    ):
-        make_prompts(model, ["hello"])
+# ----------------------------------------------------------------------------------------------------- vocabularies
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -222,3 +332,20 @@ def test_bad_vocabulary_files(name: str, content: str | None, said: str, tmp_pat
         (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         name_tokens(model, tmp_path / name)
+
+
+def test_names_that_are_missing_or_replace_others_are_noted(model: Any, speaking: Any, tmp_path: Path) -> None:
+    """Two names for a model of more tokens, and names beside a tokenizer, were taken without a word."""
+    size = model.cfg.d_vocab
+
+    def notes_with(names: str) -> tuple[str, ...]:
+        (tmp_path / "names.txt").write_text(names)
+        how: dict[str, Any] = {"probes": ["decomposition"], "vocab": tmp_path / "names.txt", "progress": False}
+        return ln_probe.analyze(model, ROWS, **how).notes
+
+    notes = notes_with("a\nb\n")
+    missing = f"the vocabulary file names 2 of the model's {size} tokens: the other {size - 2} stand as their ids"
+    assert missing in notes
+    assert any(n.startswith("tokens have the names of the vocabulary file, not of the model's") for n in notes)
+    model.tokenizer = None
+    assert not [n for n in notes_with("".join(f"t{i}\n" for i in range(size))) if "vocabulary file" in n]
