@@ -3,19 +3,25 @@ ln_probe."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from faulty import PROBES, command, lab_model, report, without_pages, write_prompts
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import ln_probe
+from ln_probe.analyses.lab import experiments
+from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
+from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.probes.registry import BUILT_IN
 from ln_probe.batch import exits
 from ln_probe.batch.options import MEASURED, MODELS, OUTPUT, PROMPTS, WORK
@@ -216,15 +222,6 @@ def test_b06_names_that_are_no_text_or_long(tmp_path: Path, monkeypatch: pytest.
         assert code == 0, said
 
 
-@pytest.mark.parametrize("option", ["--seeds", "--jobs"])
-def test_b06_lab_runs(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    code, _, heard = command("lab", "run", "majority", option, "9" * 20, "--out", tmp_path / "out")
-    assert code == 2
-    assert f"'{'9' * 20}'{NUMBER}1 to 10000" in heard
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_unwritable_folder_is_found_out_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     code, _, said = report("no-such-model", "--out", tmp_path / "file" / "reports")
@@ -324,3 +321,101 @@ def test_env_says_what_a_report_of_a_fault_needs() -> None:
     assert "TransformerBridge" in said["worlds"]
     assert ("HookedTransformer" in said["worlds"]) == said["transformer-lens"].startswith("3.")
     assert said["devices"].startswith("cpu")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """An experiment called `toy` that returns at once; the requests it got."""
+    seen: list[Request] = []
+    module = types.ModuleType("toy_experiment")
+
+    def run(request: Request) -> Results:
+        seen.append(request)
+        values = pd.DataFrame({"norm": "a", "seed": request.seeds, "value": [float(s) for s in request.seeds]})
+        return Results(
+            summarize(values, ["norm"]), conclusions=("All is well.",), diverged=("seed 9",) * request.collect
+        )
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "toy_experiment", module)
+    monkeypatch.setitem(
+        EXPERIMENTS,
+        "toy",
+        Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration=("1 s", "1 s")),
+    )
+    return seen
+
+
+def test_every_experiment_has_something_to_run() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        assert callable(getattr(importlib.import_module(experiment.module), experiment.function)), name
+
+
+def lab_run(*args: object) -> tuple[int, str, str]:
+    return command("lab", "run", *args)
+
+
+def test_the_command_line_of_the_laboratory(toy: list[Request], tmp_path: Path) -> None:
+    code, listed, _ = command("lab", "list")
+    assert code == 0
+    assert "majority" in listed
+    assert "toy: a toy" in listed
+    line = ["toy", "--out", tmp_path / "o", "--quick"]
+    code, printed, said = lab_run(*line)
+    assert code == 0, said
+    assert "All is well." in printed
+    assert toy[-1].seeds == (0, 1)
+    assert json.loads((tmp_path / "o" / "results.json").read_text())["experiment"] == "toy"
+    assert lab_run(*line, "--seeds", "5")[0] == 0
+    assert toy[-1].seeds == (0, 1, 2, 3, 4)
+    code, _, said = lab_run(*line, "--collect")
+    assert code == 1
+    assert "diverged: seed 9" in said
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (["nothing"], "unknown experiment 'nothing': known ones are majority, majority_in_space, random_keys"),
+    (["toy", "--text", "x.txt"], "toy takes no text and no tokenizer: leave out x.txt"),
+    (["language_model"], "language_model trains on text that you give: add --text FILE"),
+    (["language_model", "--text", "no-such.txt"], "no text file no-such.txt"),
+    (["majority", "--seeds", "9" * 20], f"'{'9' * 20}'{NUMBER}1 to 10000"),
+    (["majority", "--jobs", "9" * 20], f"'{'9' * 20}'{NUMBER}1 to 10000"),
+    (["majority", "--seeds", "0"], f"'0'{NUMBER}1 to 10000"),
+])  # fmt: skip
+def test_b06_bad_arguments_of_the_laboratory(
+    args: list[str], said: str, toy: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    code, _, heard = lab_run(*args, "--out", tmp_path / "out")
+    assert code == 2
+    assert said in heard
+    assert not toy
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_seeds(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no seeds: at least 1 is needed"):
+        experiments.run("majority", Request(tmp_path, ()), command="", ln_probe_version="")
+
+
+def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: Path) -> None:
+    thesis, out, cut = tmp_path / "thesis", tmp_path / "o", tmp_path / "cut"
+    thesis.mkdir()
+    (thesis / "one.txt").write_text("mine")
+    cut.mkdir()  # as a kill can leave it
+    (cut / ".experiment.json.7.partial").write_text("{")
+    for folder in (out, cut):
+        assert lab_run("toy", "--quick", "--out", folder)[0] == 0
+    for folder, content, said in (
+        (thesis, "", "is not empty and holds no experiment: choose another --out"),
+        (thesis / "one.txt", "", "one.txt (Not a directory): choose another --out"),
+        (out, "", "holds another experiment (toy, quick; this is toy)"),
+        (out, "{", "experiment.json: not JSON ("),
+        (out, "[]", "experiment.json is damaged"),
+    ):
+        if content:
+            (folder / "experiment.json").write_text(content)
+        code, _, heard = lab_run("toy", "--out", folder)
+        assert code == 2
+        assert said in heard
+    assert [p.name for p in thesis.iterdir()] == ["one.txt"]

@@ -1,4 +1,5 @@
-"""What reports keep for their pictures: the model's own attention, marked as the tables say, in bounded space."""
+"""What reports keep for their pictures: the model's own attention, marked as the tables say, in bounded space; and what
+is summed up of it, by token and by head."""
 
 from __future__ import annotations
 
@@ -7,14 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from matplotlib.figure import Figure
 
 import ln_probe
-from ln_probe.exhibits import CELLS, VERDICTS, Exhibits, bin_edges, pooled, to_bytes, to_weights
+from ln_probe.analyses.probes.columns import BY_HEAD, TOKENS
+from ln_probe.exhibits import (
+    CELLS,
+    VERDICTS,
+    Exhibits,
+    PromptAttention,
+    bin_edges,
+    by_token,
+    pooled,
+    to_bytes,
+    to_weights,
+)
+from ln_probe.page.figures import svg
+from ln_probe.page.heads import MEASURES, heads_map, measures_of
 from ln_probe.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
 from ln_probe.report import Report
 
@@ -178,6 +194,8 @@ def test_what_is_not_there_is_named(long_report: Report) -> None:
         long_report.attention(0, 3)
     with pytest.raises(ValueError, match="no attention was kept of layer 3: there is some of layers 0, 1, 2"):
         long_report.attention(3)
+    with pytest.raises(ValueError, match="no attention was kept of head 9: there is some of heads 0, 1"):
+        long_report.attention(head=9)
 
 
 @pytest.mark.parametrize(("layers", "heads", "lengths"), [
@@ -198,3 +216,149 @@ def test_what_is_kept_is_bounded(layers: int, heads: int, lengths: list[int]) ->
     if layers == heads == 12 and lengths[0] == 512:
         assert len(kept) == 12
         assert size <= BUDGET
+
+
+def shown(tokens: list[str], attainable: list[float], frozen: list[float], **options: object) -> PromptAttention:
+    n = len(tokens)
+    values = {
+        "prompt": 0,
+        "tokens": tuple(tokens),
+        "layers": (0,),
+        "heads": (0,),
+        "edges": np.arange(n + 1),
+        "cells": np.zeros((1, 1, n, n), np.uint8),
+        "verdict": np.zeros((1, 1, n), np.uint8),
+        "margin": np.ones((1, 1, n), np.float16),
+        "attainable": np.array([[attainable]], np.float16),
+        "verdict_frozen": np.zeros((1, 1, n), np.uint8),
+        "attainable_frozen": np.array([[frozen]], np.float16),
+        "received": np.zeros((1, 1, n), np.uint8),
+    }
+    return PromptAttention(**(values | options))  # type: ignore[arg-type]
+
+
+def test_tokens_that_lose_come_first_and_position_0_and_sinks_stand_apart() -> None:
+    tokens = ["a", "b", "c", "b", *"x" * 10]
+    one = shown(
+        tokens,
+        [0.9, 0.5, 0.5, 0.7, *[0.5] * 10],
+        [0.9, 0.25, 0.75, 0.25, *[0.5] * 10],
+        received=to_bytes(np.array([[[0.1, 0.1, 0.4, 0.0, *[0.0] * 9, 0.9]]])),  # however much: `sinks` decides
+        verdict_frozen=np.array([[[0, 1, 0, 2, *[0] * 10]]], np.uint8),
+    )
+    rows = [{"prompt": 0, "position": 2, "sink": True}, {"prompt": 0, "position": 3, "sink": False},
+            {"prompt": 1, "position": 5, "sink": True}]  # fmt: skip
+    table = by_token(Exhibits((one,)), pd.DataFrame(rows))
+    assert list(table.columns) == TOKENS.names
+    assert table[["token", "place", "keys"]].to_numpy().tolist() == [
+        ["a", "position 0", 1], ["c", "sink", 1], ["b", "elsewhere", 2], ["x", "elsewhere", 10],
+    ]  # fmt: skip
+    b = table[table["token"] == "b"].iloc[0]
+    assert (b["unselectable"], b["unselectable_no_scaling"]) == (0, 2)
+    assert b["attainable_median"] == pytest.approx(0.6, abs=1e-3)
+    assert b["attainable_change"] == pytest.approx(0.25 - 0.6, abs=1e-3)
+
+
+def test_what_was_not_measured_is_nan() -> None:
+    unknown = np.full((1, 1, 2), VERDICTS.index("not measured"), np.uint8)
+    one = shown(["a", "b"], [np.nan] * 2, [np.nan] * 2, verdict=unknown, verdict_frozen=unknown)
+    table = by_token(Exhibits((one,)))
+    assert table[["unselectable", "unselectable_no_scaling", "attainable_median"]].isna().all().all()
+    assert by_token(Exhibits()).empty
+
+
+def test_against_the_keys_table(long_report: Report) -> None:
+    """With keys='all' the table of keys holds what this one sums up."""
+    table = by_token(long_report.exhibits)
+    keys = long_report.keys.query("space == 'head' and variant == 'intact'")
+    assert table["keys"].sum() == len(keys)
+    assert table["unselectable"].sum() == keys["verdict"].isin(["unselectable", "duplicate"]).sum()
+    first = keys[keys["position"] == 0].groupby("token")["attainable_last"].median()
+    mine = table[table["place"] == "position 0"].set_index("token")["attainable_median"]
+    assert np.allclose(mine, first[mine.index], rtol=1e-3)
+
+
+def test_a13_one_definition_of_a_sink(long_report: Report) -> None:
+    """What the table of tokens calls a sink is what findings and the table of sinks call one."""
+    sinks = long_report.sinks[long_report.sinks["sink"].astype(bool)]
+    shown = {p.prompt: p for p in long_report.exhibits.attention}
+    later = sinks[(sinks["position"] > 0) & sinks["prompt"].isin(list(shown))]
+    table = by_token(long_report.exhibits, long_report.sinks)
+    heads = {p: len(kept.layers) * len(kept.heads) for p, kept in shown.items()}
+    assert table.loc[table["place"] == "sink", "keys"].sum() == sum(heads[int(p)] for p in later["prompt"])
+    without = by_token(long_report.exhibits, sinks.head(0))
+    assert "sink" not in set(without["place"])
+
+
+def test_every_figure_is_that_of_its_table(report: Report) -> None:
+    table = report.by_head()
+    assert table[["layer", "head"]].to_numpy().tolist() == [[i, h] for i in range(2) for h in range(4)]
+    assert table.columns.tolist() == BY_HEAD.names
+    effects = report.tables["head_effects"].set_index(["layer", "head", "variant"])
+    heads = report.heads[report.heads["space"] == "head"].set_index(["layer", "head", "variant"])
+    sinks = report.tables["sink_heads"].set_index(["layer", "head"])
+    for row in table.to_dict("records"):
+        place = (row["layer"], row["head"])
+        assert row["delta_loss"] == effects.loc[(*place, "no_scaling"), "delta_loss"]
+        assert row["delta_loss_both_removed"] == effects.loc[(*place, "both_removed"), "delta_loss"]
+        assert row["exact"]
+        intact, frozen = (heads.loc[(*place, v)] for v in ("intact", "no_scaling"))
+        assert row["entropy_change"] == frozen["entropy_ratio"] - intact["entropy_ratio"]
+        assert row["received"] == intact["pattern_max_median"]
+        assert row["margin"] == intact["margin_median"]
+        assert row["first_attention"] == sinks.loc[place, "first_attention"]
+
+
+def test_effects_that_were_not_run_are_estimated(report: Report) -> None:
+    effects = report.tables["head_effects"].copy()
+    gone = (effects["layer"] == 1) & (effects["head"] == 2)
+    effects.loc[gone, ["delta_loss", "p_adjusted"]] = np.nan
+    table = report.with_tables(head_effects=effects).by_head().set_index(["layer", "head"])
+    estimate = effects[gone & (effects["variant"] == "no_scaling")]["estimate"].iloc[0]
+    assert table.loc[(1, 2), "delta_loss"] == estimate
+    assert not table.loc[(1, 2), "exact"]
+    assert table.loc[(1, 1), "exact"]
+
+
+def test_sorted_by_size(report: Report) -> None:
+    sizes = report.by_head("delta_loss")["delta_loss"].abs()
+    assert sizes.is_monotonic_decreasing
+    with pytest.raises(ValueError, match="by_head has no column 'loss_delta': there are layer, head, delta_loss"):
+        report.by_head("loss_delta")
+
+
+def test_a_report_without_heads(report: Report) -> None:
+    empty = Report()
+    assert len(empty.by_head()) == 0
+    assert empty.by_head().columns.tolist() == BY_HEAD.names
+    assert measures_of(empty) == []
+    some = report.with_tables(head_effects=report.tables["head_effects"].iloc[:0])
+    assert len(some.by_head()) == 8
+    assert some.by_head()["delta_loss"].isna().all()
+    assert "delta_loss" not in measures_of(some)
+
+
+def test_the_picture_of_every_measure(report: Report) -> None:
+    for measure in measures_of(report):
+        figure = heads_map(report, measure)
+        assert isinstance(figure, Figure)
+        mesh = figure.axes[0].collections[0]
+        table = report.by_head().pivot(index="layer", columns="head", values=measure)
+        np.testing.assert_array_equal(np.asarray(mesh.get_array()).reshape(2, 4), table.to_numpy())
+        low, high = mesh.get_clim()
+        assert (low == -high) == bool(MEASURES[measure].signed or (table < 0).any(axis=None))
+        assert svg(figure, "x") == svg(heads_map(report, measure), "x")
+    with pytest.raises(ValueError, match="unknown measure 'size': there are delta_loss"):
+        heads_map(report, "size")
+
+
+def test_the_page_offers_the_measures(report: Report) -> None:
+    from ln_probe.page.page import groups
+
+    (group,) = [g for g in groups(report) if g.id == "heads-pictures"]
+    (shown,) = group.pictures
+    assert [d.name for d in shown.drawings] == [MEASURES[m].title for m in measures_of(report)]
+    assert [d.first for d in shown.drawings].count(True) == 1
+    assert any(
+        f.startswith("No effect of a single head can be significant: 1 prompt is too few") for f in report.findings()
+    )

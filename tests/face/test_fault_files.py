@@ -148,14 +148,6 @@ def test_c06_a_flipped_bit_in_a_saved_report(report: Report, tmp_path: Path) -> 
         ln_probe.load_report(folder)
 
 
-def test_c06_a_schema_that_is_not_the_tables(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(OLD, tmp_path / "r"))
-    heads = pd.read_parquet(folder / "heads.parquet").drop(columns="space")
-    heads.to_parquet(folder / "heads.parquet", index=False)
-    with pytest.raises(ValueError, match=r"heads\.parquet is damaged \(table 'heads' lacks the column 'space'\)"):
-        ln_probe.load_report(folder)
-
-
 @pytest.mark.slow
 def test_c06_a_table_of_an_earlier_save_does_not_stay(report: Report, tmp_path: Path) -> None:
     mine = pd.DataFrame({"word": ["a"], "count": [1]})

@@ -159,14 +159,6 @@ def test_d6_every_page_has_a_main_part_and_no_path_for_a_title(report: Report, p
         assert sum(t == "h1" for t, _ in parsed(page).tags) == 1
 
 
-def test_d6_without_scripts_there_is_a_map_and_no_void(report: Report, page_of: PageOf, parsed: Reader) -> None:
-    html = page_of(report)
-    without = re.findall(r"<noscript>(.*?)</noscript>", html, re.DOTALL)
-    assert any("iframe.attention" in w and "display: none" in w for w in without)
-    assert sum("<svg" in w for w in without) == 1
-    assert "Attention patterns are drawn by a script" in "".join(without)
-
-
 def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf, parsed: Reader) -> None:
     tips = {a.get("title") for t, a in parsed(page_of(report)).tags if t == "th"}
     for name, table in report.declared.items():
@@ -175,13 +167,6 @@ def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf, parse
             if column.shown and frame[column.name].notna().any():
                 unit = f" ({column.unit})" if column.unit else ""
                 assert f"{column.meaning}{unit}" in tips, (name, column.name)
-
-
-def test_d6_a_view_says_in_a_line_what_it_is(report: Report) -> None:
-    view = report.attention(1, head=2)
-    assert repr(view) == "AttentionView(layer=1, head=2, prompt=0: 2 layers of 4 heads, 24 tokens)"
-    with pytest.raises(ValueError, match="no attention was kept of head 9: there is some of heads 0, 1, 2, 3"):
-        report.attention(head=9)
 
 
 # ------------------------------------------------------------------------------------------------------ head explorer

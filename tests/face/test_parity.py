@@ -164,35 +164,24 @@ def test_the_comparison_sees_differences(make_bridge: Callable[..., Any]) -> Non
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
-def test_capp_gpt_in_both_worlds(capp: Path) -> None:
-    tokens = torch.randint(0, 53, (2, 96), generator=torch.Generator().manual_seed(0))
-    assert_real_checkpoint_agrees(capp, tokens, sites=9)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
-def test_mgm_in_both_worlds(mgm: Path) -> None:
-    tokens = torch.randint(4, 9669, (1, 128), generator=torch.Generator().manual_seed(0))
-    tokens[:, 0] = 2
-    assert_real_checkpoint_agrees(mgm, tokens, sites=17, allow_pickle=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
-def test_smollm2_in_both_worlds(smollm2: Path) -> None:
-    """RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest."""
-    tokens = torch.randint(20, 40_000, (1, 48), generator=torch.Generator().manual_seed(0))
-    probes = ("decomposition", "selectability", "uniformity")
-    assert_real_checkpoint_agrees(smollm2, tokens, sites=6, layers=[0, 15, 29], probes=probes)
-
-
-def assert_real_checkpoint_agrees(
-    path: Path, tokens: torch.Tensor, sites: int, *, allow_pickle: bool = False, **how: Any
+@pytest.mark.parametrize(("checkpoint", "tokens", "sites", "how"), [
+    ("capp", (0, 53, 2, 96), 9, {}),
+    ("mgm", (4, 9669, 1, 128), 17, {}),
+    # RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest
+    ("smollm2", (20, 40_000, 1, 48), 6,
+     {"layers": [0, 15, 29], "probes": ("decomposition", "selectability", "uniformity")}),
+])  # fmt: skip
+def test_real_checkpoints_in_both_worlds(
+    checkpoint: str, tokens: tuple[int, ...], sites: int, how: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
+    path, (first, last, *shape) = request.getfixturevalue(checkpoint), tokens
+    drawn = torch.randint(first, last, shape, generator=torch.Generator().manual_seed(0))
+    if checkpoint == "mgm":
+        drawn[:, 0] = 2
     reports = []
     for world in worlds():
-        model = ln_probe.load_model(path, world=world, allow_pickle=allow_pickle, device="cpu")
-        reports.append(ln_probe.analyze(model, tokens, progress=False, keys="all", **how))
+        model = ln_probe.load_model(path, world=world, allow_pickle=checkpoint == "mgm", device="cpu")
+        reports.append(ln_probe.analyze(model, drawn, progress=False, keys="all", **how))
         del model
     for report in reports:
         assert report.layernorms["reconstruction_error"].max() < 1e-5
