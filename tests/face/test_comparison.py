@@ -1,4 +1,4 @@
-"""Reports side by side."""
+"""Reports side by side, and the index that compares their losses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,34 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, step_of
+from ln_probe.comparison import labels, paired, step_of
+from ln_probe.page import index
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.report import Report
+
+Reader = Callable[[str], Any]
 
 
 def named(report: Report, name: str, **model: Any) -> Report:
     return replace(report, provenance={**report.provenance, "model": {"name": name, **model}})
+
+
+@pytest.fixture(scope="module")
+def models(causal: pd.DataFrame) -> list[Report]:
+    """Three models on the same 40 prompts, which differ much from one another: their losses change by 0.1 more from
+    model to model, to within 0.01; two of one run."""
+    generator = np.random.default_rng(0)
+    hard = generator.lognormal(0, 1, 40)
+    place = {"prompt": range(40), "group": range(40), "sites": "all", "variant": "no_scaling"}
+    unknown = dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0)
+    found = []
+    for i in range(3):
+        changes = hard + 0.1 * i + generator.normal(0, 0.01, 40)
+        rows = pd.DataFrame(place | {"predicted": 10, "loss": 4.0, "delta_loss": changes} | unknown)
+        model = {"name": "run", "step": 1000 * i} if i else {"name": "one"}
+        provenance = {"model": model, "prompts": {"sha256": "x"}}
+        found.append(Report({"causal_prompts": CAUSAL_PROMPTS.check(rows), "causal": causal}, provenance))
+    return found
 
 
 def test_tables_stand_side_by_side(report: Report) -> None:
@@ -71,9 +92,7 @@ def test_training_steps(model: dict[str, Any], step: int | None, report: Report)
     assert step_of(named(report, "m", **model)) == step
 
 
-def test_the_index_draws_training_over_steps_and_models_over_depth(
-    report: Report, parsed: Callable[[str], Any]
-) -> None:
+def test_the_index_draws_training_over_steps_and_models_over_depth(report: Report, parsed: Reader) -> None:
     runs = [named(report, "p", revision=f"step{s}") for s in (0, 10, 1000)]
     entries = [IndexEntry(n, f"{i}/report.html", r) for i, (n, r) in enumerate(zip("abc", runs, strict=True))]
     page = parsed(index_page([*entries, IndexEntry("other", "o/report.html", named(report, "other"))]))
@@ -88,7 +107,7 @@ def test_the_index_draws_training_over_steps_and_models_over_depth(
 
 
 @pytest.mark.slow
-def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Callable[[str], Any]) -> None:
+def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Reader) -> None:
     heads = report.heads[report.heads["layer"] == 0]
     small = Report({"layernorms": report.layernorms, "heads": heads}, report.provenance)
     page = parsed(index_page([IndexEntry(f"m{i}", f"m{i}/report.html", small) for i in range(30)]))
@@ -113,34 +132,16 @@ def test_bad_input(report: Report) -> None:
     assert np.isnan(ln_probe.compare([empty]).summary.loc[0, "margin"])
 
 
-def test_differences_are_paired_by_prompt(report: Report) -> None:
-    """Of 40 prompts that differ much from one another, and of two models that differ little."""
-    generator = np.random.default_rng(0)
-    hard = generator.lognormal(0, 1, 40)
-    values = {
-        "prompt": np.arange(40),
-        "group": np.arange(40),
-        "sites": "all",
-        "variant": "no_scaling",
-        "predicted": 10,
-        "loss": 4.0,
-    }
-    kept = {
-        name: pd.DataFrame(
-            values
-            | {"delta_loss": hard + more + generator.normal(0, 0.01, 40)}
-            | dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0)
-        )
-        for name, more in (("a", 0.0), ("b", 0.1))
-    }
-    one, two = (named(report.with_tables(causal_prompts=CAUSAL_PROMPTS.check(kept[n])), n) for n in "ab")
-    (row,) = ln_probe.compare([one, two]).paired.to_dict("records")
-    assert row["difference"] == pytest.approx(np.mean(kept["b"]["delta_loss"] - kept["a"]["delta_loss"]))
+def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
+    """Of prompts that differ much from one another, and of models that differ little."""
+    kept = [m.tables["causal_prompts"]["delta_loss"] for m in models]
+    (row,) = ln_probe.compare(models[:2]).paired.to_dict("records")
+    assert row["difference"] == pytest.approx(np.mean(kept[1] - kept[0]))
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
-    assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("b", "a", 40, 40)
+    assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("run", "one", 40, 40)
     assert row["p_mean"] < 0.001
-    other = replace(two, provenance={**two.provenance, "prompts": {"sha256": "another"}})
-    assert not len(ln_probe.compare([one, other]).paired)
+    other = replace(models[1], provenance={**models[1].provenance, "prompts": {"sha256": "another"}})
+    assert not len(ln_probe.compare([models[0], other]).paired)
 
 
 def test_folders_are_named_by_what_tells_them_apart() -> None:
@@ -166,3 +167,60 @@ def test_long_names_on_an_axis_keep_both_ends() -> None:
     assert first != second
     assert second.endswith("step143000")
     assert len(second) <= 24
+
+
+# ------------------------------------------------------------------------------------------------------------ the index
+
+
+def test_d5_an_index_draws_no_axis_of_zeros(report: Report, parsed: Reader) -> None:
+    zero = report.with_tables(heads=report.heads.assign(unselectable_fraction=0.0))
+    html = index_page([IndexEntry("a", report=zero), IndexEntry("b", report=zero)])
+    assert "0 in every model, layer and variant." in parsed(html).text
+    assert "depth-unselectable-fraction-title" not in html
+    assert "depth-margin-median-title" in html
+
+
+def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reader) -> None:
+    html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models)])
+    page = parsed(html)
+    for name in ("losses", "paired", "losses-training"):
+        assert f'id="{name}"' in html
+    assert html.count('id="paired-') >= 3, "every model can be the baseline"
+    assert "Change of the loss minus its change in m1, paired by prompt" in page.text
+    assert html.index('id="losses"') < html.index('id="table-comparison"')
+
+
+def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
+    rows = index.losses(["a", "b", "c"], models)
+    figure = index.forest(["a", "b", "c"], rows)
+    scaling = figure.axes[0]
+    filled = scaling.lines[0]
+    assert list(filled.get_xdata()) == [0.3] * 3
+    (bars, *_) = scaling.collections
+    assert [tuple(s[:, 0]) for s in bars.get_segments()] == [(pytest.approx(0.28), pytest.approx(0.33))] * 3
+    for baseline, expected in ((0, [0.1, 0.2]), (2, [-0.2, -0.1])):
+        table = paired(["a", "b", "c"], models, baseline)
+        assert list(table["difference"]) == pytest.approx(expected, abs=0.01)
+        assert set(table["against"]) == {"abc"[baseline]}
+        drawn = index.differences(["a", "b", "c"], table)
+        assert list(drawn["place"]) == [i for i in range(3) if i != baseline]
+        assert list(drawn["value"]) == list(table["difference"])
+    steps = index.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"])
+    assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
+
+
+def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
+    blank = Report({"layernorms": report.layernorms}, report.provenance)
+    assert "No model here was measured with a term removed" in parsed(index_page([IndexEntry("a", report=blank)])).text
+
+
+@pytest.mark.slow
+def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
+    for start in range(0, len(hostile), 40):
+        some = hostile[start : start + 40]
+        html = index_page([IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)])
+        page = parsed(html)
+        assert sum(t == "script" for t, _ in page.tags) <= 3
+        assert not [t for t, _ in page.tags if t in ("img", "iframe", "form", "object", "embed", "base", "textarea")]
+        assert not [n for _, a in page.tags for n in a if n.startswith("on")]
+        assert not [a for t, a in page.tags if t == "a" and ":" in (a.get("href") or "")]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.probes import causal, sinks, unembedding
+from ln_probe.analyses.probes import causal
 from ln_probe.analyses.probes.base import among_heads, in_layers
+from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
 from ln_probe.hooks.model import transformed_logits
 from ln_probe.page.index import IndexEntry, forest, index_page, losses
@@ -81,9 +82,11 @@ def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any
 
 def test_undecided_tokens_are_not_said_to_be_stuck() -> None:
     rows = pd.DataFrame({"verdict": ["unselectable"] * 3 + ["undecided"] * 4, "token": "a", "attainable": math.nan})
-    assert unembedding._hardest(rows) == ["3 tokens can never be the most likely one."]
-    (text,) = unembedding._hardest(rows[rows["verdict"] == "undecided"])
-    assert text.startswith("No token is known never to be")
+    probe = find("unembedding")
+    (stuck,) = probe.findings({"unembedding": rows}, {})
+    assert stuck.text == "3 tokens can never be the most likely one."
+    (unknown,) = probe.findings({"unembedding": rows[rows["verdict"] == "undecided"]}, {})
+    assert unknown.text.startswith("No token is known never to be")
 
 
 def test_capped_logits_have_no_margins(make_hooked: Callable[..., Any]) -> None:
@@ -259,14 +262,18 @@ def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
             "received_no_scaling": [float("nan")], "received_there": [float("nan")],
         }
     )  # fmt: skip
-    said = sinks._sentences(table, pd.DataFrame(), 64, seen=True, where=(" in layers 1, 2", " (heads 0, 1 alone)"))
-    assert said[0].startswith(
+
+    def said(sinks: pd.DataFrame, **arguments: list[int]) -> list[str]:
+        tables = {"sinks": sinks, "token_sizes": table, "outlier_dimensions": pd.DataFrame()}
+        return [f.text for f in find("sinks").findings(tables, {"arguments": arguments})]
+
+    assert said(table, layers=[1, 2], heads=[0, 1])[0].startswith(
         "Position 0: in 1 prompt an attention sink (in layer 2 35 % of heads and queries (heads 0, 1 alone) give it "
         "over 0.3; over layers 1, 2 it gets 28 %, uniform attention would give 5 %)"
     )
-    assert "over all layers it gets 28 %" in sinks._sentences(table, pd.DataFrame(), 64, seen=True)[0]
-    none = sinks._sentences(pd.DataFrame(), pd.DataFrame(), 64, seen=True, where=(" in layer 2", ""))
-    assert none == ["Attention has no sink here in layer 2, and no token is an outlier at any norm."]
+    assert "over all layers it gets 28 %" in said(table)[0]
+    none = "Attention has no sink here in layer 2, and no token is an outlier at any norm."
+    assert said(table.head(0), layers=[2]) == [none]
 
 
 @pytest.mark.parametrize(

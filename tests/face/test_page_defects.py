@@ -12,8 +12,6 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes.base import even_share
-from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
-from ln_probe.comparison import paired
 from ln_probe.exhibits import Exhibits, to_weights
 from ln_probe.page import figures, index
 from ln_probe.page.figures import LEGIBLE, POINTS, SMALLEST, svg
@@ -95,14 +93,6 @@ def test_d5_pictures_without_anything_on_them_are_sentences(
     one.loc[one[one["space"] == "head"].index[0], ["unselectable_fraction", "uniform_angle_deg"]] = 1 / 24, 80.0
     assert not shown(report.with_tables(heads=one), "unselectable").said
     assert not shown(report.with_tables(heads=one.assign(variant=heads["variant"])), "angle").said
-
-
-def test_d5_an_index_draws_no_axis_of_zeros(report: Report, parsed: Reader) -> None:
-    zero = report.with_tables(heads=report.heads.assign(unselectable_fraction=0.0))
-    html = index_page([IndexEntry("a", report=zero), IndexEntry("b", report=zero)])
-    assert "0 in every model, layer and variant." in parsed(html).text
-    assert "depth-unselectable-fraction-title" not in html
-    assert "depth-margin-median-title" in html
 
 
 def test_d5_few_stuck_keys_do_not_shine(report: Report) -> None:
@@ -226,78 +216,3 @@ def test_findings_lead_to_heads(report: Report, page_of: PageOf, parsed: Reader,
         page = parsed(str(linked(f"{text} L0H1 {text}L0H0{text}", report.exhibits)))
         assert {t for t, _ in page.tags} <= {"a"}
         assert {a["href"] for _, a in page.tags} <= {"#L0H1P0", "#L0H0P0"}
-
-
-# --------------------------------------------------------------------------------------------------------------- index
-
-
-@pytest.fixture(scope="module")
-def models(report: Report, causal: pd.DataFrame) -> list[Report]:
-    """Three models on the same 40 prompts, whose losses change by 0.3, 0.4 and 0.5 on average; two of one run."""
-    rng = np.random.default_rng(0)
-    hard = rng.lognormal(-2, 1, 40)
-    found = []
-    for i in range(3):
-        values = {
-            "prompt": np.arange(40),
-            "group": np.arange(40),
-            "sites": "all",
-            "variant": "no_scaling",
-            "predicted": 10,
-            "loss": 4.0,
-        }
-        rows = pd.DataFrame(values | {"delta_loss": hard + 0.1 * i} | dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0))
-        model = {"name": "run" if i else "one", "step": 1000 * i} if i else {"name": "one"}
-        found.append(
-            Report(
-                {"causal_prompts": CAUSAL_PROMPTS.check(rows), "causal": causal},
-                {"model": model, "prompts": {"sha256": "x"}},
-            )
-        )
-    return found
-
-
-def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reader) -> None:
-    html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models)])
-    page = parsed(html)
-    for name in ("losses", "paired", "losses-training"):
-        assert f'id="{name}"' in html
-    assert html.count('id="paired-') >= 3, "every model can be the baseline"
-    assert "Change of the loss minus its change in m1, paired by prompt" in page.text
-    assert html.index('id="losses"') < html.index('id="table-comparison"')
-
-
-def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
-    rows = index.losses(["a", "b", "c"], models)
-    figure = index.forest(["a", "b", "c"], rows)
-    scaling = figure.axes[0]
-    filled = scaling.lines[0]
-    assert list(filled.get_xdata()) == [0.3] * 3
-    (bars, *_) = scaling.collections
-    assert [tuple(s[:, 0]) for s in bars.get_segments()] == [(pytest.approx(0.28), pytest.approx(0.33))] * 3
-    for baseline, expected in ((0, [0.1, 0.2]), (2, [-0.2, -0.1])):
-        table = paired(["a", "b", "c"], models, baseline)
-        assert list(table["difference"]) == pytest.approx(expected)
-        assert set(table["against"]) == {"abc"[baseline]}
-        drawn = index.differences(["a", "b", "c"], table)
-        assert list(drawn["place"]) == [i for i in range(3) if i != baseline]
-        assert list(drawn["value"]) == pytest.approx(expected)
-    steps = index.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"])
-    assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
-
-
-def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
-    blank = Report({"layernorms": report.layernorms}, report.provenance)
-    assert "No model here was measured with a term removed" in parsed(index_page([IndexEntry("a", report=blank)])).text
-
-
-@pytest.mark.slow
-def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
-    for start in range(0, len(hostile), 40):
-        some = hostile[start : start + 40]
-        html = index_page([IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)])
-        page = parsed(html)
-        assert sum(t == "script" for t, _ in page.tags) <= 3
-        assert not [t for t, _ in page.tags if t in ("img", "iframe", "form", "object", "embed", "base", "textarea")]
-        assert not [n for _, a in page.tags for n in a if n.startswith("on")]
-        assert not [a for t, a in page.tags if t == "a" and ":" in (a.get("href") or "")]
