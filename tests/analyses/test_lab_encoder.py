@@ -14,7 +14,6 @@ from lab_models import is_interior, write_words
 from ln_probe.analyses.lab.experiments import Request, find
 from ln_probe.analyses.lab.language_model import encoder, encoder_passages
 from ln_probe.analyses.lab.language_model.encoder import (
-    LOSS,
     Encoder,
     EncoderConfig,
     Size,
@@ -33,6 +32,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
     FRACTION,
     HEAD,
+    LOSS,
     NORMALIZED,
     unselectable_keys,
 )

@@ -28,7 +28,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published_language_model import unselectable_share
+from ln_probe.analyses.lab.language_model.published_language_model import FRACTION, LOSS, unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import (
     Results,
@@ -107,7 +107,7 @@ STEPS, BATCH = 2000, 16
 CONTEXTS = 16  # held-out windows whose keys are measured
 SHIPPED_SEED = 0
 MEASURED = 2  # version of what `_measured` measures
-LOSS, FRACTION, FROZEN = "valid_loss", "unselectable_fraction", "unselectable_without_scaling"
+FROZEN = "unselectable_without_scaling"
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
 TITLES = {  # of a measure: what it is called, factor, digits and unit in sentences
     LOSS: ("Held-out loss", 1, 3, "nats"),

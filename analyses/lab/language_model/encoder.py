@@ -30,6 +30,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     BEFORE,
     FRACTION,
     HEAD,
+    LOSS,
     NORMALIZED,
     unselectable_at_checkpoints,
 )
@@ -107,7 +108,7 @@ def _read(cfg: EncoderConfig) -> nn.Module:
 
 LAYERS = 4
 KEYS = ["shape", "norm", "step", "layer", "space", "measure"]
-LOSS, ACCURACY = "valid_loss", "valid_accuracy"
+ACCURACY = "valid_accuracy"
 LOSSES = (LOSS, ACCURACY)
 WHOLE = "layernorm"  # what the others are compared with
 LEFT_OUT = {

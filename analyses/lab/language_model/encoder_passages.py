@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import encoder
-from ln_probe.analyses.lab.language_model.encoder import ACCURACY, LEFT_OUT, LOSS, WHOLE, Encoder, EncoderConfig, Size
+from ln_probe.analyses.lab.language_model.encoder import ACCURACY, LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size
+from ln_probe.analyses.lab.language_model.published_language_model import LOSS
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import (
     Results,

@@ -34,6 +34,7 @@ from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.published_language_model import (
     HEAD,
+    LOSS,
     NORMALIZED,
     key_places,
     unselectable_keys,
@@ -196,7 +197,6 @@ class Schedule:
             norm.stage.fill_(ONE_CONSTANT if joined else TWO_CONSTANTS if gone else LAYERNORM)
 
 
-LOSS = "valid_loss"
 SINK = 0.3  # more attention than this on one position makes a (head, query) a sink's (Gu et al. 2025)
 KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 keys each, some ten seconds a window
 
