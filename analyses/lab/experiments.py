@@ -21,6 +21,23 @@ EXPERIMENT_FILE = "experiment.json"  # marks a folder as an experiment's
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What the kept results of an experiment are made of.
+
+    Attributes:
+        tables: with the values of every seed; the first lists the runs. Empty: nothing is kept.
+        keys: columns that, with `seed`, identify the run of a row; empty: no runs can be added.
+        with_settings: whether the function takes the kept settings, too.
+        function: of the module, that makes the results of these tables.
+    """
+
+    tables: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    with_settings: bool = False
+    function: str = "findings"
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One entry of the registry.
 
@@ -31,10 +48,7 @@ class Experiment:
         duration: with the default seeds and with `--quick`, as text; on one core unless it says otherwise.
         seeds, quick_seeds: how many by default.
         needs_text: whether the user has to give text files.
-        tables: kept tables with the values of every seed, from which all results are regenerated; the first lists
-            the runs. Empty: nothing is kept.
-        keys: columns that, with `seed`, identify the run of a row; empty: no runs can be added.
-        kept: the module's function that takes these tables, and the kept settings if `with_settings`.
+        kept: from what its kept results are made again.
     """
 
     module: str
@@ -45,10 +59,7 @@ class Experiment:
     quick_seeds: int = 1
     needs_text: bool = False
     function: str = "run"
-    tables: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    with_settings: bool = False
-    kept: str = "findings"
+    kept: Kept = Kept()
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,7 @@ EXPERIMENTS = {
         seeds=10,
         quick_seeds=2,
         duration=("3 hours", "1 minute"),
-        tables=("curves",),
-        keys=("norm", "radius"),
-        kept="kept_findings",
+        kept=Kept(("curves",), ("norm", "radius"), function="kept_findings"),
     ),
     "majority_in_space": Experiment(
         "ln_probe.analyses.lab.majority.majority_in_space",
@@ -93,9 +102,7 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, figures 1a and 1b",
         seeds=5,
         duration=("15 minutes", "1 minute"),
-        tables=("coordinates", "scores"),
-        keys=("norm", "radius"),
-        with_settings=True,
+        kept=Kept(("coordinates", "scores"), ("norm", "radius"), with_settings=True),
     ),
     "random_keys": Experiment(
         "ln_probe.analyses.lab.majority.random_keys",
@@ -103,7 +110,7 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
         quick_seeds=2,
         duration=("5 minutes", "1 minute"),
-        tables=("maps",),
+        kept=Kept(("maps",)),
     ),
     "language_model": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -112,9 +119,7 @@ EXPERIMENTS = {
         quick_seeds=2,
         duration=("20 minutes", "2 minutes"),
         needs_text=True,
-        tables=("seeds", "curves"),
-        keys=("norm", "divisor"),
-        with_settings=True,
+        kept=Kept(("seeds", "curves"), ("norm", "divisor"), with_settings=True),
     ),
     "encoder": Experiment(
         "ln_probe.analyses.lab.language_model.encoder",
@@ -122,9 +127,7 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, section 4.2, with encoders",
         duration=("about 25 minutes (24 runs of 1 minute)", "2 minutes"),
         needs_text=True,
-        tables=("seeds", "curves"),
-        keys=("shape", "norm"),
-        with_settings=True,
+        kept=Kept(("seeds", "curves"), ("shape", "norm"), with_settings=True),
     ),
     "encoder_passages": Experiment(
         "ln_probe.analyses.lab.language_model.encoder_passages",
@@ -132,9 +135,7 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, in place of SST-2",
         duration=("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"),
         needs_text=True,
-        tables=("values",),
-        keys=("shape", "norm"),
-        with_settings=True,
+        kept=Kept(("values",), ("shape", "norm"), with_settings=True),
     ),
     "language_model_full": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -144,9 +145,7 @@ EXPERIMENTS = {
         duration=("90 minutes", "3 minutes"),
         needs_text=True,
         function="run_full",
-        tables=("seeds", "curves"),
-        keys=("norm", "divisor"),
-        with_settings=True,
+        kept=Kept(("seeds", "curves"), ("norm", "divisor"), with_settings=True),
     ),
     "language_model_bundled": Experiment(
         "ln_probe.analyses.lab.language_model.bundled_seeds",
@@ -154,33 +153,28 @@ EXPERIMENTS = {
         "the shape and schedule of the bundled models",
         duration=("about 4 hours (8 runs of half an hour)", "2 minutes"),
         needs_text=True,
-        tables=("seeds",),
-        keys=("norm",),
+        kept=Kept(("seeds",), ("norm",)),
     ),
     "depth": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about 2 hours with --jobs 2 (156 runs of 30-100 seconds)", "2 minutes"),
-        tables=("exact_match",),
-        keys=("depth", "k", "norm", "norm_order", "positions"),
-        kept="kept_findings",
+        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="kept_findings"),
     ),
     "depth_deep": Experiment(
         "ln_probe.analyses.lab.crasp.depth_deep",
         "depths 4 to 6 on L6 to L8, without positions and with rotary and ALiBi",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about an hour (21 runs of 2-3 minutes)", "2 minutes"),
-        tables=("exact_match",),
-        keys=("depth", "k", "norm", "norm_order", "positions"),
+        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",
         "relative attention on sums of inputs: trained error and the least-squares optimum, with a norm and without",
         "Wang & E 2024, section 6",
         duration=("about 50 minutes with --jobs 2 (402 runs of 15 seconds)", "2 minutes"),
-        tables=("errors",),
-        keys=("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr"),
+        kept=Kept(("errors",), ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")),
     ),
     "approximation_text": Experiment(
         "ln_probe.analyses.lab.approximation.approximation_text",
@@ -196,24 +190,21 @@ EXPERIMENTS = {
         duration=("5 minutes (18 runs of 8-25 seconds)", "1 minute"),
         needs_text=True,
         function="run_small",
-        tables=("losses",),
-        keys=("layers", "heads", "dot_product", "norm"),
-        with_settings=True,
+        kept=Kept(("losses",), ("layers", "heads", "dot_product", "norm"), with_settings=True),
     ),
     "longer_inputs": Experiment(
         "ln_probe.analyses.lab.approximation.longer_inputs",
         "logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000, trained and least squares",
         "Wang & E 2024, section 6 (4a and 4b)",
         duration=("2 minutes (36 runs of 3 seconds)", "20 seconds"),
-        tables=("errors", "solved"),
+        kept=Kept(("errors", "solved")),
     ),
     "adaptive_memory": Experiment(
         "ln_probe.analyses.lab.approximation.adaptive_memory",
         "a memory whose place the last input chooses: heads, FFN and dot product, and the least possible error",
         "Wang & E 2024, adaptive memory (no experiment of it alone)",
         duration=("10 minutes (36 runs of 15 seconds)", "1 minute"),
-        tables=("errors",),
-        keys=("heads", "width", "dot_product"),
+        kept=Kept(("errors",), ("heads", "width", "dot_product")),
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.crasp.compiler",
@@ -221,24 +212,25 @@ EXPERIMENTS = {
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
         seeds=1,
         duration=("20 minutes", "2 minutes"),
-        tables=("agreement", "operations", "lengths"),
+        kept=Kept(("agreement", "operations", "lengths")),
     ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
         duration=("about 80 minutes with --jobs 2 (189 runs, 15 s to 4 min)", "2 minutes"),
-        tables=("values",),
-        keys=("task", "model", "norm", "norm_site"),
+        kept=Kept(("values",), ("task", "model", "norm", "norm_site")),
     ),
     "counting_traces": Experiment(
         "ln_probe.analyses.lab.counting.counting_traces",
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
         duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
-        tables=("networks", "dimensions", "traces", "readings", "moves"),
-        keys=("task", "model", "norm", "norm_site"),
-        kept="kept_findings",
+        kept=Kept(
+            ("networks", "dimensions", "traces", "readings", "moves"),
+            ("task", "model", "norm", "norm_site"),
+            function="kept_findings",
+        ),
     ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",
@@ -246,9 +238,7 @@ EXPERIMENTS = {
         "Heimersheim 2024; Baroni et al. 2025",
         duration=("about 30 minutes (6 runs of 5 minutes)", "1 minute"),
         needs_text=True,
-        tables=("seeds", "curves"),
-        keys=("model",),
-        with_settings=True,
+        kept=Kept(("seeds", "curves"), ("model",), with_settings=True),
     ),
     "saturated_states": Experiment(
         "ln_probe.analyses.lab.counting.saturated_states",
@@ -256,7 +246,7 @@ EXPERIMENTS = {
         "Merrill et al. 2020, sections 2 and 3",
         seeds=5,
         duration=("10 minutes", "10 seconds"),
-        tables=("values", "growth"),
+        kept=Kept(("values", "growth")),
     ),
     "rational_recurrence": Experiment(
         "ln_probe.analyses.lab.counting.rational_recurrence",
@@ -264,15 +254,14 @@ EXPERIMENTS = {
         "Merrill et al. 2020",
         seeds=5,
         duration=("3 minutes", "15 seconds"),
-        tables=("values", "errors"),
+        kept=Kept(("values", "errors")),
     ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
         "Merrill et al. 2020, section 5",
         duration=("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
-        tables=("values",),
-        keys=("task", "model", "lr"),
+        kept=Kept(("values",), ("task", "model", "lr")),
     ),
 }
 

@@ -23,6 +23,7 @@ import pandas as pd
 from ln_probe.analyses.lab.experiments import EXPERIMENT_FILE, EXPERIMENTS
 from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, RESULTS_FILE, Results, folder, table_at, write_results
 
+KNOWN = tuple(name for name, experiment in EXPERIMENTS.items() if experiment.kept.tables)  # of which results are kept
 _OF_SEEDS = ("seeds", "finished")  # settings that list the runs
 _COUNTS_MISSES = ("depth", "depth_deep")
 
@@ -88,10 +89,9 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
         FileNotFoundError, ValueError: as `table_at`, `joined`, `check_added`; ValueError also if nothing can be added
             to it.
     """
-    known = [name for name, each in EXPERIMENTS.items() if each.tables]
-    if experiment not in known:
-        raise KeyError(f"nothing is kept of {experiment!r}: known are {', '.join(known)}")
-    how, tables = EXPERIMENTS[experiment], {}
+    if experiment not in KNOWN:
+        raise KeyError(f"nothing is kept of {experiment!r}: known are {', '.join(KNOWN)}")
+    how, tables = EXPERIMENTS[experiment].kept, {}
     about: dict[str, Any] = {"settings": {}}
     try:
         where = folder(experiment)
@@ -109,7 +109,7 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
             if not how.keys:
                 raise ValueError(f"to {experiment} nothing can be added: its kept tables hold no seeds")
             tables[name] = joined(tables[name], table_at(added, name), how.keys)
-    findings = getattr(importlib.import_module(how.module), how.kept)
+    findings = getattr(importlib.import_module(EXPERIMENTS[experiment].module), how.function)
     results: Results = findings(*tables.values(), *([about["settings"]] if how.with_settings else []))
     return replace(results, diverged=tuple(dict.fromkeys((*results.diverged, *lost))))
 
@@ -122,9 +122,7 @@ def with_seeds(command: str, results: Results) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="make the kept results of an experiment again from their values")
-    parser.add_argument(
-        "experiment", choices=sorted(name for name, each in EXPERIMENTS.items() if each.tables), nargs="+"
-    )
+    parser.add_argument("experiment", choices=sorted(KNOWN), nargs="+")
     parser.add_argument("--add", type=Path, help="a folder that `ln-probe lab run NAME` wrote; of one experiment")
     args = parser.parse_args(argv)
     if args.add and len(args.experiment) > 1:
