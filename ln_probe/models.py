@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from ln_probe.analyses.probes.text import quoted, step_named
-from ln_probe.loading.provenance import ModelSource, remember, source_of, transformer_lens_version
+from ln_probe.loading.provenance import ModelSource, source_of, transformer_lens_version
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,8 @@ def load_model(
 
     if kind in ("lab", "bundled"):
         folder = path if kind == "lab" else bundled_folder(given)
-        return _load_lab(
-            given, kind, folder, torch_device, None if dtype is None else torch_dtype, revision, processing
+        return _load_run(
+            given, kind, folder, torch_device, None if dtype is None else torch_dtype, revision, world, processing
         )
     if kind in ("folder", "gguf") and revision is not None:
         raise ValueError(
@@ -301,51 +301,45 @@ def other_function(given: str, own: torch.dtype, dtype: torch.dtype) -> str:
     )
 
 
-def _load_lab(
+def _load_run(
     given: str,
     kind: str,
     folder: Path,
     device: torch.device,
     dtype: torch.dtype | None,
     revision: str | None,
+    world: World | None,
     processing: Processing,
 ) -> nn.Module:
-    """A model of our own: no original to compare with, its weights are the original."""
-    if processing.names():
-        raise ValueError(
-            f"{given} is a lab model, whose weights are only ever used as trained: leave out "
-            f"{', '.join(processing.names())}."
-        )
-    step = None if revision is None else lab_step(revision)
+    """The model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
     from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run
+    from ln_probe.loading.lab import into_transformer_lens
     from ln_probe.loading.provenance import combined, files_of_lab_run, sha256_of_state, unchanged
 
+    step = None if revision is None else lab_step(revision)
     with unchanged(files_of_lab_run(folder, step)) as read:
-        made = load_run(folder, step)
+        trained = load_run(folder, step)
         own = arithmetic_of(folder)
         if own.bound and dtype not in (None, own.dtype):
             raise ValueError(other_function(given, own.dtype, dtype))
-        model = cast("nn.Module", made).to(device=device, dtype=dtype or own.dtype).eval()
-
+        trained = trained.to(device=device, dtype=dtype or own.dtype).eval()
+    source = ModelSource(
+        name=given,
+        kind=kind,
+        revision=None if step is None else f"step{step}",
+        commit=None,
+        weights_sha256=sha256_of_state(trained),
+        inputs_sha256=combined(read),
+        architecture=type(trained).__name__,
+        world="lab",
+        dtype=str(dtype or own.dtype).removeprefix("torch."),
+        transformer_lens_version=transformer_lens_version(),
+        notes=() if own.precision is None else (FIXED,),
+    )
+    model = into_transformer_lens(trained, source, world, processing)
     if kind == "bundled":
         model.__dict__["bundled_prompts"] = held_out_windows()
         if (shipped := shipped_constants(folder)) and shipped.weights_sha256 in read.values():
             model.__dict__["shipped_constants"] = shipped
             model.__dict__["optimal_constants"] = {group: fit.constants for group, fit in shipped.every.items()}
-    remember(
-        model,
-        ModelSource(
-            name=given,
-            kind=kind,
-            revision=None if step is None else f"step{step}",
-            commit=None,
-            weights_sha256=sha256_of_state(model),
-            inputs_sha256=combined(read),
-            architecture=type(model).__name__,
-            world="lab",
-            dtype=str(dtype or own.dtype).removeprefix("torch."),
-            transformer_lens_version=transformer_lens_version(),
-            notes=() if own.precision is None else (FIXED,),
-        ),
-    )
     return model

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,10 @@ SCALES = frozenset({"layernorm", "scaling_only"})
 
 
 class Norm(nn.Module):
-    """One norm of the laboratory, with TransformerLens's hook points (`hook_scale` is the divisor it used).
+    """One norm of the laboratory, with TransformerLens's hook points.
+
+    `hook_in` is the input, `hook_scale` the divisor used, `hook_normalized` the vector before gain and bias, `hook_out`
+    the output; what a hook returns is used from there on.
 
     Args:
         kind: one of NORM_KINDS.
@@ -76,7 +79,7 @@ class Norm(nn.Module):
             raise ValueError(f"give a divisor ({divisor}) or a radius to aim at ({radius}), not both")
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number, got {divisor}")
-        self.kind = kind
+        self.kind: str = kind
         self.eps = eps
         self.d_model = d_model
         self.radius = math.sqrt(d_model) if radius is None else float(radius)
@@ -86,8 +89,7 @@ class Norm(nn.Module):
         # Zero until calibrated: a norm that does not scale must not run with an unstated constant.
         self.register_buffer("divisor", None if self.scales else torch.tensor(divisor or 0.0))
         self.calibrating = False
-        self.hook_scale = HookPoint()
-        self.hook_normalized = HookPoint()
+        self.hook_in, self.hook_scale, self.hook_normalized, self.hook_out = (HookPoint() for _ in range(4))
 
     @property
     def projects(self) -> bool:
@@ -98,13 +100,23 @@ class Norm(nn.Module):
         return self.kind in SCALES
 
     @property
+    def is_layer_norm(self) -> bool:
+        """Whether it is torch's LayerNorm, of radius √d_model."""
+        return self.kind == "layernorm" and self.radius == math.sqrt(self.d_model)
+
+    @property
     def hooked(self) -> bool:
-        """Whether a hook is attached to one of its hook points."""
-        return bool(self.hook_scale._forward_hooks or self.hook_normalized._forward_hooks)
+        """Whether a hook, forward or backward, is attached to a hook point that the fused form does not pass."""
+        return any(p._forward_hooks or p._backward_hooks for p in (self.hook_scale, self.hook_normalized))
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        out: Tensor = self.hook_out(self.inner(self.hook_in(x), self))
+        return out
+
+    def inner(self, x: Float[Tensor, "*batch d_model"], points: Any) -> Float[Tensor, "*batch d_model"]:
+        """What is between `hook_in` and `hook_out`, with the `hook_scale` and `hook_normalized` of `points`."""
         shrink = self.radius / math.sqrt(self.d_model)
-        if self.kind == "layernorm" and shrink == 1.0 and not self.hooked:
+        if self.is_layer_norm and not self.hooked:
             return F.layer_norm(x, (self.d_model,), self.w, self.b, self.eps)  # the same, fused
         if self.projects:
             x = x - x.mean(-1, keepdim=True)
@@ -119,7 +131,7 @@ class Norm(nn.Module):
                     "or load a trained checkpoint"
                 )
             divisor = self.divisor.to(x.dtype).expand(*x.shape[:-1], 1)
-        normalized: Tensor = self.hook_normalized(x / self.hook_scale(divisor))
+        normalized: Tensor = points.hook_normalized(x / points.hook_scale(divisor))
         if self.w is not None:
             normalized = normalized * self.w
         return normalized if self.b is None else normalized + self.b

@@ -404,7 +404,9 @@ class LabTransformer(HookedRootModule):
             ValueError: GPT-2 has nothing of this kind (an unembedding bias, norms of which some do not scale, other
                 positions, …).
         """
-        return _to_gpt2(self)
+        from ln_probe.analyses.lab.gpt2 import as_gpt2
+
+        return as_gpt2(self)
 
     @overload
     def forward(
@@ -432,62 +434,6 @@ class LabTransformer(HookedRootModule):
             return logits
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         return losses.view(tokens.shape[0], -1) if loss_per_token else losses.mean()
-
-
-def _to_gpt2(model: LabTransformer) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    cfg = model.cfg
-    if problem := _not_gpt2(cfg):
-        raise ValueError(f"GPT-2 has {problem}")
-    ends = getattr(model.tokenizer, "eos_token_id", None)
-    made = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=cfg.d_vocab, n_positions=cfg.n_ctx, n_embd=cfg.d_model, n_layer=cfg.n_layers,
-            n_head=cfg.n_heads, n_inner=cfg.d_mlp, activation_function=cfg.act_fn, layer_norm_epsilon=cfg.eps,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=ends, eos_token_id=ends,
-        )
-    ).eval()  # fmt: skip
-    own = {k: v.detach() for k, v in model.state_dict().items()}
-    weights = {"wte.weight": own["embed.W_E"], "wpe.weight": own["pos_embed.W_pos"]}
-    norms = {"ln_f": "ln_final"}
-    for layer in range(cfg.n_layers):
-        here, there = f"blocks.{layer}", f"h.{layer}"
-        norms |= {f"{there}.ln_1": f"{here}.ln1", f"{there}.ln_2": f"{here}.ln2"}
-        read = [own[f"{here}.attn.W_{part}"].transpose(0, 1).flatten(1) for part in "QKV"]
-        weights[f"{there}.attn.c_attn.weight"] = torch.cat(read, dim=1)
-        weights[f"{there}.attn.c_proj.weight"] = own[f"{here}.attn.W_O"].flatten(0, 1)
-        weights |= {f"{there}.mlp.c_{a}.weight": own[f"{here}.mlp.W_{b}"] for a, b in (("fc", "in"), ("proj", "out"))}
-        if cfg.bias_qkv:
-            weights[f"{there}.attn.c_attn.bias"] = torch.cat([own[f"{here}.attn.b_{p}"].flatten() for p in "QKV"])
-        biases = ("attn.c_proj", "attn.b_O"), ("mlp.c_fc", "mlp.b_in"), ("mlp.c_proj", "mlp.b_out")
-        weights |= {f"{there}.{a}.bias": own[f"{here}.{b}"] for a, b in biases if f"{here}.{b}" in own}
-    for theirs, ours in norms.items():
-        weights |= {
-            f"{theirs}.{a}": own[f"{ours}.{b}"] for a, b in (("weight", "w"), ("bias", "b")) if f"{ours}.{b}" in own
-        }
-    with torch.no_grad():
-        for name, parameter in made.transformer.named_parameters():
-            value = weights.get(name)
-            if value is not None:
-                parameter.copy_(value)
-            elif name.endswith("bias"):
-                parameter.zero_()
-    return made.to(own["embed.W_E"].dtype)
-
-
-def _not_gpt2(cfg: LabConfig) -> str:
-    """What GPT-2 has and a model of this shape has not; empty if there is nothing."""
-    needed = {
-        "no unembedding bias": not cfg.bias_unembed,
-        "a LayerNorm of radius sqrt(d_model) at every place": cfg.radius is None
-        and {cfg.norm, cfg.norm_mlp, cfg.norm_final} == {"layernorm"},
-        "its norms before attention and MLP": cfg.norm_order == "pre",
-        "learned positions and causal attention": cfg.positions == "learned" and cfg.causal,
-        "an unembedding that is the embedding": cfg.tied,
-        "heads as wide as d_model / n_heads": cfg.n_heads * (cfg.d_head or 0) == cfg.d_model,
-    }
-    return next((text for text, there in needed.items() if not there), "")
 
 
 # The shape of models whose weights are written down: one head, post-norm, and no bias but those that are asked for.

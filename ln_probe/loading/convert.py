@@ -122,7 +122,7 @@ def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
         if theta is not None and pretrained.architecture == "GPTNeoXForCausalLM":
             cfg.rotary_base = theta  # the conversion leaves it at 10000
         state = loading.get_pretrained_state_dict(str(folder), cfg, hf_model=pretrained.model, dtype=dtype)
-    with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
+    with reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
         converted = HookedTransformer(cfg, tokenizer, move_to_device=False)
     converted.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
@@ -154,7 +154,7 @@ def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    with _reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
+    with reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
         bridge: nn.Module = build_bridge_from_module(
             pretrained.model,
             pretrained.architecture,
@@ -197,7 +197,7 @@ def _neutral_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
+def reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
     """Save the tokenizer to a folder and load it from there: TransformerLens reloads it by name to prepend a BOS.
 
     A tokenizer out of a .gguf file cannot be reloaded by its name.

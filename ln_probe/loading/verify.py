@@ -94,9 +94,9 @@ def into_world(
             notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
     notes += rounding_notes
     if processing.names():
-        notes += _process(model, chosen, source, processing, tokens)
+        notes += process_and_compare(model, chosen, source, processing, tokens)
     if pretrained.tokenizer is not None:
-        notes += _settle_tokenizer(model, pretrained)
+        notes += settle_tokenizer(model, pretrained.tokenizer, int(pretrained.config.vocab_size))
     # Conversion to HookedTransformer drops them; a bridge would pass an ordinary assignment on to what it wraps.
     kinds = ("eos", "bos", "pad")
     model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
@@ -166,7 +166,9 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
 
 
-def _process(model: Any, world: World, source: ModelSource, processing: Processing, tokens: torch.Tensor) -> list[str]:
+def process_and_compare(
+    model: Any, world: World, source: ModelSource, processing: Processing, tokens: torch.Tensor
+) -> list[str]:
     """Change the basis of `model`, compare it with the unprocessed one, and return notes."""
     import torch
 
@@ -200,15 +202,15 @@ def _process(model: Any, world: World, source: ModelSource, processing: Processi
     return [*nothing, f"log-probabilities before and after {done} agree to {change:.1e}"]
 
 
-def _settle_tokenizer(model: Any, pretrained: Pretrained) -> tuple[str, ...]:
+def settle_tokenizer(model: Any, original: Any, d_vocab: int) -> tuple[str, ...]:
     """Undo what TransformerLens does to a tokenizer without begin, end or padding marks.
 
     It invents ``<|endoftext|>`` for them, which has no id at all, or the first one beyond the embedding, so
     that every text would begin with a token that the model cannot look up.
     """
     tokenizer = model.tokenizer
-    tokenizer.name_or_path = pretrained.tokenizer.name_or_path  # not the temporary copy's
-    ids = min(int(pretrained.config.vocab_size), len(pretrained.tokenizer))
+    tokenizer.name_or_path = original.name_or_path  # not the temporary copy's
+    ids = min(d_vocab, len(original))
 
     def exists(token_id: int | None) -> bool:
         return token_id is not None and token_id < ids

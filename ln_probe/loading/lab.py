@@ -1,0 +1,165 @@
+"""A lab model as HookedTransformer or TransformerBridge: a GPT-2 whose norms are the lab's own.
+
+A LayerNorm is TransformerLens's own component. Any other norm of the lab takes that component's place; it has the same
+hook points, and a model that has one is not folded: what TransformerLens folds are LayerNorms.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
+from transformers import GPT2Config
+
+from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
+from ln_probe.hooks.equivalence import relative_difference
+from ln_probe.loading.convert import CLASS_OF_WORLD, Processing, has_hooked_transformer, reloadable_tokenizer
+from ln_probe.loading.pretrained import isolated
+from ln_probe.loading.provenance import ModelSource, remember
+from ln_probe.loading.verify import CONVERSION_BOUND, logits_of, probe_tokens, process_and_compare, settle_tokenizer
+
+if TYPE_CHECKING:
+    from ln_probe.analyses.lab.norms import Norm
+    from ln_probe.analyses.lab.transformer import LabTransformer
+    from ln_probe.loading.convert import World
+
+
+def into_transformer_lens(
+    trained: LabTransformer, source: ModelSource, world: World | None, processing: Processing
+) -> nn.Module:
+    """Convert a lab model, compare its logits with the lab model's, and record its source.
+
+    Without `world`, that is HookedTransformer where TransformerLens has it, else TransformerBridge; a model that is no
+    GPT-2 but for its norms (post-norm, not causal, other positions) stays as it was trained.
+
+    Raises:
+        ValueError: such a model and a world or processing; folding where a norm is not LayerNorm; or logits that are
+            not the lab model's.
+    """
+    if obstacle := _obstacle(trained):
+        if world is not None or processing.names():
+            asked = f"world={world!r}" if world is not None else ", ".join(processing.names())
+            raise ValueError(f"{source.name} can only be used as it was trained: {obstacle}. Leave out {asked}.")
+        remember(trained, source)
+        return trained
+    others = [name for name, norm in _norms(trained) if not norm.is_layer_norm]
+    if processing.names() and others:
+        raise ValueError(
+            f"{source.name} has norms that are not LayerNorm ({others[0]} …), and only LayerNorm can be folded or "
+            f"centered: leave out {', '.join(processing.names())}."
+        )
+    if world == "hooked" and not has_hooked_transformer():
+        raise ValueError(
+            f"{source.name} cannot be a HookedTransformer: TransformerLens {source.transformer_lens_version} has none. "
+            "Use world='bridge'."
+        )
+    world = world or ("hooked" if has_hooked_transformer() else "bridge")
+    with isolated():
+        model = _hooked(trained) if world == "hooked" else _bridge(trained)
+        if trained.tokenizer is not None:
+            settle_tokenizer(model, trained.tokenizer, trained.cfg.d_vocab)
+        shape = GPT2Config(vocab_size=trained.cfg.d_vocab, n_positions=trained.cfg.n_ctx)
+        tokens = probe_tokens(shape, next(trained.parameters()).device)
+        difference = relative_difference(logits_of(model, tokens), logits_of(trained, tokens))
+        if not difference <= CONVERSION_BOUND[source.dtype]:
+            raise ValueError(
+                f"{source.name}: as {CLASS_OF_WORLD[world]} of TransformerLens {source.transformer_lens_version} its "
+                f"logits are {difference:.1e} of the largest off those of the model that was trained."
+            )
+        notes = process_and_compare(model, world, source, processing, tokens) if processing.names() else []
+    ends = getattr(trained.tokenizer, "eos_token_id", None)
+    model.__dict__["special_token_ids"] = {"eos": ends, "bos": ends, "pad": None}
+    remember(
+        model,
+        replace(
+            source,
+            world=CLASS_OF_WORLD[world],
+            processing=processing.names(),
+            logits_max_difference=difference,
+            notes=(*source.notes, *notes),
+        ),
+    )
+    return model
+
+
+def _obstacle(trained: LabTransformer) -> str:
+    """Why TransformerLens's own classes cannot hold a lab model; empty if they can."""
+    missing = not_gpt2(trained.cfg, own_norms=True)
+    return f"a TransformerLens model here is a GPT-2, which has {missing}" if missing else ""
+
+
+def _norms(trained: LabTransformer) -> list[tuple[str, Norm]]:
+    names = [f"blocks.{layer}.{norm}" for layer in range(trained.cfg.n_layers) for norm in ("ln1", "ln2")]
+    return [(name, cast("Norm", trained.get_submodule(name))) for name in (*names, "ln_final")]
+
+
+def _norm_type(trained: LabTransformer) -> str:
+    """What TransformerLens's config calls the norms; anything but its own names keeps it from folding them."""
+    return "LN" if all(norm.is_layer_norm for _, norm in _norms(trained)) else str(trained.cfg.norm)
+
+
+def _hooked(trained: LabTransformer) -> nn.Module:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    own, first = trained.cfg, next(trained.parameters())
+    cfg = HookedTransformerConfig(
+        n_layers=own.n_layers, d_model=own.d_model, n_heads=own.n_heads, d_head=cast("int", own.d_head),
+        d_mlp=own.d_mlp, d_vocab=own.d_vocab, n_ctx=own.n_ctx, act_fn=own.act_fn, eps=own.eps, normalization_type="LN",
+        init_weights=False, model_name="local", device=str(first.device), dtype=first.dtype, default_prepend_bos=False,
+    )  # fmt: skip
+    with reloadable_tokenizer(trained.tokenizer) as tokenizer:
+        model = HookedTransformer(cfg, tokenizer, move_to_device=False)
+    for name, norm in _norms(trained):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, copy.deepcopy(norm))
+    weights = dict(trained.state_dict()) | {"unembed.W_U": trained.W_U}
+    weights.pop("unembed.untied", None)
+    state = model.state_dict()
+    for name, tensor in state.items():  # biases and gains that the lab model does not have
+        if name not in weights and name.rpartition(".")[2].startswith(("b", "w")):
+            weights[name] = torch.full_like(tensor, float(name.endswith(".w")))
+    model.load_state_dict(state | weights)
+    model.cfg.normalization_type = _norm_type(trained)
+    model.setup()
+    return model.to(first.device).eval()
+
+
+class NormBridge(NormalizationBridge):
+    """A norm of the lab in a TransformerBridge, whose own component computes a LayerNorm whatever it wraps."""
+
+    def forward(self, hidden_states: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
+        norm: Any = self.original_component
+        out: torch.Tensor = self.hook_out(norm.inner(self.hook_in(hidden_states), self))
+        return out
+
+
+def _bridge(trained: LabTransformer) -> nn.Module:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    gpt2 = as_gpt2(trained, own_norms=True)
+    gpt2.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
+    norms = dict(_norms(trained))
+
+    def with_own_norms(adapter: Any) -> None:
+        places = adapter.component_mapping
+        for name, parts in (
+            ("ln1", places["blocks"].submodules),
+            ("ln2", places["blocks"].submodules),
+            ("ln_final", places),
+        ):
+            example = norms.get(name) or norms[f"blocks.0.{name}"]
+            if not example.is_layer_norm:
+                parts[name] = NormBridge(name=parts[name].name, config=parts[name].config)
+
+    with reloadable_tokenizer(trained.tokenizer) as tokenizer:
+        bridge: Any = build_bridge_from_module(
+            gpt2, "GPT2LMHeadModel", hf_config=gpt2.config, tokenizer=tokenizer, model_name="local",
+            post_adapter_hook=with_own_norms,
+        )  # fmt: skip
+    bridge.cfg.normalization_type = _norm_type(trained)
+    bridge.cfg.default_prepend_bos = False
+    return cast("nn.Module", bridge.eval())
