@@ -17,20 +17,21 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from compose import every_outcome, hooked, subjects, tolerance
+from compose import every_outcome, hooked, lab, subjects, tolerance
 
 ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
+OURS = {"hooked": hooked, "lab": lab}
 COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architectures", nargs="*", help='of tests/architectures.py, or "hooked"; none: all of these')
+    parser.add_argument("architectures", nargs="*", help='of tests/architectures.py, "hooked" or "lab"; none: all')
     parser.add_argument("--out", type=Path, help="write the table to this file, after each model")
     asked = parser.parse_args()
     lost = False
-    for name in asked.architectures or ("hooked", *ARCHITECTURES):
-        model = hooked() if name == "hooked" else dict(subjects(name))["bridge"]
+    for name in asked.architectures or (*OURS, *ARCHITECTURES):
+        model = OURS[name]() if name in OURS else dict(subjects(name))["bridge"]
         if model is None:
             continue
         counts: dict[str, Counter[str]] = {}

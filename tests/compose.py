@@ -10,17 +10,20 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor
 
+from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.norm import Site
-from ln_probe.loading.convert import has_hooked_transformer
+from ln_probe.loading.convert import Processing, has_hooked_transformer
+from ln_probe.loading.lab import into_transformer_lens
+from ln_probe.loading.provenance import source_of
 
 POINTS = ("hook_in", "hook_scale", "hook_normalized", "hook_out")
 MODES = ("read", "edit", "in place", "backward")
@@ -29,7 +32,7 @@ CONSTANT = 2.0
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
 # Logits, what hooks see and gradients agree to this, relative to the largest, in models that compute in float64
 # throughout; the others' rotary tables, norms or attention are in float32 for any format of the model.
-IN_FLOAT64 = ("hooked", "gpt2", "opt", "neo", "bloom", "bert")
+IN_FLOAT64 = ("hooked", "lab", "gpt2", "opt", "neo", "bloom", "bert")
 SAME, SAME_IN_FLOAT32 = 1e-10, 1e-5
 
 
@@ -153,9 +156,8 @@ def by_hand(model: Any, site: Site, formula: Formula, sigma: Tensor, point: str,
             heads = own.shape[2]  # of keys and values fewer than of queries, where these share them
             step = len(weights) // heads
             other = torch.einsum("bpd,hde->bphe", read[0], weights[::step]) + (0 if bias is None else bias[::step])
-            if formula.readers == "keys":
-                return other.reshape(given.shape)
-            some = {head * heads // int(model.cfg.n_heads) for head in some_heads(model)}
+            edited_heads = range(int(model.cfg.n_heads)) if formula.readers == "keys" else some_heads(model)
+            some = {head * heads // int(model.cfg.n_heads) for head in edited_heads}
             return torch.where(torch.tensor([h in some for h in range(heads)])[:, None], other, own).reshape(
                 given.shape
             )
@@ -254,6 +256,19 @@ def subjects(architecture: str) -> Iterator[tuple[str, Any]]:
 def hooked() -> Any:
     """A small HookedTransformer in float64; None where TransformerLens has none."""
     return hooked_transformer(dtype=torch.float64) if has_hooked_transformer() else None
+
+
+def lab() -> Any:
+    """A small lab model whose norms before attention only scale, as `load_model` would give it, in float64."""
+    torch.manual_seed(0)
+    shape = LabConfig(n_layers=2, d_model=32, n_heads=4, d_vocab=VOCAB, n_ctx=32, norm="scaling_only", tied=False)
+    model = shape.build().double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + noise if name.endswith(".w") else noise)
+    return into_transformer_lens(model, replace(source_of(model), dtype="float64"), None, Processing())
 
 
 def cases(site: Site) -> Iterator[tuple[str, str, str, str]]:

@@ -14,6 +14,7 @@ from ln_probe.hooks import find_sites, linearized, without
 
 FAST = {
     "hooked": ("scaling", "linearized"),
+    "lab": ("scaling, heads",),
     "gpt2": ("projection, heads", "scaling, keys"),
     "neox": ("projection in linearized",),
     "llama": ("scaling, heads",),  # two heads to a key
@@ -22,7 +23,8 @@ ALL = ("opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
 
 
 def model_of(name: str) -> Any:
-    model = compose.hooked() if name == "hooked" else dict(compose.subjects(name))["bridge"]
+    ours = {"hooked": compose.hooked, "lab": compose.lab}
+    model = ours[name]() if name in ours else dict(compose.subjects(name))["bridge"]
     if model is None:
         pytest.skip("this TransformerLens has no HookedTransformer")
     return model
