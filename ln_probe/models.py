@@ -65,14 +65,16 @@ def load_model(
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
             ``weights_only=True``.
         world: ``hooked`` (HookedTransformer, TransformerLens 3 only) or ``bridge`` (TransformerBridge); by
-            default HookedTransformer where it exists and reproduces the original, else the bridge.
+            default HookedTransformer where it exists and reproduces the original, else the bridge; lab models are
+            bridges by default.
         fold_ln: fold the norms' gains and biases into the weights that read them.
         center_writing_weights: centre the weights that write to the residual stream (LayerNorm models only).
         center_unembed: centre the unembedding over the vocabulary (shifts the logits of a position alike).
         fold_value_biases: fold the value biases into the attention's output bias.
 
     Returns:
-        A HookedTransformer, TransformerBridge or lab model, in eval mode.
+        A HookedTransformer or TransformerBridge in eval mode; of a lab run whose model neither can hold (post-norm, not
+        causal, rotary positions, …), the `LabTransformer` itself.
 
     Raises:
         FileNotFoundError: the path does not exist, or the folder lacks config.json or weights.

@@ -33,8 +33,9 @@ def into_transformer_lens(
 ) -> nn.Module:
     """Convert a lab model, compare its logits with the lab model's, and record its source.
 
-    Without `world`, that is HookedTransformer where TransformerLens has it, else TransformerBridge; a model that is no
-    GPT-2 but for its norms (post-norm, not causal, other positions) stays as it was trained.
+    Without `world`, that is a TransformerBridge, in every version of TransformerLens the same class (a pass of a
+    HookedTransformer takes one and a half times as long); a model that is no GPT-2 but for its norms (post-norm, not
+    causal, other positions) stays as it was trained.
 
     Raises:
         ValueError: such a model and a world or processing; folding where a norm is not LayerNorm; or logits that are
@@ -57,7 +58,7 @@ def into_transformer_lens(
             f"{source.name} cannot be a HookedTransformer: TransformerLens {source.transformer_lens_version} has none. "
             "Use world='bridge'."
         )
-    world = world or ("hooked" if has_hooked_transformer() else "bridge")
+    world = world or "bridge"
     with isolated():
         model = _hooked(trained) if world == "hooked" else _bridge(trained)
         if trained.tokenizer is not None:
