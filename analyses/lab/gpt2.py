@@ -29,18 +29,19 @@ def as_gpt2(model: LabTransformer, *, own_norms: bool = False) -> Any:
     if problem := not_gpt2(cfg, own_norms=own_norms):
         raise ValueError(f"GPT-2 has {problem}")
     ends, first = getattr(model.tokenizer, "eos_token_id", None), next(model.parameters())
-    made = GPT2LMHeadModel(
+    made: Any = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=cfg.d_vocab, n_positions=cfg.n_ctx, n_embd=cfg.d_model, n_layer=cfg.n_layers,
             n_head=cfg.n_heads, n_inner=cfg.d_mlp, activation_function=cfg.act_fn, layer_norm_epsilon=cfg.eps,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=ends, eos_token_id=ends,
             tie_word_embeddings=cfg.tied,
         )
-    ).to(device=first.device, dtype=first.dtype).eval()  # fmt: skip
+    )  # fmt: skip
+    made = made.to(device=first.device, dtype=first.dtype).eval()
     with torch.no_grad():
         _copy_weights(model, made)
     body = made.transformer
-    _put_norm(body, "ln_f", model.ln_final)
+    _put_norm(body, "ln_f", cast("Norm", model.ln_final))
     for theirs, ours in zip(body.h, cast("list[Any]", model.blocks), strict=True):
         _put_norm(theirs, "ln_1", ours.ln1)
         _put_norm(theirs, "ln_2", ours.ln2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ WORLDS = [
     pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked_transformer(), reason="needs TransformerLens 3")),
     "bridge",
 ]
-RETRAINED = Path(__file__).parents[2] / "examples" / "retrained"
 TEXT = "In the beginning God created the heaven and the earth."
 
 
@@ -42,36 +40,6 @@ def test_a_bundled_model_is_a_transformer_lens_model(name: str, world: Any) -> N
     assert said.tolist() == expected.tolist()
     kinds = {site.name: site.kind for site in find_sites(model)}
     assert kinds == {site.name: site.kind for site in find_sites(trained)}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_logit_lens_and_logit_attribution_of_transformer_lens(world: Any) -> None:
-    """On the model whose only biases are GPT-2's: the parts of a folded copy add up to the logit."""
-    folder = RETRAINED / "lm-layernorm-seed0"
-    model: Any = load_model(folder, world=world, fold_ln=True, center_writing_weights=True)
-    tokens = model.to_tokens(TEXT)
-    logits, cache = model.run_with_cache(tokens)
-    layers, _ = cache.accumulated_resid(layer=-1, incl_mid=True, apply_ln=True, return_labels=True)
-    lens = layers[-1] @ model.W_U + model.b_U
-    torch.testing.assert_close(lens, logits, atol=1e-4, rtol=0)
-    answer = int(tokens[0, -1])
-    direction = model.W_U[:, answer]
-    parts = cache.apply_ln_to_stack(cache.decompose_resid(layer=-1, pos_slice=-2), layer=-1, pos_slice=-2)
-    total = (parts @ direction).sum() + model.b_U[answer]
-    torch.testing.assert_close(total, logits[0, -2, answer], atol=1e-4, rtol=0)
-    heads = cache.stack_head_results(layer=-1, pos_slice=-1)
-    assert heads.shape[0] == 64
-
-
-def test_the_retrained_model_is_a_hugging_face_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    trained = load_run(RETRAINED / "lm-layernorm-seed0")
-    trained.to_hugging_face().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = trained.tokenizer(TEXT, return_tensors="pt").input_ids
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens).logits, trained(tokens), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("world", WORLDS)
