@@ -15,6 +15,7 @@ import pytest
 import torch
 from faulty import word_tokenizer
 
+from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.loading.provenance import hashes, sha256_of_hashes
 from ln_probe.models import bundled_models, load_model, source_of
 
@@ -130,7 +131,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
 
     def load_run(path: Path, step: int | None) -> torch.nn.Module:
         asked.append((path, step))
-        return torch.nn.Linear(2, 2)
+        return LabConfig(n_layers=1, d_model=4, n_heads=1, d_vocab=5, n_ctx=4, norm_order="post").build()
 
     monkeypatch.setattr("ln_probe.analyses.lab.run_folder.load_run", load_run)
     steps = [f"checkpoints/step-{step:07d}.safetensors" for step in (7, 40)]
@@ -145,8 +146,9 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [(tmp_path, None), (tmp_path, 40), (tmp_path, 7)]
     with pytest.raises(ValueError, match=r"revision of a lab run is a training step .*, got 'main'"):
         load_model(tmp_path, device="cpu", revision="main")
-    with pytest.raises(ValueError, match="is a lab model, whose weights are only ever used as trained"):
-        load_model(tmp_path, device="cpu", fold_ln=True)
+    for asked_for in ({"fold_ln": True}, {"world": "bridge"}):
+        with pytest.raises(ValueError, match=r"only be used as it was trained: .* which has its norms before .* Leave"):
+            load_model(tmp_path, device="cpu", **asked_for)
 
 
 # -------------------------------------------------------------------------------------------------------- tokenizers
