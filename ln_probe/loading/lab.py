@@ -126,7 +126,7 @@ def _hooked(trained: LabTransformer) -> nn.Module:
     model.load_state_dict(state | weights)
     model.cfg.normalization_type = _norm_type(trained)
     model.setup()
-    return model.to(first.device).eval()
+    return cast("nn.Module", model.to(first.device).eval())
 
 
 class NormBridge(NormalizationBridge):
