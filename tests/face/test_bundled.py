@@ -13,6 +13,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.analyses.lab.run_folder import load_run
+from ln_probe.hooks import find_sites
 from ln_probe.hooks.default_tokens import bundled_texts, passages
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import bundled_folder
@@ -95,7 +97,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def lab() -> Any:
-    return ln_probe.load_model(RETRAINED)
+    return load_run(RETRAINED)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +108,10 @@ def folder(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def loaded(folder: Path, world: Any, **more: Any) -> Any:
+def loaded(name: str | Path, world: Any, **more: Any) -> Any:
     if world == "hooked" and not has_hooked_transformer():
         pytest.skip("this TransformerLens has no HookedTransformer")
-    return ln_probe.load_model(folder, world=world, **more)
+    return ln_probe.load_model(name, world=world, **more)
 
 
 def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
@@ -123,8 +125,8 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_logit_lens_and_the_results_of_heads(lab: Any, folder: Path, world: str) -> None:
-    model = loaded(folder, world)
+def test_the_logit_lens_and_the_results_of_heads(lab: Any, world: str) -> None:
+    model = loaded(RETRAINED, world)
     with torch.no_grad():
         logits, cache = model.run_with_cache(TOKENS)
         assert distance(logits, lab(TOKENS)) < 1e-5
@@ -139,8 +141,8 @@ def test_the_logit_lens_and_the_results_of_heads(lab: Any, folder: Path, world: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_direct_logit_attribution_of_a_folded_copy_adds_up(folder: Path, world: str) -> None:
-    model = loaded(folder, world, fold_ln=True, center_writing_weights=True, center_unembed=True)
+def test_direct_logit_attribution_of_a_folded_copy_adds_up(world: str) -> None:
+    model = loaded(RETRAINED, world, fold_ln=True, center_writing_weights=True, center_unembed=True)
     with torch.no_grad():
         logits, cache = model.run_with_cache(TOKENS)
         every = cache.decompose_resid(layer=-1)
@@ -151,11 +153,60 @@ def test_direct_logit_attribution_of_a_folded_copy_adds_up(folder: Path, world: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_it_generates(lab: Any, folder: Path, world: str) -> None:
-    model = loaded(folder, world)
+def test_it_generates(lab: Any, world: str) -> None:
+    model = loaded(RETRAINED, world)
     greedy = TOKENS[:1]
     with torch.no_grad():
         for _ in range(3):
             greedy = torch.cat([greedy, lab(greedy)[:, -1:].argmax(-1)], dim=1)
     made = model.generate(TOKENS[:1], max_new_tokens=3, do_sample=False, stop_at_eos=False, verbose=False)
     assert made.tolist() == greedy.tolist()
+
+
+TEXT = "In the beginning God created the heaven and the earth."
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bundled_model_is_a_transformer_lens_model(name: str, world: Any) -> None:
+    model = loaded(name, world)
+    trained = load_run(bundled_folder(name))
+    tokens = model.to_tokens(TEXT)
+    torch.testing.assert_close(model(tokens), trained(tokens), atol=1e-4, rtol=0)
+    assert ln_probe.source_of(model).world == {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}[world]
+    assert "".join(model.to_str_tokens(TEXT)) == TEXT
+    assert model.W_Q.shape == (4, 16, 128, 8)
+    _, cache = model.run_with_cache(tokens)
+    assert cache["blocks.0.attn.hook_pattern"].shape == (1, 16, tokens.shape[1], tokens.shape[1])
+    said = model.generate(tokens, max_new_tokens=4, do_sample=False, verbose=False)
+    with torch.no_grad():
+        expected = tokens
+        for _ in range(4):
+            expected = torch.cat([expected, trained(expected)[:, -1:].argmax(-1)], dim=1)
+    assert said.tolist() == expected.tolist()
+    kinds = {site.name: site.kind for site in find_sites(model)}
+    assert kinds == {site.name: site.kind for site in find_sites(trained)}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["lm-projection_only", "lm-none"])
+def test_a_norm_without_scaling_stays_one(name: str, world: Any) -> None:
+    """A bridge's own component would divide by sigma, whatever it wraps; and folding leaves such a model alone."""
+    model = loaded(name, world)
+    norm = model.blocks[0].ln1
+    x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        zero = norm(torch.zeros_like(x))
+        torch.testing.assert_close(norm(2 * x) - zero, 2 * (norm(x) - zero))  # linear but for its bias
+        shift = norm(x + 1) - norm(x)
+    assert bool((shift.abs() < 1e-5).all()) == (name == "lm-projection_only")
+    tokens = model.to_tokens(TEXT)
+    with torch.no_grad():
+        before = model(tokens).log_softmax(-1)
+        if world == "hooked":
+            model.process_weights_()
+        else:
+            model.enable_compatibility_mode(disable_warnings=True)
+        torch.testing.assert_close(model(tokens).log_softmax(-1), before, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=rf"{name} has norms that are not LayerNorm \(blocks.0.ln1 …\), and only"):
+        ln_probe.load_model(name, world=world, fold_ln=True)
