@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 
-def as_gpt2(model: LabTransformer, *, own_norms: bool = False) -> Any:
+def as_gpt2(model: Any, *, own_norms: bool = False) -> Any:
     """Return a `GPT2LMHeadModel` with the weights and logits of a lab model.
 
     Args:
-        model: causal, its norms before attention and MLP.
+        model: a `LabTransformer`, causal, its norms before attention and MLP.
         own_norms: keep the lab's `Norm` in the places of LayerNorms where it is none, and an unembedding bias and
             matrix of the model's own. Such a model is a GPT-2 in memory only: `from_pretrained` would not read it back.
 
@@ -41,8 +40,8 @@ def as_gpt2(model: LabTransformer, *, own_norms: bool = False) -> Any:
     with torch.no_grad():
         _copy_weights(model, made)
     body = made.transformer
-    _put_norm(body, "ln_f", cast("Norm", model.ln_final))
-    for theirs, ours in zip(body.h, cast("list[Any]", model.blocks), strict=True):
+    _put_norm(body, "ln_f", model.ln_final)
+    for theirs, ours in zip(body.h, model.blocks, strict=True):
         _put_norm(theirs, "ln_1", ours.ln1)
         _put_norm(theirs, "ln_2", ours.ln2)
     if model.b_U is not None:
@@ -50,8 +49,8 @@ def as_gpt2(model: LabTransformer, *, own_norms: bool = False) -> Any:
     return made
 
 
-def not_gpt2(cfg: LabConfig, *, own_norms: bool = False) -> str:
-    """What GPT-2 has and a model of this shape has not; empty if there is nothing."""
+def not_gpt2(cfg: Any, *, own_norms: bool = False) -> str:
+    """What GPT-2 has and a model of this `LabConfig` has not; empty if there is nothing."""
     needed = {
         "no unembedding bias": own_norms or not cfg.bias_unembed,
         "a LayerNorm of radius sqrt(d_model) at every place": own_norms
@@ -65,7 +64,7 @@ def not_gpt2(cfg: LabConfig, *, own_norms: bool = False) -> str:
     return next((text for text, there in needed.items() if not there), "")
 
 
-def _copy_weights(model: LabTransformer, made: Any) -> None:
+def _copy_weights(model: Any, made: Any) -> None:
     """Everything but norms and the unembedding's bias; biases that the lab model does not have are 0."""
     own = {k: v.detach() for k, v in model.state_dict().items()}
     weights: dict[str, Tensor] = {
