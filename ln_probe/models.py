@@ -315,7 +315,7 @@ def _load_run(
 ) -> nn.Module:
     """The model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
     from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run
-    from ln_probe.loading.lab import into_transformer_lens
+    from ln_probe.loading.lab_models import into_transformer_lens
     from ln_probe.loading.provenance import combined, files_of_lab_run, sha256_of_state, unchanged
 
     step = None if revision is None else lab_step(revision)

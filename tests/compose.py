@@ -22,7 +22,7 @@ from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.norm import Site
 from ln_probe.loading.convert import Processing, has_hooked_transformer
-from ln_probe.loading.lab import into_transformer_lens
+from ln_probe.loading.lab_models import into_transformer_lens
 from ln_probe.loading.provenance import source_of
 
 POINTS = ("hook_in", "hook_scale", "hook_normalized", "hook_out")
