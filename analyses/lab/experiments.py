@@ -160,7 +160,7 @@ EXPERIMENTS = {
         "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about 2 hours with --jobs 2 (156 runs of 30-100 seconds)", "2 minutes"),
-        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="kept_findings"),
+        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     ),
     "depth_deep": Experiment(
         "ln_probe.analyses.lab.crasp.depth_deep",
@@ -226,11 +226,7 @@ EXPERIMENTS = {
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
         duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
-        kept=Kept(
-            ("networks", "dimensions", "traces", "readings", "moves"),
-            ("task", "model", "norm", "norm_site"),
-            function="kept_findings",
-        ),
+        kept=Kept(("networks", "dimensions", "traces", "readings", "moves"), ("task", "model", "norm", "norm_site")),
     ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,7 @@ import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
@@ -366,6 +367,27 @@ def panels(
     for unused in axes[count:]:
         unused.set_axis_off()
     return figure, axes[:count]
+
+
+def heat_map(
+    ax: Axes, table: pd.DataFrame, text: Callable[[float], str], dark: float, size: float | None = None, **options: Any
+) -> AxesImage:
+    """Draw a table of numbers as a map, named by its index and its columns, with every number that there is as text.
+
+    Args:
+        ax: where.
+        table: the numbers.
+        text, size: how one is written, and in what font size; in white on what lies below `dark`, else in black.
+        options: of `imshow`.
+    """
+    image = ax.imshow(values := table.to_numpy(float), cmap="viridis", aspect="auto", **options)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            color = "w" if value < dark else "k"
+            ax.text(column, row, text(value), ha="center", va="center", color=color, fontsize=size)
+    rows, columns = values.shape
+    ax.set(xticks=range(columns), xticklabels=table.columns, yticks=range(rows), yticklabels=table.index)
+    return image
 
 
 def png(figure: Figure) -> bytes:

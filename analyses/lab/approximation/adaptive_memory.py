@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,10 +178,10 @@ def run(request: Request) -> Results:
         training=lambda _, seed: training(request.quick, seed),
     )
     lost = carry_out(runs, request)
-    return findings(measured(runs), request.quick, lost)
+    return replace(findings(measured(runs), request.quick), diverged=lost)
 
 
-def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     """Tables, figures and sentences from the error of every run: KEYS, `seed`, `measure`, `value`."""
     values = values.assign(dot_product=values["dot_product"].astype(bool))
     summary = summarize(values, [*KEYS, "measure"], kind="log").drop(columns="published")
@@ -200,7 +200,6 @@ def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = 
             "seeds": sorted({int(seed) for seed in values["seed"]}),
             "published": "none: no experiment of the source is of adaptive memory alone",
         },
-        diverged=lost,
     )
 
 

@@ -54,6 +54,7 @@ from ln_probe.analyses.lab.results import (
     doubt,
     effects,
     folder,
+    heat_map,
     interval_text,
     panels,
     summarize,
@@ -209,7 +210,7 @@ def run(request: Request) -> Results:
     runs = make_runs(request)
     lost = carry_out(runs, request)
     table = with_inputs(curves(runs))
-    return findings(table, request.quick, lost)
+    return replace(findings(table, request.quick), diverged=lost)
 
 
 def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
@@ -221,7 +222,7 @@ def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
     return found.fillna({"evaluated_on": EVALUATION_INPUTS}).astype({"evaluated_on": int})  # older runs do not say
 
 
-def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     """Tables, figures and sentences from the errors of every run: as `with_inputs` makes them.
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
@@ -264,7 +265,6 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
             "published_bounds": PUBLISHED_BOUNDS,
             "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
         },
-        diverged=lost,
     )
 
 
@@ -382,19 +382,8 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
         if square.empty:
             ax.set_axis_off()
             continue
-        image = ax.imshow(square.to_numpy(float), norm=LogNorm(1e-10, 1), cmap="viridis", aspect="auto")
-        for (row, column), value in np.ndenumerate(square.to_numpy(float)):
-            if np.isfinite(value):
-                ax.text(column, row, f"{value:.0e}", ha="center", va="center", color="w" if value < 1e-3 else "k")
-        ax.set(
-            title=f"{target}, table of positions",
-            xlabel="m",
-            ylabel="heads",
-            xticks=range(square.shape[1]),
-            xticklabels=square.columns,
-            yticks=range(square.shape[0]),
-            yticklabels=square.index,
-        )
+        image = heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
+        ax.set(title=f"{target}, table of positions", xlabel="m", ylabel="heads")
     figure.colorbar(image, ax=figure.axes, label="squared error")
     return figure
 

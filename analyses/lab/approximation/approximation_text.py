@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import pandas as pd
@@ -166,16 +166,15 @@ def _run(request: Request, cells: Sequence[Cell], shorter: Mapping[str, int]) ->
     lost = carry_out(runs, request)
     table = curves(runs)
     about = {"training": vars(training(request.quick, 0, **shorter)), "text": task.identity}
-    return findings(table[table["measure"] == "valid_loss"], about, lost)
+    return replace(findings(table[table["measure"] == "valid_loss"], about), diverged=lost)
 
 
-def findings(table: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...] = ()) -> Results:
+def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
     """Tables, figures and sentences from the held-out loss of every run.
 
     Args:
         table: KEYS, `seed`, `measure`, `value` (and `step`).
         about: `training` and `text`, for the record.
-        lost: what became of runs that diverged.
     """
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"])
@@ -191,7 +190,6 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any], lost: tuple[str, ...
             "text": about.get("text"),
             "published": PUBLISHED,
         },
-        diverged=lost,
     )
 
 

@@ -111,10 +111,10 @@ def run(request: Request) -> Results:
     )
     lost = carry_out(runs, request)
     solved = solved_errors(grid(request.quick))
-    return findings(trained_errors(runs), solved, request.quick, lost)
+    return replace(findings(trained_errors(runs), solved, request.quick), diverged=lost)
 
 
-def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False) -> Results:
     """Tables, figures and sentences from errors on every length (`trained_errors`, `solved_errors`)."""
     keys = [*KEYS, "measure"]
     summary = summarize(trained, keys, kind="log").drop(columns="published")
@@ -130,7 +130,6 @@ def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False, l
             "seeds": sorted({int(seed) for seed in trained["seed"]}),
             "published": "none that could be checked here",
         },
-        diverged=lost,
     )
 
 

@@ -253,10 +253,10 @@ def run(request: Request) -> Results:
     lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
-    return findings(table, request.quick, lost)
+    return replace(findings(table, request.quick), diverged=lost)
 
 
-def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     """Tables, figures and sentences from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
     values = table.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
@@ -293,7 +293,6 @@ def findings(table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (
             "been seen: effects_fresh is over the later ones alone",
             "training": {f"{c.task}, {c.model}": vars(training(c, quick, 0)) for c in grid(quick)},
         },
-        diverged=lost,
     )
 
 

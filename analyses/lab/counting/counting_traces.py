@@ -24,8 +24,8 @@ Three looks at the same counter that share nothing with the fit:
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -379,11 +379,11 @@ def run(request: Request) -> Results:
     runs = counting.make_runs(request, grid(request.quick))
     lost = carry_out(runs, request)
     found = [followed(r) for r in runs if r.finished]
-    tables = {
-        name: pd.concat([f[name] for f in found], ignore_index=True) if found else pd.DataFrame(columns=columns)
+    tables = [
+        pd.concat([f[name] for f in found], ignore_index=True) if found else pd.DataFrame(columns=columns)
         for name, columns in COLUMNS.items()
-    }
-    return findings(tables, lost)
+    ]
+    return replace(findings(*tables), diverged=lost)
 
 
 def followed(run: Run) -> dict[str, pd.DataFrame]:
@@ -441,8 +441,9 @@ def _longest_run(right: np.ndarray) -> int:
     return int(last[np.argmax(last - first)])
 
 
-def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Results:
-    """Summary, pictures and sentences from the tables of COLUMNS."""
+def findings(*found: pd.DataFrame) -> Results:
+    """Summary, pictures and sentences from the tables of COLUMNS, in their order."""
+    tables = dict(zip(COLUMNS, found, strict=True))
     networks = in_order(with_verdicts(tables["networks"], tables["traces"]))
     values = networks.melt([*NETWORK], [*MEASURES, *OF_TRACE], "measure", "value")
     values["value"] = values["value"].astype(float)
@@ -460,7 +461,6 @@ def findings(tables: dict[str, pd.DataFrame], lost: Sequence[str] = ()) -> Resul
             "seeds": sorted({int(seed) for seed in networks["seed"]}),
             "published": PUBLISHED,
         },
-        diverged=tuple(lost),
     )
 
 
@@ -542,8 +542,3 @@ def _each(networks: pd.DataFrame) -> Iterator[str]:
             f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; "
             f"all dimensions that turn, {row['carried_by_turning']:.2f} k."
         )
-
-
-def kept_findings(*tables: pd.DataFrame) -> Results:
-    """The results of kept tables, in the order of COLUMNS."""
-    return findings(dict(zip(COLUMNS, tables, strict=True)))

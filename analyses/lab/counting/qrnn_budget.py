@@ -76,7 +76,7 @@ def run(request: Request) -> Results:
     lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
-    return findings(table, request.quick, (*lost, *unfinished(table, request.quick)))
+    return replace(findings(table, request.quick), diverged=(*lost, *unfinished(table, request.quick)))
 
 
 def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
@@ -87,7 +87,7 @@ def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
         yield f"{run}: stopped after {step} updates, left out"
 
 
-def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = ()) -> Results:
+def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
     done = values.groupby([*KEYS, "seed"])["step"].transform("max") >= training(quick, 0, RATES[0]).steps
     read = readings(values[done])
@@ -107,7 +107,6 @@ def findings(values: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = 
             "published_updates": f"at most {PUBLISHED_UPDATES} (100 epochs of 100,000 words; batches of 16 are ours)",
             "seeds": sorted({int(seed) for seed in values["seed"]}),
         },
-        diverged=lost,
     )
 
 

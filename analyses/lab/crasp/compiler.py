@@ -28,7 +28,7 @@ from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledPr
 from ln_probe.analyses.lab.crasp.depth_task import gate_program
 from ln_probe.analyses.lab.crasp.lowering import Construction
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, panels, summarize
+from ln_probe.analyses.lab.results import Results, heat_map, panels, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
@@ -365,19 +365,9 @@ def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
 def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
     """Share of right answers, operations against means; empty where a count has no place."""
     figure, (ax,) = panels(1, 10.5, 0.36 * len(operations) + 1.2)
-    values = operations[list(means)].to_numpy(float)
-    ax.imshow(values, vmin=0.5, vmax=1, cmap="viridis", aspect="auto")
-    for row, column in zip(*(values == values).nonzero(), strict=True):
-        value = values[row, column]
-        shown = "exact" if value == 1 else f"{min(value, 0.999):.1%}"
-        ax.text(column, row, shown, ha="center", va="center", fontsize=8, color="k" if value > 0.8 else "w")
-    ax.set(
-        xticks=range(len(means)),
-        xticklabels=means,
-        yticks=range(len(operations)),
-        yticklabels=operations["operation"],
-        title="Answers right on random words of 200 letters",
-    )
+    table = operations.set_index("operation")[list(means)]
+    heat_map(ax, table, lambda v: "exact" if v == 1 else f"{min(v, 0.999):.1%}", 0.8, 8, vmin=0.5, vmax=1)
+    ax.set_title("Answers right on random words of 200 letters")
     ax.tick_params(labelsize=8)
     return figure
 

@@ -18,7 +18,9 @@ by themselves is tested apart (`fresh_terms`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -44,10 +46,12 @@ from ln_probe.analyses.lab.results import (
     binomial_interval,
     differences,
     effects,
+    heat_map,
     interval,
     interval_text,
     paired_p,
     panels,
+    select,
     summarize,
 )
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
@@ -78,20 +82,13 @@ PUBLISHED = {
 PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyond theirs
 
 
-def findings(
-    table: pd.DataFrame,
-    failed: pd.DataFrame | None = None,
-    *,
-    training: Mapping[str, Any] | None = None,
-    lost: tuple[str, ...] = (),
-) -> Results:
+def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
     """Tables, figures and sentences from the exact match of every run.
 
     Args:
         table: KEYS, `seed`, `measure`, `value` (and `step`).
-        failed: KEYS and `seed` of runs that diverged.
-        training: the schedule, for the record.
-        lost: what became of runs that diverged.
+        quick: whether of the quick size.
+        failed: KEYS and `seed` of runs that diverged: they count as misses.
     """
     values = table.drop(columns="step", errors="ignore")
     hits, swept, hand_built = hit_rates(table, failed), sweep(table), compare_table()
@@ -121,12 +118,11 @@ def findings(
             "bins": BINS,
             "hit": HIT,
             "model": Cell(1, 3).spec().to_dict(),
-            "training": dict(training or {}),
+            "training": vars(training(quick, 0)),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
             "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512; one "
             "seed, the best of four configurations, blocks with a third norm",
         },
-        diverged=lost,
     )
 
 
@@ -275,9 +271,8 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     """
     later = values[values["seed"] >= CHOSEN_SEEDS]
     found = term_effects(later if len(later) else values)
-    tested = (found["depth"] == ALL_DEPTHS) & (found["outcome"] == REACH)
-    tested &= (found["side"] == BEYOND) & (found["norm_order"] != BOTH) & bool(len(later))
-    fresh = found[tested].reset_index(drop=True)
+    tested = select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
+    fresh = tested[: len(tested) * bool(len(later))].reset_index(drop=True)
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
 
 
@@ -309,7 +304,7 @@ def _separations(swept: pd.DataFrame) -> Iterator[str]:
 
 def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
     """What each term changes over all depths, in points of exact match."""
-    for row in terms[(terms["depth"] == ALL_DEPTHS) & (terms["outcome"] == REACH)].to_dict("records"):
+    for row in select(terms, depth=ALL_DEPTHS, outcome=REACH).to_dict("records"):
         order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
         start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
         if np.isnan(row["p"]):
@@ -335,7 +330,7 @@ def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
 def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
     """The boundary as a map; curves over length of the post-norm runs, where there are any."""
     found = {} if summary[summary["positions"] == "none"].empty else {"boundary": _heat_maps(summary)}
-    post = summary[(summary["norm_order"] == "post") & (summary["positions"] == "none")]
+    post = select(summary, norm_order="post", positions="none")
     if len(post):
         found["lengths"] = length_curves(post, "norm", 2)
     return found
@@ -343,34 +338,17 @@ def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
 
 def _heat_maps(summary: pd.DataFrame) -> Figure:
     """Exact match in the farthest bin, depth against k, a map per norm and order."""
-    far = summary[(summary["measure"] == measure(BINS[-1])) & (summary["positions"] == "none")]
-    orders = _in_order(far["norm_order"])
-    norms = _in_order(far["norm"])
+    far = select(summary, measure=measure(BINS[-1]), positions="none")
+    orders, norms = _in_order(far["norm_order"]), _in_order(far["norm"])
     figure = Figure(figsize=(2.7 * len(norms) + 0.6, 2.5 * len(orders) + 0.4), layout="constrained")
-    for (order, norm), ax in zip(
-        [(o, n) for o in orders for n in norms],
-        figure.subplots(len(orders), len(norms), squeeze=False).flat,
-        strict=True,
-    ):
-        part = far[(far["norm_order"] == order) & (far["norm"] == norm)].pivot(
-            index="depth", columns="k", values="mean"
-        )
+    axes = figure.subplots(len(orders), len(norms), squeeze=False).flat
+    for (order, norm), ax in zip(itertools.product(orders, norms), axes, strict=True):
+        part = select(far, norm_order=order, norm=norm).pivot(index="depth", columns="k", values="mean")
         if part.empty:
             ax.set_axis_off()
             continue
-        image = ax.imshow(part.to_numpy(float), vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        for row, depth in enumerate(part.index):
-            for column, k in enumerate(part.columns):
-                if pd.notna(value := part.loc[depth, k]):
-                    ax.text(column, row, f"{value:.0%}", ha="center", va="center", color="w" if value < 0.6 else "k")
-        ax.set(
-            title=f"{norm}, {order}-norm",
-            xticks=range(len(part.columns)),
-            xticklabels=[f"L{k}" for k in part.columns],
-            yticks=range(len(part.index)),
-            yticklabels=part.index,
-            ylabel="depth",
-        )
+        image = heat_map(ax, part.rename(columns="L{}".format), "{:.0%}".format, 0.6, vmin=0, vmax=1)
+        ax.set(title=f"{norm}, {order}-norm", ylabel="depth")
     figure.colorbar(image, ax=figure.axes, label=f"exact match, {BINS[-1][0]}-{BINS[-1][1]} letters", shrink=0.8)
     return figure
 
@@ -381,7 +359,7 @@ def length_curves(part: pd.DataFrame, by: str, columns: int, *, height: float = 
     figure, axes = panels(len(squares), 4.2, height, columns=columns, shared=True)
     lengths, order = [sum(b) / 2 for b in BINS], _in_order(part[by])
     for (depth, k), ax in zip(squares, axes, strict=True):
-        cell = part[(part["depth"] == depth) & (part["k"] == k)]
+        cell = select(part, depth=depth, k=k)
         for name in _in_order(cell[by]):
             line = cell[cell[by] == name].set_index("measure").reindex([measure(b) for b in BINS])
             color = f"C{order.index(name)}"
@@ -461,9 +439,4 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and report where the boundary lies under each norm."""
     words, name = 200 if request.quick else EVALUATION_WORDS, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
     table, failed, lost = exact_matches(grid(request.quick), request, training, words, name)
-    return findings(table, failed, training=vars(training(request.quick, 0)), lost=lost)
-
-
-def kept_findings(exact_match: pd.DataFrame) -> Results:
-    """The results of kept values, with the schedule that they were trained on."""
-    return findings(exact_match, training=vars(training(False, 0)))
+    return replace(findings(table, request.quick, failed), diverged=lost)

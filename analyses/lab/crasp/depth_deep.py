@@ -49,19 +49,16 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and report on which side of the boundary words are labelled correctly."""
     words, name = QUICK_WORDS if request.quick else EVALUATION_WORDS, "{positions}-L{k}-depth{depth}"
     table, failed, lost = depth.exact_matches(grid(request.quick), request, training, words, name)
-    return findings(table, request.quick, lost, failed)
+    return replace(findings(table, request.quick, failed), diverged=lost)
 
 
-def findings(
-    table: pd.DataFrame, quick: bool = False, lost: tuple[str, ...] = (), failed: pd.DataFrame | None = None
-) -> Results:
+def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
     """Tables, figures and sentences from the exact match of every run.
 
     Args:
         table: KEYS, `seed`, `measure`, `value` (and `step`).
         quick: whether of the quick size.
-        lost: what became of runs that diverged.
-        failed: their KEYS and seeds: they count as misses.
+        failed: KEYS and `seed` of runs that diverged: they count as misses.
     """
     values = table.drop(columns="step", errors="ignore")
     hits, contrasts = depth.hit_rates(table, failed), reach_contrasts(values)
@@ -81,7 +78,6 @@ def findings(
             "published": "exact match at 1.4 to 1.6 times the longest training word (351-400 letters); post-norm, "
             "d_model 256 or 512; one seed, the best of four configurations, blocks with a third norm",
         },
-        diverged=lost,
     )
 
 
