@@ -60,8 +60,3 @@ def test_a_run_from_end_to_end(prose: Path, tmp_path: Path, monkeypatch: pytest.
     assert any("with the dot product" in sentence for sentence in results.conclusions)
     assert any("a second layer gives" in sentence for sentence in results.conclusions)
     assert (out / "losses.png").exists()
-
-
-def test_text_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="approximation_text trains on text that you give"):
-        ran("approximation_text", tmp_path)
