@@ -105,7 +105,21 @@ def change(value: Tensor) -> Tensor:
     return value * 1.5 + 0.25
 
 
-def by_hand(model: Any, site: Site, formula: Formula, sigma: Tensor, point: str, mode: str, every: list[Site]) -> Trace:
+def logits(model: Any) -> Tensor:
+    result: Tensor = model(TOKENS)
+    return result
+
+
+def by_hand(
+    model: Any,
+    site: Site,
+    formula: Formula,
+    sigma: Tensor,
+    point: str,
+    mode: str,
+    every: list[Site],
+    run: Callable[[Any], Tensor] = logits,
+) -> Trace:
     """The run of the model whose norm is a plain function, with the user's function written into it.
 
     Where only some readers see the edit, the function is written into the intact norm, which the others read, and the
@@ -170,7 +184,7 @@ def by_hand(model: Any, site: Site, formula: Formula, sigma: Tensor, point: str,
     for module, forward in patched.items():
         module.__dict__["forward"] = forward
     try:
-        trace.logits = model(TOKENS)
+        trace.logits = run(model)
         if mode == "backward":
             trace.logits[0, -1, 5].backward()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import compose
@@ -103,3 +104,48 @@ def test_sigmas_that_were_recorded_can_be_held_where_queries_and_keys_are_normal
         intact = model(compose.TOKENS)
         with linearized(model, sigma=linearized.sigmas(model, compose.TOKENS)):
             assert compose.distance(model(compose.TOKENS), intact) < 1e-6
+
+
+def under_autocast(model: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return compose.logits(model).float()
+
+
+RUNS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "run_with_cache": lambda m: m.run_with_cache(compose.TOKENS)[0],
+    "names_filter": lambda m: m.run_with_cache(compose.TOKENS, names_filter="blocks.1.hook_resid_post")[1][
+        "blocks.1.hook_resid_post"
+    ],
+    "stop_at_layer": lambda m: m(compose.TOKENS, stop_at_layer=2),
+    "generate": lambda m: m.generate(
+        compose.TOKENS[:1], max_new_tokens=4, do_sample=False, stop_at_eos=False, use_past_kv_cache=True, verbose=False
+    ),
+    "autocast": under_autocast,
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("edit", ["scaling", "projection", "linearized"])
+@pytest.mark.parametrize("name", ["hooked", "lab", "gpt2", "neox", "llama"])
+def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
+    model = model_of(name)
+    if run == "autocast":
+        model = model.to(torch.float32)
+    every = find_sites(model)
+    site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
+    if site.kind != "layernorm" and edit == "projection":
+        pytest.skip("this norm does not project")
+    place, ones = f"{site.name}.hook_normalized", torch.ones(1)
+    with torch.no_grad():
+        expected = compose.by_hand(model, site, compose.EDITS[edit], ones, "hook_normalized", "edit", every, RUNS[run])
+        unedited = compose.by_hand(model, site, compose.EDITS[edit], ones, "hook_normalized", "read", every, RUNS[run])
+        with compose.edited(model, edit, site.name, {}):
+            model.add_hook(place, lambda value, hook: compose.change(value))
+            got = RUNS[run](model)
+            model.reset_hooks()
+            again = RUNS[run](model)
+    same = 5e-2 if run == "autocast" else compose.tolerance(name)
+    for mine, theirs in ((got, expected.logits), (again, unedited.logits)):
+        assert theirs is not None
+        assert compose.close(mine.double(), theirs.double(), same)
+    assert run == "generate" or compose.distance(expected.logits, unedited.logits) > 2 * same
