@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from architectures import HEADS, VOCAB, D, hugging_face
+from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor, nn
 
 import ln_probe
@@ -44,37 +44,15 @@ Case = Callable[[Any, Happened], Report]
 
 def models() -> dict[str, Callable[[], Any]]:
     """Small models of every class that this TransformerLens has, and a bundled one."""
-    made = {"TransformerBridge (gpt2)": lambda: _bridge("gpt2"), "TransformerBridge (llama)": lambda: _bridge("llama")}
+    made = {f"TransformerBridge ({a})": lambda a=a: bridge_of(hugging_face(a)) for a in ("gpt2", "llama")}  # type: ignore[misc]
     hooked = {"HookedTransformer": _hooked} if has_hooked_transformer() else {}
     return {**hooked, **made, "bundled": lambda: ln_probe.load_model("lm-layernorm", device="cpu")}
 
 
-def _bridge(architecture: str) -> Any:
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-
-    model = hugging_face(architecture)
-    return build_bridge_from_module(
-        model, type(model).__name__, hf_config=model.config, tokenizer=None, model_name="tiny"
-    )
-
-
 def _hooked() -> Any:
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = HookedTransformer(
-            HookedTransformerConfig(
-                n_layers=2, d_model=D, n_heads=HEADS, d_head=8, d_mlp=80, d_vocab=VOCAB, n_ctx=32, act_fn="gelu",
-                normalization_type="LN", default_prepend_bos=False, device="cpu",
-            )
-        )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if name.endswith(".w") else 0.3 * noise)
-    return model.eval()
+        return hooked_transformer().eval()
 
 
 def measured(model: Any, *more: Probe, **options: Any) -> Report:
@@ -156,9 +134,13 @@ def removing(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
+def a_weight(model: Any) -> nn.Parameter:
+    return next(p for p in model.blocks[0].parameters() if p.ndim > 1)
+
+
 def edit(model: Any, *, data: bool) -> None:
     """Change a weight of the first block by a little."""
-    weight = next(p for _, p in model.blocks[0].named_parameters() if p.ndim > 1)
+    weight = a_weight(model)
     row = (0,) * weight.ndim
     if data:
         weight.data[row] += 0.5
@@ -264,7 +246,7 @@ def _edited_before(*, data: bool) -> Case:
 
     def case(model: Any, _happened: Happened) -> Report:
         original = measured(model)
-        weight = next(p for _, p in model.blocks[0].named_parameters() if p.ndim > 1)
+        weight = a_weight(model)
         kept = weight.detach().clone()
         edit(model, data=data)
         changed = measured(model)
@@ -393,7 +375,7 @@ def _own_hooks(model: Any) -> None:
     model.run_with_hooks(TOKENS, fwd_hooks=[(POINT, halve)])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(TOKENS)
-    weight = next(p for _, p in model.blocks[0].named_parameters() if p.ndim > 1)
+    weight = a_weight(model)
     kept = weight.detach().clone()
     edit(model, data=False)
     with torch.no_grad():

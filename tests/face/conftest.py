@@ -137,6 +137,14 @@ class Page(HTMLParser):
         if not self.silent:
             self.text += data
 
+    def acts(self) -> list[str]:
+        """What could do something that ours does not."""
+        found = [name for _, a in self.tags for name in a if name.startswith("on")]
+        strange = ("img", "object", "embed", "base", "link", "form", "textarea", "plaintext")
+        found += [tag for tag, _ in self.tags if tag in strange]
+        links = [a.get("href") or "" for tag, a in self.tags if tag == "a"]
+        return found + [h for h in links if not h.startswith("https://arxiv.org/") and (":" in h or h.startswith("//"))]
+
 
 @pytest.fixture(scope="session")
 def hostile() -> list[str]:

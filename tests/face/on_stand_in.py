@@ -27,9 +27,7 @@ TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5
 
 
 def bridge(arch: str) -> torch.nn.Module:
-    made = fixtures.hugging_face(arch)
-    architectures.randomize(made)
-    bridged: torch.nn.Module = fixtures.bridge_of(made)
+    bridged: torch.nn.Module = architectures.bridge_of(architectures.hugging_face(arch))
     return bridged
 
 

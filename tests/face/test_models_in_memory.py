@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from architectures import cases
+from faulty import word_tokenizer
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
@@ -79,12 +80,7 @@ def test_it_is_measured_and_handed_back_unchanged(
 
 
 def test_texts_need_its_tokenizer(make_hugging_face: Callable[..., Any]) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {w: i for i, w in enumerate(["[UNK]", "the", "lamp", "was", "lit", "<s>"])}
-    built = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    built.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]", bos_token="<s>")
+    tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
     model = make_hugging_face("gpt2")
     how: dict[str, Any] = {"progress": False, "probes": ("selectability",), "keys": "all"}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)

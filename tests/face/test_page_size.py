@@ -25,42 +25,26 @@ def made_up(rng: np.random.Generator) -> Exhibits:
     """Attention without any structure that could be compressed, in the amount that a report keeps."""
     kept, prompts, _ = plan([TOKENS] * 4, range(LAYERS), HEADS, 4)
     assert len(kept) == LAYERS
-    hidden = np.triu(np.ones((TOKENS, TOKENS), bool), 1)
+    hidden, edges = np.triu(np.ones((TOKENS, TOKENS), bool), 1), bin_edges(TOKENS)
+    shape = (LAYERS, HEADS, TOKENS)
     shown = []
     for prompt, whole in prompts.items():
-        cells = np.zeros((LAYERS, HEADS, CELLS, CELLS), np.uint8)
-        frozen = np.zeros_like(cells)
-        full = {}
+        cells, full = [], {}
         for layer in range(LAYERS):
             scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
             pattern = np.exp(scores - scores.max(-1, keepdims=True))
             pattern /= pattern.sum(-1, keepdims=True)
-            cells[layer] = to_bytes(pooled(pattern, bin_edges(TOKENS)))
+            cells.append(to_bytes(pooled(pattern, edges)))
             full[layer, layer] = to_bytes(pattern[layer])
-            frozen[layer] = cells[layer][::-1]
-        shape = (LAYERS, HEADS, TOKENS)
         numbers = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
         verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
-        received = to_bytes(rng.lognormal(-6, 1, size=shape).clip(0, 1))
-        tokens = tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS))
-        shown.append(
-            PromptAttention(
-                prompt,
-                tokens,
-                tuple(range(LAYERS)),
-                tuple(range(HEADS)),
-                bin_edges(TOKENS),
-                cells,
-                verdicts[0],
-                numbers[0],
-                numbers[1],
-                verdicts[1],
-                numbers[2],
-                received,
-                full if whole else {},
-                cells_frozen=frozen,
-            )
-        )
+        one = PromptAttention(
+            prompt, tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS)), tuple(range(LAYERS)), tuple(range(HEADS)),
+            edges, np.array(cells), verdicts[0], numbers[0], numbers[1], verdicts[1], numbers[2],
+            to_bytes(rng.lognormal(-6, 1, size=shape).clip(0, 1)), full if whole else {},
+            cells_frozen=np.array(cells)[:, ::-1].copy(),
+        )  # fmt: skip
+        shown.append(one)
     return Exhibits(tuple(shown))
 
 

@@ -132,17 +132,6 @@ def test_reductions_are_stated(long_report: Report) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile text
 
 
-def acts(page: Any) -> list[Any]:
-    """What of a parsed page could do something that ours does not."""
-    found = [n for _, a in page.tags for n in a if n.startswith("on")]
-    found += [
-        t for t, _ in page.tags if t in ("img", "object", "embed", "base", "link", "form", "textarea", "plaintext")
-    ]
-    links = [a.get("href") or "" for t, a in page.tags if t == "a"]
-    found += [h for h in links if not h.startswith("https://arxiv.org/") and (":" in h or h.startswith("//"))]
-    return found
-
-
 UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"
 
 
@@ -158,7 +147,7 @@ def test_hostile_text_is_text_in_tables_and_pictures(
         said += page.text
         assert {t for t, _ in page.tags} <= clean
         assert sum(t == "iframe" for t, _ in page.tags) == 1
-        assert not acts(page)
+        assert not page.acts()
         assert not [c for c in UNSEEN if c in html]
     for text in hostile:
         assert shortened(visible(text)) in said, text
@@ -171,7 +160,7 @@ def test_hostile_text_is_text_in_every_single_place(
     for text, one in zip(hostile, single, strict=True):
         for html in (page_of(one), one._repr_html_()):
             page = parsed(html)
-            assert not acts(page)
+            assert not page.acts()
             assert not [c for c in UNSEEN if c in html]
             assert shortened(disarmed(text), 200).strip() in page.text
 
@@ -183,7 +172,7 @@ def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], host
     comparison = ln_probe.compare(dirty, hostile[: len(dirty)])
     for html in (index_page(entries), comparison._repr_html_(), *(r._repr_html_() for r in dirty)):
         page = parsed(html)
-        assert not acts(page)
+        assert not page.acts()
         assert sum(t == "script" for t, _ in page.tags) <= 2
         assert not [c for c in UNSEEN if c in html]
     said = parsed(index_page(entries)).text
