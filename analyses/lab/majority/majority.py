@@ -99,12 +99,11 @@ def findings(
     """
     if table.empty:
         raise ValueError("no run has been evaluated yet: leave out --collect to train")
-    table = table[table["measure"].isin(MEASURES)].reset_index(drop=True)
+    table = select(table, measure=[*MEASURES]).reset_index(drop=True)
     steps = [s for s in STEPS_SHOWN if s in set(table["step"])]
-    times = _times(table)
-    shown = pd.concat([start, table[table["step"].isin(steps)], _all_reached(times)], ignore_index=True)
-    summary = summarized(shown, PUBLISHED)
-    contrasts = _contrasts(table[table["step"].isin(steps)])
+    at_steps, times = select(table, step=steps), _times(table)
+    summary = summarized(pd.concat([start, at_steps, _all_reached(times)], ignore_index=True), PUBLISHED)
+    contrasts = _contrasts(at_steps)
     return Results(
         summary=summary,
         tables={"contrasts": contrasts, "curves": table, "steps_to": times},
@@ -146,10 +145,8 @@ def _times(table: pd.DataFrame) -> pd.DataFrame:
     has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
     """
     rows = []
-    for (norm, radius, seed), run in select(table, measure="train_loss").groupby(
-        ["norm", "radius", "seed"], sort=False
-    ):
-        run = run.sort_values("step")
+    losses = select(table, measure=TESTED).sort_values("step", kind="stable")
+    for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
         for level in LEVELS:
             steps = _first_below(run["step"], run["value"], level)
             reached = not math.isnan(steps)
