@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -14,8 +15,9 @@ import ln_probe
 import ln_probe.analyses.geometry
 from ln_probe.analyses.geometry import checker as checker_module
 from ln_probe.analyses.geometry import inputs
+from ln_probe.analyses.geometry.checker import CertificateError, Checker
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates
-from ln_probe.analyses.geometry.decide import decide
+from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, UNSELECTABLE, decide
 from ln_probe.analyses.geometry.inputs import (
     _LARGEST,
     LEFT_OUT,
@@ -25,7 +27,8 @@ from ln_probe.analyses.geometry.inputs import (
     score_space,
     seen_from,
 )
-from ln_probe.analyses.geometry.prove import conditioning
+from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_verdicts
+from ln_probe.analyses.geometry.witnesses import certify
 from ln_probe.analyses.probes import unembedding
 
 
@@ -182,3 +185,38 @@ def test_radii_to_the_end_of_what_can_be_used() -> None:
     for radius in (0.99 / _LARGEST, 1.01 * _LARGEST):
         with pytest.raises(ValueError, match="scores would leave the range of float64"):
             ln_probe.key_geometry(SQUARE, query_set=radius)
+
+
+def proved_of(keys: np.ndarray) -> tuple[Checker, Proved]:
+    checker, sets = Checker(keys, None, None, TAU), coordinates(keys)
+    return checker, prove_verdicts(checker, sets, decide(sets))
+
+
+@pytest.mark.parametrize("times", [0.5, 100.0])
+def test_weights_may_miss_their_key_by_the_tolerance_and_no_more(times: float) -> None:
+    _, proved = proved_of(SQUARE)
+    assert proved.verdicts.code.tolist() == [SELECTABLE] * 4 + [UNSELECTABLE]
+    moved = SQUARE.copy()
+    moved[4, 2] = times * TAU * np.sqrt((SQUARE**2).sum() / len(SQUARE))
+    checker, one = Checker(moved, None, None, TAU), np.arange(5)
+    if times < 1.0:
+        certify(checker, proved, None, None, None, one)
+    else:
+        with pytest.raises(CertificateError, match="key 4: its convex weights miss it by"):
+            certify(checker, proved, None, None, None, one)
+
+
+def test_how_clear_a_verdict_is_has_its_sign() -> None:
+    _, proved = proved_of(SQUARE)
+    assert (proved.clear[:4] > TAU).all()
+    assert -TAU < proved.clear[4] < 0.0
+
+
+def test_the_undecided_are_solved_for_where_proofs_are_made() -> None:
+    sets, checker = coordinates(SQUARE), Checker(SQUARE, None, None, TAU)
+    known = decide(sets)
+    code, gap, query = known.code.copy(), known.gap.copy(), known.query.copy()
+    code[0], gap[0], query[0] = UNDECIDED, -np.inf, np.nan
+    left_open = replace(known, code=code, gap=gap, query=query)
+    assert prove_verdicts(checker, sets, left_open).verdicts.code[0] == SELECTABLE
+    assert prove_verdicts(checker, sets, left_open, seek=False).verdicts.code[0] == UNDECIDED
