@@ -14,10 +14,16 @@ import pytest
 import ln_probe
 import ln_probe.analyses.geometry
 from ln_probe.analyses.geometry import checker as checker_module
-from ln_probe.analyses.geometry import inputs
-from ln_probe.analyses.geometry.checker import CertificateError, Checker
-from ln_probe.analyses.geometry.coordinates import TAU, coordinates
-from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, UNSELECTABLE, decide
+from ln_probe.analyses.geometry import inputs, large, margins
+from ln_probe.analyses.geometry.checker import CertificateError, Checker, Rows
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates, span
+from ln_probe.analyses.geometry.decide import (
+    SELECTABLE,
+    UNDECIDED,
+    UNSELECTABLE,
+    Pool,
+    decide,
+)
 from ln_probe.analyses.geometry.inputs import (
     _LARGEST,
     LEFT_OUT,
@@ -27,7 +33,9 @@ from ln_probe.analyses.geometry.inputs import (
     score_space,
     seen_from,
 )
-from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_verdicts
+from ln_probe.analyses.geometry.margins import Measured, again, too_wide
+from ln_probe.analyses.geometry.positions import first_unselectable
+from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_positions, prove_verdicts
 from ln_probe.analyses.geometry.witnesses import certify
 from ln_probe.analyses.probes import unembedding
 
@@ -220,3 +228,127 @@ def test_the_undecided_are_solved_for_where_proofs_are_made() -> None:
     left_open = replace(known, code=code, gap=gap, query=query)
     assert prove_verdicts(checker, sets, left_open).verdicts.code[0] == SELECTABLE
     assert prove_verdicts(checker, sets, left_open, seek=False).verdicts.code[0] == UNDECIDED
+
+
+def test_where_all_can_be_selected_no_position_is_left_open() -> None:
+    keys = SQUARE[:4]
+    sets, checker = coordinates(keys), Checker(keys, None, None, TAU)
+    verdicts = decide(sets)
+    first, left = prove_positions(checker, verdicts, first_unselectable(sets, verdicts))
+    assert (first.at.tolist(), left) == ([-1] * 4, 0)
+
+
+def test_a_flat_cloud_spans_only_where_it_extends() -> None:
+    rng = np.random.default_rng(3)
+    for number in (10, 3):
+        rows = rng.standard_normal((number, 4))
+        rows[:, 2:] = 0.0
+        basis = span(rows - rows.mean(axis=0))
+        assert basis.shape == (4, 2)
+        np.testing.assert_allclose(basis.T @ basis, np.eye(2), atol=1e-12)
+        np.testing.assert_allclose(basis[2:], 0.0, atol=1e-12)
+
+
+def test_screening_doubts_what_single_precision_loses() -> None:
+    rng = np.random.default_rng(3)
+    rows = 1e4 * rng.standard_normal((60, 8))
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    scores = unit @ rows.T
+    own = np.diag(scores)
+    true = -np.logaddexp.reduce(scores - own[:, None], axis=1)
+    found = large.pointed(rows, None)
+    wrong = np.abs(found.log_weight - true)
+    assert (wrong <= found.doubt).all()
+    assert (found.doubt >= 8 * 2.0**-24 * np.abs(scores).max()).all()  # the bound on a product of 8 terms, at the least
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_pool_proposes_what_holds(biased: bool) -> None:
+    rng = np.random.default_rng(3)
+    keys, bias = rng.standard_normal((40, 2)), 0.3 * rng.standard_normal(40) if biased else None
+    sets = coordinates(keys, bias)
+    code = decide(sets).code[sets.leaders]
+    pool = Pool(sets)
+    pool.solve(np.empty(0, np.int64))
+    assert (pool.inside == (code == UNSELECTABLE)).all()
+    assert np.isfinite(pool.query[code == SELECTABLE]).all()
+    checker = Checker(keys, bias, None, TAU)
+    assert pool.inside.sum() > 10
+    for place, (index, weight) in pool.rows.items():
+        used, one = sets.leaders[index], np.array([sets.leaders[place]])
+        miss = checker.reproduces(one, Rows(np.array([0, len(used)]), used, weight / weight.sum()))
+        assert miss.upper[0] <= TAU
+    for place in np.flatnonzero(~pool.inside):
+        height = sets.white @ pool.query[place]
+        assert height[place] > np.delete(height, place).max()
+
+
+def test_which_brackets_are_too_wide() -> None:
+    lower, upper = np.array([1.0, 1.0, -1.0, 0.0, 0.0, np.nan]), np.array([1.005, 1.02, -1.005, 1e-7, 1.5e-5, 1.0])
+    inside = np.zeros(6, bool)
+    assert too_wide(lower, np.maximum(lower, upper), 0.01, 1.0, inside).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert too_wide(lower, upper, 0.01, 0.0201 / (0.02 * TAU), inside).tolist()[:2] == [False, False]
+    inside[3:5] = True
+    assert too_wide(lower, upper, 0.01, 1.0, inside).tolist()[3:] == [False, 1.01 * TAU < 1.5e-5, True]
+
+
+def test_a_level_query_gives_all_keys_the_same_score(rng: np.random.Generator) -> None:
+    centred = rng.standard_normal((8, 3))
+    centred -= centred.mean(axis=0)
+    u = np.array([0.3, -0.2, 0.4])
+    found = margins._level(centred, 4.0 + centred @ u, 1.0)
+    assert found is not None
+    np.testing.assert_allclose(found, -u, atol=1e-12)
+    assert margins._level(centred, centred @ (3 * u), 1.0) is None  # beyond the ball
+    assert margins._level(centred, centred @ u + 1e-6 * rng.standard_normal(8), 1.0) is None
+    plain = margins._level(centred, None, 1.0)
+    assert plain is not None
+    assert not plain.any()
+
+
+@pytest.mark.parametrize("kind", ["plain", "offset", "upwards"])
+def test_the_last_resort_brackets_a_margin_by_itself(kind: str, rng: np.random.Generator) -> None:
+    rows = rng.standard_normal((12, 3))
+    rows -= rows.mean(axis=0)
+    offset = 0.3 * rng.standard_normal(12) if kind == "offset" else None
+    space = Measured(rows, offset, kind == "upwards", np.arange(12), np.full(12, -1), 1.0, None)
+    for i in range(6):
+        u, index, weight = again(space, i, 0.01, -np.inf, np.inf, np.zeros(3), 1e9)
+        if kind == "upwards":
+            u[-1] = max(u[-1], 0.0)
+        assert np.linalg.norm(u) <= 1 + 1e-9
+        height = rows @ u + (0.0 if offset is None else offset)
+        lower = height[i] - np.delete(height, i).max()
+        assert weight.sum() == pytest.approx(1.0)
+        assert i not in index
+        mean = weight @ rows[index] - rows[i]
+        if kind == "upwards":
+            mean[-1] = min(mean[-1], 0.0)
+        upper = np.linalg.norm(mean) + (0.0 if offset is None else offset[i] - weight @ offset[index])
+        lower = lower if offset is not None else max(lower, 0.0)
+        assert lower <= upper + 1e-9
+        if kind != "upwards":  # there it may look down as well, and only the weights are of use
+            assert upper - lower <= 0.02 * max(abs(lower), abs(upper)) + 1e-3
+
+
+def test_a_large_set_may_be_small(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((12, 2))
+    checker = large.LargeChecker(keys, None, None)
+    code = large.decide_large(checker, np.full(12, -np.inf), np.arange(12), 12)
+    np.testing.assert_array_equal(code, decide(coordinates(keys)).code)
+    some = large._first_rivals(checker, np.array([3]), np.array([[1.0, 0.0]]))
+    np.testing.assert_array_equal(some, np.arange(12))
+
+
+def test_lengths_are_lengths(rng: np.random.Generator) -> None:
+    for values in (rng.standard_normal((4, 3)), 0.01 * rng.standard_normal(7), 1e200 * rng.standard_normal(5)):
+        scale = np.abs(values).max()
+        assert inputs._length(values) == pytest.approx(scale * np.linalg.norm(values / scale))
+    assert inputs._length(np.zeros(3)) == 0.0
