@@ -11,6 +11,7 @@ import csv
 import os
 import sys
 from collections import Counter
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,13 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from compose import every_outcome, hooked, lab, subjects, tolerance
 
 ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
-OURS = {"hooked": hooked, "lab": lab}
+OURS = {"hooked": hooked, "lab": lab, "lab-hooked": partial(lab, "hooked")}
 COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architectures", nargs="*", help='of tests/architectures.py, "hooked" or "lab"; none: all')
+    parser.add_argument(
+        "architectures", nargs="*", help='of tests/architectures.py, "hooked", "lab" or "lab-hooked"; none: all'
+    )
     parser.add_argument("--out", type=Path, help="write the table to this file, after each model")
     asked = parser.parse_args()
     lost = False
@@ -41,7 +44,7 @@ def main() -> int:
             counts.setdefault(case[0], Counter())[kind] += 1
             if kind != "equal":
                 which.setdefault(case[0], []).append(f"{' '.join(case[1:])}: {outcome}")
-        of = version("transformer-lens"), type(model).__name__, "gpt2" if name == "hooked" else name
+        of = version("transformer-lens"), type(model).__name__, {"hooked": "gpt2", "lab-hooked": "lab"}.get(name, name)
         rows = []
         for edit, count in counts.items():
             numbers = [str(count[kind]) for kind in ("equal", "refused", "lost")]

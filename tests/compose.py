@@ -21,7 +21,7 @@ from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.norm import Site
-from ln_probe.loading.convert import Processing, has_hooked_transformer
+from ln_probe.loading.convert import Processing, World, has_hooked_transformer
 from ln_probe.loading.lab_models import into_transformer_lens
 from ln_probe.loading.provenance import source_of
 
@@ -32,7 +32,7 @@ CONSTANT = 2.0
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
 # Logits, what hooks see and gradients agree to this, relative to the largest, in models that compute in float64
 # throughout; the others' rotary tables, norms or attention are in float32 for any format of the model.
-IN_FLOAT64 = ("hooked", "lab", "gpt2", "opt", "neo", "bloom", "bert")
+IN_FLOAT64 = ("hooked", "lab", "lab-hooked", "gpt2", "opt", "neo", "bloom", "bert")
 SAME, SAME_IN_FLOAT32 = 1e-10, 1e-5
 
 
@@ -142,7 +142,7 @@ def by_hand(
             here = at if mine else lambda _name, value: value
             x = here("hook_in", x)
             if mine and formula.readers:
-                read[:] = [computed(one, formula, x, lambda _name, value: value)]
+                read.append(computed(one, formula, x, lambda _name, value: value))
                 return computed(one, Formula(), x, here)
             return computed(one, formula if mine else Formula(held=formula.held), x, here)
 
@@ -169,9 +169,12 @@ def by_hand(
             own = given if given.ndim == 4 else given.unflatten(-1, (-1, weights.shape[-1]))
             heads = own.shape[2]  # of keys and values fewer than of queries, where these share them
             step = len(weights) // heads
-            other = torch.einsum("bpd,hde->bphe", read[0], weights[::step]) + (0 if bias is None else bias[::step])
-            edited_heads = range(int(model.cfg.n_heads)) if formula.readers == "keys" else some_heads(model)
-            some = {head * heads // int(model.cfg.n_heads) for head in edited_heads}
+            # HookedTransformer calls a norm for queries, keys and values in turn, all on the same input.
+            edited = read[len(read) // 2] if formula.readers == "keys" else read[-1]
+            other = torch.einsum("bpd,hde->bphe", edited, weights[::step]) + (0 if bias is None else bias[::step])
+            if formula.readers == "keys":
+                return other.reshape(given.shape)
+            some = {head * heads // int(model.cfg.n_heads) for head in some_heads(model)}
             return torch.where(torch.tensor([h in some for h in range(heads)])[:, None], other, own).reshape(
                 given.shape
             )
@@ -272,8 +275,13 @@ def hooked() -> Any:
     return hooked_transformer(dtype=torch.float64) if has_hooked_transformer() else None
 
 
-def lab() -> Any:
-    """A small lab model whose norms before attention only scale, as `load_model` would give it, in float64."""
+def lab(world: World = "bridge") -> Any:
+    """A small lab model whose norms before attention only scale, as `load_model` gives it, in float64.
+
+    None where TransformerLens has no such class.
+    """
+    if world == "hooked" and not has_hooked_transformer():
+        return None
     torch.manual_seed(0)
     shape = LabConfig(n_layers=2, d_model=32, n_heads=4, d_vocab=VOCAB, n_ctx=32, norm="scaling_only", tied=False)
     model = shape.build().double()
@@ -282,7 +290,7 @@ def lab() -> Any:
         for name, parameter in model.named_parameters():
             noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + noise if name.endswith(".w") else noise)
-    return into_transformer_lens(model, replace(source_of(model), dtype="float64"), None, Processing())
+    return into_transformer_lens(model, replace(source_of(model), dtype="float64"), world, Processing())
 
 
 def cases(site: Site) -> Iterator[tuple[str, str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import compose
@@ -16,6 +17,7 @@ from ln_probe.hooks import find_sites, linearized, without
 FAST = {
     "hooked": ("scaling", "linearized"),
     "lab": ("scaling, heads",),
+    "lab-hooked": ("scaling, keys",),
     "gpt2": ("projection, heads", "scaling, keys"),
     "neox": ("projection in linearized",),
     "llama": ("scaling, heads",),  # two heads to a key
@@ -24,7 +26,7 @@ ALL = ("opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
 
 
 def model_of(name: str) -> Any:
-    ours = {"hooked": compose.hooked, "lab": compose.lab}
+    ours = {"hooked": compose.hooked, "lab": compose.lab, "lab-hooked": partial(compose.lab, "hooked")}
     model = ours[name]() if name in ours else dict(compose.subjects(name))["bridge"]
     if model is None:
         pytest.skip("this TransformerLens has no HookedTransformer")
@@ -126,7 +128,7 @@ RUNS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("edit", ["scaling", "projection", "linearized"])
-@pytest.mark.parametrize("name", ["hooked", "lab", "gpt2", "neox", "llama"])
+@pytest.mark.parametrize("name", ["hooked", "lab-hooked", "lab", "gpt2", "neox", "llama"])
 def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
     model = model_of(name)
     if run == "autocast":
