@@ -71,7 +71,7 @@ from ln_probe.hooks.scales import (
     divisors_of,
     mean_sigmas,
 )
-from ln_probe.hooks.sites import ModelFacts, class_of, facts_of
+from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     RENAMED,
@@ -189,7 +189,7 @@ def without(
     variant = VARIANT_WITHOUT[what]
     label = f"without {what!r}"
     with exclusive(hooked), suspended(hooked), quiet(hooked):
-        facts = facts_of(hooked)
+        facts = facts_of_checked(hooked)
         norms = facts.norms()
         by_site = None if heads is None else _of_heads(hooked, norms, heads, sites, only)
         chosen = choose(norms, sites if by_site is None else list(by_site))

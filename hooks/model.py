@@ -53,7 +53,9 @@ def check_model(model: object) -> HookedModel:
     if is_hugging_face(model):
         check_weights(cast(nn.Module, model))
         model = wrapped(model)
-    if not (isinstance(model, nn.Module) and hasattr(model, "hook_dict") and hasattr(model, "cfg")):
+    # (A bridge gathers its `hook_dict` anew each time: it is asked for the attribute, not for its value.)
+    hookable = hasattr(type(model), "hook_dict") or "hook_dict" in getattr(model, "__dict__", ())
+    if not (isinstance(model, nn.Module) and hookable and hasattr(model, "cfg")):
         raise TypeError(
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge or "
             "a lab model, or a Hugging Face model in memory (ln_probe.load_model loads a name or folder)"
@@ -71,10 +73,11 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
-    for path, module in model.named_modules():
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        if _QUANTIZED.search(kind):
-            raise ValueError(_quantized(f"{plain_path(path)} is a {kind}"))
+    for kind in {type(module) for module in model.modules()}:
+        name = f"{kind.__module__}.{kind.__name__}"
+        if _QUANTIZED.search(name):
+            path = next(path for path, module in model.named_modules() if type(module) is kind)
+            raise ValueError(_quantized(f"{plain_path(path)} is a {name}"))
     first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:

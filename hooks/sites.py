@@ -445,19 +445,25 @@ def facts_of(model: object, *, checksums: bool = True) -> ModelFacts:
     Raises:
         TypeError, SiteError: as `find_sites`, but for formulas that are not known.
     """
-    hooked = check_model(model)
+    return facts_of_checked(check_model(model), checksums=checksums)
+
+
+def facts_of_checked(hooked: HookedModel, *, checksums: bool = True) -> ModelFacts:
+    """`facts_of` a model that `check_model` has returned."""
     module, attributes = cast(nn.Module, hooked), vars(hooked)
     with exclusive(hooked):
         _refuse_edited(hooked)
         kept: _Kept | None = attributes.get(_KEPT)
-        if kept is not None and kept.layout == _layout(module):
-            if not checksums and kept.versions == _versions(module):
+        weights = _weights(module)
+        if kept is not None and kept.layout == _layout(module, weights):
+            if not checksums and kept.versions == _versions(weights):
                 return kept.facts
-            if kept.sums == _sums_of_large(module):
-                attributes[_KEPT] = replace(kept, versions=_versions(module))
+            if kept.sums == _sums_of_large(weights):
+                attributes[_KEPT] = replace(kept, versions=_versions(weights))
                 return kept.facts
         facts = _survey(hooked)  # (a bridge puts torch hooks on itself in its first pass)
-        attributes[_KEPT] = _Kept(_layout(module), _versions(module), _sums_of_large(module), facts)
+        weights = _weights(module)
+        attributes[_KEPT] = _Kept(_layout(module, weights), _versions(weights), _sums_of_large(weights), facts)
         return facts
 
 
@@ -465,11 +471,11 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _layout(model: nn.Module) -> tuple[object, ...]:
+def _layout(model: nn.Module, weights: list[Tensor]) -> tuple[object, ...]:
     """What shows that a model's modules, configuration, hooks, small weights or places of weights have changed."""
-    weights = [(t.data_ptr(), t.dtype, t.shape) for t in _weights(model)]
+    places = [(t.data_ptr(), t.dtype, t.shape) for t in weights]
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in _weights(model):
+    for tensor in weights:
         if tensor.numel() <= _TOGETHER:
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
     sums = [int(checksum(torch.cat(some))) for some in alike.values()]
@@ -478,15 +484,15 @@ def _layout(model: nn.Module) -> tuple[object, ...]:
         for m in model.modules()
     ]
     settings = {k: v for k, v in vars(cast(Any, model).cfg).items() if isinstance(v, bool | int | float | str)}
-    return sums, weights, modules, settings
+    return sums, places, modules, settings
 
 
-def _versions(model: nn.Module) -> list[int]:
-    return [version_of(tensor) for tensor in _weights(model)]
+def _versions(weights: list[Tensor]) -> list[int]:
+    return [version_of(tensor) for tensor in weights]
 
 
-def _sums_of_large(model: nn.Module) -> list[int]:
-    return [int(checksum(tensor)) for tensor in _weights(model) if tensor.numel() > _TOGETHER]
+def _sums_of_large(weights: list[Tensor]) -> list[int]:
+    return [int(checksum(tensor)) for tensor in weights if tensor.numel() > _TOGETHER]
 
 
 def _refuse_edited(model: HookedModel) -> None:
