@@ -92,6 +92,18 @@ def test_hovering_over_a_cell_shows_what_circuitsvis_shows(long_report: Report, 
 
 
 @pytest.mark.slow
+def test_many_choices_leave_one_chart(long_report: Report, visit: Any, page_of: Any) -> None:
+    opened = visit(page_of(long_report))
+    frame = opened.attention()
+    for _ in range(5):
+        for head in (1, 0):
+            frame.locator("#heads button").nth(head).click()
+    opened.page.wait_for_timeout(300)
+    assert frame.locator("#pattern canvas").count() == 1
+    opened.quiet()
+
+
+@pytest.mark.slow
 def test_tables_sort_filter_and_download(report: Report, visit: Any, page_of: Any) -> None:
     opened = visit(page_of(report))
     section = opened.page.locator("#table-keys")
