@@ -169,7 +169,8 @@ def foreign_hooks(model: HookedModel | nn.Module) -> list[Foreign]:
     found = []
     for path, module in cast(nn.Module, model).named_modules():
         point = _name(path, module)
-        if _in(type(module).__module__, _WRAPPERS):
+        # (The model itself may be of such a class: SAELens's HookedSAETransformer without an SAE is the plain model.)
+        if path and _in(type(module).__module__, _WRAPPERS):
             found.append(Foreign(point, "module", f"{type(module).__module__}.{type(module).__name__}", module, ""))
         users = user_hooks(module)
         for store, kind in KINDS.items():

@@ -254,7 +254,7 @@ class Seal:
         if fixed and self.policy != KEEP:
             raise SealError(
                 f"{_some(fixed)} in the model: what they change cannot be seen, because they cannot be taken out for a "
-                "pass. Measure the model without them (of PEFT: merge_and_unload()), or with them: "
+                "pass. Measure the model without them (PEFT: merge_and_unload(); SAELens: reset_saes()), or with them: "
                 'analyze(…, hooks="keep")'
             )
 

@@ -229,6 +229,17 @@ def test_a_wrapped_module_is_refused_or_kept(bridge: Any) -> None:
     assert report.provenance["hooks"]["changing"] is True
 
 
+def test_a_model_of_saelens_is_the_plain_model_until_it_has_an_sae(bridge: Any) -> None:
+    """Its HookedSAETransformer is the model under another class; an SAE takes the place of a hook point."""
+    module = "sae_lens.analysis.hooked_sae_transformer"
+    reference = measured(bridge)
+    bridge.__class__ = type("HookedSAETransformer", (type(bridge),), {"__module__": module})
+    assert same_tables(measured(bridge), reference)
+    bridge.blocks[0].add_module("sae", type("_SAEWrapper", (nn.Identity,), {"__module__": module})())
+    with pytest.raises(SealError, match=r"blocks\.0\.sae \(module .*_SAEWrapper\)\) in the model: .* reset_saes\(\)"):
+        measured(bridge)
+
+
 @pytest.mark.slow
 def test_a_hugging_face_model_in_memory(hf_model: Callable[[str], Any]) -> None:
     model = hf_model("gpt2")
