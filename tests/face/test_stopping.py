@@ -274,7 +274,8 @@ def torment(
         if code == 0:  # it was over before the signal came
             process = started(*line, "--out", out, **more)
             break
-        assert code in (ENDS[number], -number), said
+        # (Ctrl-C before Python has read its own modules: the interpreter ends with 1, and nothing of ours has run.)
+        assert code in (ENDS[number], -number) or said.startswith("Fatal Python error: init_import_site"), said
         killed.append(f"{number.name} with {len(workers)} workers, {there}")
         end = time.monotonic() + 20
         while any(map(alive, workers)):
@@ -306,7 +307,7 @@ def test_kill_after_kill(line: list[object], lab_suite: list[Path], tmp_path: Pa
     expected = tables(tmp_path / "whole")
     assert len([name for name in expected if name.endswith(".parquet")]) == 5 * len(BUILT_IN)
     generator = random.Random(0)
-    moments = iter(lambda: generator.uniform(0, took / 3), None)
+    moments = iter(lambda: generator.uniform(0, took / 2), None)
     numbers = itertools.cycle(ENDS)  # over all runs: few get to a third signal
     killed: list[str] = []
     for number in range(40):
