@@ -167,6 +167,9 @@ def _hugging_face(model: HookedModel) -> Any:
         )
     made = type(original)(copy.deepcopy(original.config))
     wrapped = {k.replace("_original_component.", ""): v for k, v in original.state_dict().items()}
+    bias = wrapped.get("lm_head.bias")
+    if bias is not None and "lm_head.bias" not in made.state_dict() and bool(bias.any()):
+        raise InterventionError(f"the model has no standard form: a {type(made).__name__} has no unembedding bias")
     _load(made, {k: wrapped[k] for k in made.state_dict() if k in wrapped})
     return made
 

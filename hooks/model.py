@@ -73,7 +73,7 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
-    for kind in {type(module) for module in model.modules()}:
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
         name = f"{kind.__module__}.{kind.__name__}"
         if _QUANTIZED.search(name):
             path = next(path for path, module in model.named_modules() if type(module) is kind)

@@ -90,7 +90,9 @@ def _seen(tensor: Tensor, hook: HookPoint) -> Tensor:
 
 
 def _points(model: HookedRootModule, besides: Iterable[str]) -> Iterator[str]:
-    return (name for name in model.hook_dict if not name.endswith((*INSIDE_ATTENTION, *besides)))
+    """Where activations are rounded; what a norm is given and gives is rounded as the stream and as what it divided."""
+    others = (*INSIDE_ATTENTION, ".hook_in", ".hook_out", *besides)
+    return (name for name in model.hook_dict if not name.endswith(others))
 
 
 def _check(model: HookedRootModule, precision: Precision) -> None:

@@ -48,7 +48,7 @@ def tokens(folder: Path, words: list[Any]) -> torch.Tensor:
 def said(model: torch.nn.Module, program: Program, given: torch.Tensor) -> np.ndarray:
     with torch.no_grad():
         logits = model(given)[:, 1:]
-    if program.output.expression.kind == "Boolean":
+    if program.output.kind == "Boolean":
         return (logits[..., 1] > logits[..., 0]).numpy()
     return (logits[..., 1] / logits[..., 0]).nan_to_num(0.0).round().long().numpy()
 
@@ -58,7 +58,7 @@ def said(model: torch.nn.Module, program: Program, given: torch.Tensor) -> np.nd
 def test_what_is_loaded_does_what_the_program_does(name: str, construction: Any, tmp_path: Path) -> None:
     """By the command line and `load_model`, on random words of 200 letters, all right."""
     program = parse(PROGRAMS[name])
-    if construction == "rounding" and program.output.expression.kind == "count":
+    if construction == "rounding" and program.output.kind == "count":
         pytest.skip("fixed precision has no room for counts")
     folder = compiled_to(tmp_path, PROGRAMS[name], "--construction", construction)
     model = ln_probe.load_model(folder, device="cpu")

@@ -68,5 +68,5 @@ def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(applied.save(tmp_path / "free")).eval()
     with torch.no_grad(), without(model, "scaling", sites="all", scale="uniform", tokens=TOKENS):
         assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
-    with pytest.raises(InterventionError, match="the model has no standard form: GPT-2 has no unembedding bias"):
+    with pytest.raises(InterventionError, match="the model has no standard form: a GPT2LMHeadModel has no unembedding"):
         apply(ln_probe.load_model("lm-layernorm"), "scaling", scale=2.0)
