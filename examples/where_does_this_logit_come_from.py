@@ -110,9 +110,10 @@ def patched(name: str, head: int) -> float:
 def estimated() -> dict[tuple[str, int], float]:
     kept: dict[str, torch.Tensor] = {}
 
-    def keep(z: torch.Tensor, hook: object) -> None:
+    def keep(z: torch.Tensor, hook: object) -> torch.Tensor:
         z.retain_grad()
         kept[hook.name] = z
+        return z  # a bridge shows hooks its own view of z: what is returned is what the model goes on with
 
     with model.hooks(fwd_hooks=[(n, keep) for n in names]):
         asked(corrupt).backward()
