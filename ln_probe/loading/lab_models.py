@@ -1,7 +1,7 @@
 """A lab model as HookedTransformer or TransformerBridge: a GPT-2 whose norms are the lab's own.
 
-A LayerNorm is TransformerLens's own component. Any other norm of the lab takes that component's place; it has the same
-hook points, and a model that has one is not folded: what TransformerLens folds are LayerNorms.
+The lab's norms take the places of TransformerLens's; they have the same hook points. (In a bridge, a LayerNorm is the
+bridge's own component.) A model with a norm that is not LayerNorm is not folded: TransformerLens folds LayerNorms.
 """
 
 from __future__ import annotations
