@@ -1,32 +1,16 @@
 // The attention picture: selectors, a small canvas per head, circuitsvis's AttentionPattern for the chosen one.
 const SIGNS = ["", "▲", "✕", "?"];
 const WINDOW = 64; // tokens enlarged at once: circuitsvis draws an element a cell, and 128² take a second
-const INK = [0, 114, 178]; // Okabe & Ito's blue
 const SCROLLBAR = 20; // pixels: coming and going of one is no reason to draw again
 const LABEL = 10; // characters of a token on an axis
 
 const at = (id) => document.getElementById(id);
 let data, shown, layerAt = 0, headAt = 0, keyAt = 0, corner = null, drawnFor = 0;
 
-const share = (value) => (Number.isNaN(value) ? "–" : `${Number((100 * value).toPrecision(value < 0.1 ? 2 : 3))} %`);
-const weight = (byte) => (byte / 255) ** 2;
 const size = () => shown.tokens.length;
 
 // Where the numbers of the chosen layer and head begin in an array [layer head …] with `each` numbers per head.
 const begin = (each, head = headAt) => (layerAt * shown.heads.length + head) * each;
-
-function paint(canvas, bytes, start, n) {
-  canvas.width = canvas.height = n;
-  const image = new ImageData(n, n);
-  let top = 1;
-  for (let i = 0; i < n * n; i++) top = Math.max(top, bytes[start + i]);
-  for (let i = 0; i < n * n; i++) {
-    const dark = bytes[start + i] / top, hidden = shown.causal && i % n > Math.floor(i / n);
-    for (let c = 0; c < 3; c++) image.data[4 * i + c] = hidden ? 225 : 255 + (INK[c] - 255) * dark;
-    image.data[4 * i + 3] = 255;
-  }
-  canvas.getContext("2d").putImageData(image, 0, 0);
-}
 
 // React and its elements are inside the bundle and not exported. An element of the bundle's own is taken as a pattern
 // for others, and one component is kept whose tree is replaced, so that each chart is taken down before the next.
@@ -127,7 +111,7 @@ function pattern() {
         : "Each cell is one attention weight. ") + `The colour scale saturates at ${share(top)}${frozen ? " in both panels" : ""}. Values are accurate to 0.4 %.`;
   at("whole").hidden = !full || !pooled;
   at("back").hidden = corner === null;
-  if (full && pooled) paint(at("navigator"), full, 0, size());
+  if (full && pooled) paint(at("navigator"), full, 0, size(), shown.causal);
   nameCharts();
   drawnFor = at("panels").offsetWidth;
   setTimeout(tell, 50);
@@ -160,7 +144,7 @@ function heads() {
   const n = shown.edges.length - 1;
   at("heads").replaceChildren(...shown.heads.map((head, h) => {
     const button = document.createElement("button"), canvas = document.createElement("canvas");
-    paint(canvas, shown.cells, begin(n * n, h), n);
+    paint(canvas, shown.cells, begin(n * n, h), n, shown.causal);
     button.append(canvas, `head ${head}${`${shown.layers[layerAt]}.${head}` in shown.full && n < size() ? " ◆" : ""}`);
     button.setAttribute("aria-pressed", h === headAt);
     button.addEventListener("click", () => show(shown.layers[layerAt], head));

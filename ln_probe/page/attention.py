@@ -83,7 +83,7 @@ class AttentionView:
 
 def scripts() -> tuple[str, str]:
     """Return the scripts that run inside the frame: our own and circuitsvis's bundle."""
-    return own_script("unpack.js", "explorer.js", "attention.js"), circuitsvis_script()
+    return own_script("unpack.js", "shades.js", "explorer.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:

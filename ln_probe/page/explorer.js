@@ -1,28 +1,11 @@
 // The map of every head, layer × head, and the place in the address (#L2H3P0), which the page around this frame holds.
-const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-const UNKNOWN = [140, 140, 140], WHITE = dark ? [42, 48, 55] : [240, 242, 244];
-const LESS = dark ? [120, 180, 235] : [33, 102, 172], MORE = dark ? [245, 130, 110] : [178, 24, 43];
-const MUCH = dark ? [86, 180, 233] : [0, 114, 178];
 let measure = 0;
 
-const mixed = (a, b, t) => `rgb(${a.map((v, c) => Math.round(v + (b[c] - v) * t)).join(" ")})`;
-function amount(value, of) {
-  if (Number.isNaN(value)) return "not known";
-  const sign = of.signed && value > 0 ? "+" : "", tiny = value && Math.abs(value) < 1e-4;
-  if (of.unit === "share") return sign + (of.signed ? `${Number((100 * value).toPrecision(2))} points` : share(value));
-  return `${sign}${tiny ? value.toExponential(1) : Number(value.toPrecision(3))} ${of.unit}`;
-}
 const kept = (layer, head) => shown.layers.includes(layer) && shown.heads.includes(head);
 const valueAt = (of, layer, head) => {
   const row = data.map.layers.indexOf(layer), column = data.map.heads.indexOf(head);
   return row < 0 || column < 0 ? NaN : of.values[row * data.map.heads.length + column];
 };
-
-function tint(value, top, low) {
-  if (Number.isNaN(value)) return mixed(UNKNOWN, UNKNOWN, 0);
-  if (low < 0) return mixed(WHITE, value < 0 ? LESS : MORE, Math.min(1, Math.abs(value) / top));
-  return mixed(WHITE, MUCH, Math.min(1, value / top));
-}
 
 function drawMap() {
   const of = data.map.measures[measure];
