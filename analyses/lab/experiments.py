@@ -155,6 +155,15 @@ EXPERIMENTS = {
         needs_text=True,
         kept=Kept(("seeds",), ("norm",)),
     ),
+    "fresh_seeds": Experiment(
+        "ln_probe.analyses.lab.language_model.fresh_seeds",
+        "pre-registered 2 x 2 over seeds 10 to 19: scaling and projection before attention, loss and unselectable keys",
+        "the shape and schedule of the bundled models, smaller",
+        seeds=10,
+        duration=("about 40 minutes (40 runs of 1 minute)", "2 minutes"),
+        needs_text=True,
+        kept=Kept(("seeds",), ("norm",), with_settings=True),
+    ),
     "depth": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",

@@ -11,7 +11,8 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -121,6 +122,25 @@ OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
 )  # fmt: skip
 
 
+def effect_rows(differences: Differences, factor: float = 1.0) -> Iterator[dict[str, Any]]:
+    """A row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`.
+
+    Args:
+        differences: a value per seed, by contrast.
+        factor: what every value is multiplied with.
+    """
+    for contrast, per_seed in differences.items():
+        values = per_seed.to_numpy(float) * factor
+        estimate, low, high = interval(values)
+        t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
+        half = t * values.std(ddof=1) / np.sqrt(len(values))
+        yield {
+            "contrast": contrast, "estimate": estimate, "low": low, "high": high, "p": paired_p(values),
+            "bound": abs(estimate) + half, "seeds": len(values),
+            "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
+        }  # fmt: skip
+
+
 def primary_contrasts() -> pd.DataFrame:
     """One row per experiment, outcome and contrast.
 
@@ -129,19 +149,11 @@ def primary_contrasts() -> pd.DataFrame:
         `bound`: the larger end, in absolute value, of the 90 % CI, so that two one-sided tests at 5 % exclude larger
         effects; `seeds`, and how many of them have the sign of the estimate (`agreeing`).
     """
-    rows = []
-    for experiment, outcome, unit, differences in OUTCOMES:
-        for contrast, per_seed in differences().items():
-            values = per_seed.to_numpy(float) * FACTORS.get(unit, 1.0)
-            estimate, low, high = interval(values)
-            t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
-            half = t * values.std(ddof=1) / np.sqrt(len(values))
-            rows.append({
-                "experiment": experiment, "outcome": outcome, "unit": unit, "contrast": contrast,
-                "estimate": estimate, "low": low, "high": high, "p": paired_p(values),
-                "bound": abs(estimate) + half, "seeds": len(values),
-                "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
-            })  # fmt: skip
+    rows = [
+        {"experiment": experiment, "outcome": outcome, "unit": unit, **row}
+        for experiment, outcome, unit, differences in OUTCOMES
+        for row in effect_rows(differences(), FACTORS.get(unit, 1.0))
+    ]
     table = pd.DataFrame(rows)
     adjusted = [pd.Series(holm(rows["p"].to_numpy()), rows.index) for _, rows in table.groupby("experiment")]
     table.insert(list(table).index("p") + 1, "p_holm", pd.concat(adjusted))

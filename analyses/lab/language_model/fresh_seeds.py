@@ -1,0 +1,167 @@
+"""A pre-registered 2 x 2 over ten fresh seeds: what scaling and projection before attention do to a language model.
+
+Registered before any of its models was trained (the commit that added this file; `docs/laboratory.md` names it).
+
+Design. {layernorm, scaling_only, projection_only, none} before attention, LayerNorm everywhere else; 2 layers, d 64,
+8 heads of 8 dimensions; text, tokenizer, windows and schedule of the bundled models, with 400 steps of 8 windows in
+place of 2000 of 16 (a core for an hour) and a warm-up of the same share. Seeds 10 to 19, which no other experiment here
+has used. The runs of a seed share their batches.
+
+Outcomes. Held-out loss in nats/token; share of keys that no query of their head can select, in points, mean over heads,
+layers and 8 held-out windows of 256 tokens.
+
+Primary contrasts, and no others: the main effects of scaling and of projection on both outcomes (`main_effects`), two-
+sided paired t tests over seeds at 5 % after Holm's adjustment over these four, and Student's t intervals. Hypotheses,
+from three seeds of the bundled models: scaling raises the loss, and lowers the share of unselectable keys; projection
+changes neither. The last is claimed only where two one-sided tests at 5 % exclude effects beyond `MARGINS` (the 90 % CI
+lies within them). The number of seeds is fixed. A seed counts if its four models are finished; were fewer than ten
+finished, their number is reported and no seed is chosen by its outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, text, unselectable
+from ln_probe.analyses.lab.language_model.published_language_model import FRACTION, LOSS
+from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.analyses.lab.primary import effect_rows, main_effects
+from ln_probe.analyses.lab.results import Results, panels, select, summarize_kinds
+from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run
+from ln_probe.analyses.lab.text_task import TextTask
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
+from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.analyses.probes.statistics import holm
+
+FIRST_SEED = 10  # the request's seeds are counted from here
+D_VOCAB, N_CTX = 1024, 256
+STEPS, BATCH, WARMUP = 400, 8, 40
+WINDOWS = 8  # held-out windows whose keys are measured
+MEASURED = 1  # version of what `_measured` measures
+KEYS = ["norm", "layer", "measure"]
+# Of an outcome: what it is called, its unit, the factor from the tables to that unit, and the equivalence margin.
+OUTCOMES = {
+    LOSS: ("Held-out loss", "nats", 1.0, 0.01),
+    FRACTION: ("Unselectable keys", "points", 100.0, 1.0),
+}
+MARGINS = {measure: margin for measure, (*_, margin) in OUTCOMES.items()}
+
+
+def fresh_model(norm: str) -> LabConfig:
+    """The bundled models' shape, halved."""
+    return LabConfig(n_layers=2, d_model=64, n_heads=8, d_vocab=D_VOCAB, n_ctx=N_CTX, norm=norm)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The bundled schedule, shortened."""
+    if quick:
+        return TrainConfig(steps=8, batch=2, warmup=2, seed=seed)
+    return TrainConfig(steps=STEPS, batch=BATCH, warmup=WARMUP, seed=seed, state_every=100)
+
+
+def run(request: Request) -> Results:
+    """Train the four models of each seed, measuring each seed when it is done."""
+    task = text(request)
+    seeds = [FIRST_SEED + seed for seed in request.seeds]
+    tables, lost = [pd.DataFrame(columns=[*KEYS, "seed", "value"])], list[str]()
+    for seed in seeds:
+        runs = planned(
+            NORM_KINDS,
+            replace(request, seeds=(seed,)),
+            keys=lambda norm: {"norm": norm},
+            name=lambda norm: norm,
+            task=lambda *_: task,
+            spec=fresh_model,
+            training=lambda _, seed: training(request.quick, seed),
+        )
+        lost += carry_out(runs, request)
+        if all(run.finished for run in runs):
+            tables += [_measured(run, task) for run in runs]
+    return replace(findings(pd.concat(tables, ignore_index=True), {"quick": request.quick}), diverged=tuple(lost))
+
+
+def _measured(run: Run, task: TextTask) -> pd.DataFrame:
+    """KEYS, `seed` and `value` of a finished run, kept in its folder."""
+
+    def made() -> pd.DataFrame:
+        model = load_run(run.folder)
+        rows = [(ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]), *unselectable(model, task.held_out(WINDOWS))]
+        return pd.DataFrame(rows, columns=["layer", "measure", "value"])
+
+    weights = Path(run.folder) / MODEL_FILE
+    return kept_beside(run.folder, "measured", weights, MEASURED, made).assign(norm=run.keys["norm"], seed=run.seed)
+
+
+def findings(values: pd.DataFrame, settings: dict[str, Any]) -> Results:
+    """Tables and sentences from KEYS, `seed`, `value`."""
+    layered = values[values["layer"] != ALL_LAYERS]
+    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
+    everything = pd.concat([values, means.assign(layer=ALL_LAYERS)], ignore_index=True)
+    losses = everything["measure"] == LOSS
+    effects = registered_effects(everything)
+    return Results(
+        summarize_kinds([(everything[losses], "mean"), (everything[~losses], "share")], KEYS),
+        tables={"seeds": values, "effects": effects},
+        figures={} if values.empty else {"seeds": draw(everything)},
+        conclusions=tuple(sentences(effects)),
+        settings={
+            "model": {k: v for k, v in fresh_model("none").to_dict().items() if k != "norm"},
+            "training": {k: v for k, v in vars(training(bool(settings.get("quick")), 0)).items() if k != "seed"},
+            "windows": WINDOWS,
+            "seeds": sorted({int(seed) for seed in values["seed"]}),
+        },
+    )
+
+
+def registered_effects(values: pd.DataFrame) -> pd.DataFrame:
+    """The four primary contrasts, each with its CI, p, Holm's p over the four, and the verdict on equivalence.
+
+    Columns: as `primary.effect_rows`, `p_holm`, and `equivalent`: whether the 90 % CI lies within the margin.
+    """
+    rows: list[dict[str, Any]] = []
+    for measure, (title, unit, factor, margin) in OUTCOMES.items():
+        per_seed = main_effects(select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
+        for row in effect_rows(per_seed, factor):
+            rows.append({"measure": measure, "outcome": title, "unit": unit, **row, "margin": margin})
+    if not rows:
+        return pd.DataFrame()
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"].to_numpy()), equivalent=table["bound"] < table["margin"])
+
+
+def sentences(effects: pd.DataFrame) -> Iterator[str]:
+    """One per primary contrast."""
+    for row in effects.to_dict("records"):
+        size = f"{row['estimate']:+.3f} {row['unit']} (95 % CI {row['low']:+.3f} to {row['high']:+.3f}"
+        verdict = (
+            f"equivalent to zero within ±{row['margin']:g} {row['unit']} (bound {row['bound']:.3f})"
+            if row["equivalent"]
+            else f"equivalence bound {row['bound']:.3f} {row['unit']}, margin {row['margin']:g}"
+        )
+        yield (
+            f"{row['outcome']}: main effect of {row['contrast']} before attention {size}; Holm p {row['p_holm']:.2g}; "
+            f"{row['agreeing']} of {row['seeds']} seeds); {verdict}."
+        )
+
+
+def draw(values: pd.DataFrame) -> Figure:
+    """Both outcomes of every seed, a row per norm."""
+    figure, axes = panels(len(OUTCOMES), 3.6, 2.4, shared=True)
+    for (measure, (title, unit, factor, _)), ax in zip(OUTCOMES.items(), axes, strict=True):
+        shown = select(values, measure=measure, layer=ALL_LAYERS)
+        for _, part in shown.groupby("seed"):
+            places = [NORM_KINDS.index(str(norm)) for norm in part["norm"]]
+            order = sorted(range(len(places)), key=places.__getitem__)
+            seen: Sequence[float] = [factor * float(part["value"].iloc[i]) for i in order]
+            ax.plot(seen, [places[i] for i in order], "o-", markersize=4, linewidth=0.6, alpha=0.7)
+        ax.set(xlabel=f"{title.lower()}, {unit if measure == LOSS else '%'}")
+        ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)
+    axes[0].invert_yaxis()
+    return figure
