@@ -82,7 +82,8 @@ def check_weights(model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:
             raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        first.setdefault(parameter.device, plain_path(path))
+        if parameter.device not in first:
+            first[parameter.device] = plain_path(path)
     meta = first.get(torch.device("meta"))
     if meta is not None:
         raise ValueError(
@@ -296,9 +297,11 @@ def stretches_positions(model: HookedModel | nn.Module) -> bool:
 def active_dropout(model: HookedModel) -> str:
     """Name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
     for name, module in model.named_modules():
+        if not module.training:
+            continue
         rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
         rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
-        if module.training and any(isinstance(r, float) and r > 0 for r in rates):
+        if any(isinstance(r, float) and r > 0 for r in rates):
             return name
     return ""
 

@@ -468,7 +468,9 @@ def facts_of_checked(hooked: HookedModel, *, checksums: bool = True) -> ModelFac
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    """Its parameters and buffers, in one walk over its modules."""
+    every = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    return list({id(tensor): tensor for tensor in every}.values())
 
 
 def _layout(model: nn.Module, weights: list[Tensor]) -> tuple[object, ...]:

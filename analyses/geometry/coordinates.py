@@ -5,13 +5,14 @@ Also the products of queries and keys, score gaps and residuals that solvers use
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.geometry.compiled import compiled, compiled_in_order, room
 from ln_probe.analyses.geometry.inputs import mean_key
 
 # Queries in a block of scores: at least so many, and more while the block stays below 16 MB.
@@ -185,11 +186,24 @@ class KeyCoordinates:
 
 def unit_rows(rows: Float64[np.ndarray, "row dim"]) -> Float64[np.ndarray, "row dim"]:
     """Each row divided by its length; zero rows stay zero."""
-    largest = np.maximum(rows.max(axis=1, keepdims=True, initial=0.0), -rows.min(axis=1, keepdims=True, initial=0.0))
-    rows = rows / np.where(largest > 0.0, largest, 1.0)
-    length = np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-    rows /= np.where(length > 0.0, length, 1.0)
-    return rows
+    return _unit_rows(np.ascontiguousarray(rows))
+
+
+@compiled_in_order
+def _unit_rows(rows: Floats) -> Floats:
+    found = np.empty(rows.shape)
+    for i in range(rows.shape[0]):
+        largest, total = 0.0, 0.0
+        for t in range(rows.shape[1]):
+            largest = max(largest, abs(rows[i, t]))
+        for t in range(rows.shape[1]):  # over the largest first, so that no square is out of range
+            found[i, t] = rows[i, t] / largest if largest > 0.0 else rows[i, t]
+            total += found[i, t] * found[i, t]
+        if total > 0.0:
+            length = math.sqrt(total)
+            for t in range(rows.shape[1]):
+                found[i, t] /= length
+    return found
 
 
 def count_bias(queries: Floats, gaps: Floats, bias: Floats) -> Floats:

@@ -345,6 +345,8 @@ def at_unit(values: Float64[np.ndarray, "*shape"], power: int, to: int) -> Float
 
 def outwards(values: Float64[np.ndarray, " _"], power: int, up: bool) -> Float64[np.ndarray, " _"]:
     """Bounds in the unit `2**power` as plain numbers that are still bounds where float64 ends."""
+    if power == 0:
+        return values
     with np.errstate(over="ignore", under="ignore"):
         found = np.ldexp(values, power)
         back = np.ldexp(found, -power)

@@ -169,7 +169,9 @@ def prove_margins(
     repaired = np.zeros(len(asked), bool)
     inside = verdicts.code[asked] == UNSELECTABLE
     wide = np.flatnonzero(too_wide(lower, upper, gap, space.size, inside))
-    point, dim, rows = point.copy(), space.rows.shape[1], dict[int, tuple[Ints, Floats]]()
+    dim, rows = space.rows.shape[1], dict[int, tuple[Ints, Floats]]()
+    if len(wide):
+        point = point.copy()
     for k in map(int, wide):  # what proved the verdict, then another solver
         one, i = asked[k : k + 1], int(asked[k])
         for solve in (False, True) if inside[k] else (True,):
