@@ -169,7 +169,8 @@ class Heads:
     def pattern(
         self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
     ) -> Float[Tensor, "some query key"]:
-        """Attention that these queries pay to these keys, in some of the heads."""
+        """Attention that these queries pay to these keys, in some of the heads: q·k over `divisor`, plus `bias`, then
+        the soft cap, then the softmax over the keys that are seen and the sinks."""
         scores = torch.einsum("qhd,khd->hqk", q[:, some], k[:, some]) / self.divisor
         if (bias := self.bias(len(k))) is not None:
             scores = scores + bias[some, None]

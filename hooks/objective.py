@@ -44,7 +44,8 @@ class Objective:
     """A loss of each prompt, and what it is a sum over.
 
     Attributes:
-        function: the user's loss; None: the mean next-token loss, in nats per token.
+        function: the user's loss: from the model's output and token ids [batch pos] to the mean loss of each prompt
+            [batch], in floating point, lower is better; None: the mean next-token loss, in nats per token.
         name: `module:function`, for provenance; "next-token loss" for the default.
     """
 
@@ -80,7 +81,7 @@ class Objective:
 
     @property
     def unit(self) -> str:
-        """What a mean is given in."""
+        """What a mean is given in: nats/token, or "units of module:function" under a loss of the user's."""
         return "nats/token" if self.function is None else f"units of {self.name}"
 
     def weight(self, tokens: Int[Tensor, " pos"]) -> int:

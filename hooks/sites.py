@@ -151,7 +151,11 @@ _READ_BY_ATTENTION = ("W_Q", "W_K", "W_V")
 
 
 def _folded(model: HookedModel, site: Site, readers: Sequence[Weight]) -> tuple[bool, str]:
-    """Whether a norm's gain and bias were folded into the weights that read it, and the evidence."""
+    """Whether a norm's gain and bias were folded into the weights that read it, and the evidence.
+
+    No gain is enough, with no bias or 0. A gain of exactly 1 is not, for it may be untrained: the model must be a
+    bridge in compatibility mode, or the norm project and all weights that read it be centred, as folding leaves them.
+    """
     gain, bias = site.gain, site.bias
     if (gain is not None and not bool((gain == 1).all())) or (bias is not None and not bool((bias == 0).all())):
         return False, ""

@@ -9,6 +9,10 @@ O(m²) when a point comes or goes, and rebuilt when they have drifted.
 noise out of a plane, say) leave nothing of a Gram matrix in float64. A QR factorization of the active set itself loses
 half as many digits, at O(m³) per step.
 
+A search ends with a verdict on the key (SEPARATED, INSIDE), with bounds as close as asked (BRACKETED), or without:
+CONVERGED is the nearest point to rounding, STALLED a stop by rounding or the limit of steps, EXHAUSTED the end of the
+budget, where bounds, query and weights hold as far as they go.
+
 Source: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 """
 
@@ -63,6 +67,11 @@ class ActiveSet(NamedTuple):
 
     Inner loops take its arrays one by one: read out of the tuple at every call they cost a fifth of the time of small
     sets (every reading counts a reference).
+
+    Attributes:
+        e: 1 for a point of the hull, 0 for a direction (the ray).
+        weight: its convex weight; those of points sum to one.
+        members: the key that it belongs to, -1 for the ray.
     """
 
     points: Floats  # "capacity dim"

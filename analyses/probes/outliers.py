@@ -5,7 +5,7 @@ norm is where it emerges. A dimension is one if for the median token |Px| in it 
 dimension. Massive activations: Sun, Chen, Kolter & Liu 2024, "Massive activations in large language models".
 
 What wrote an outlier is read off the stream: between one norm and the next only what the first one feeds is added to
-it, so the difference of the two norms' inputs is what was written.
+it, so the difference of the stream at the two norms (a norm's input; its output after a post-norm) is what was written.
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """All registered probes by name, the built-in ones first."""
+    """All registered probes by name, the built-in ones first, the others by name and package.
+
+    Warns:
+        UserWarning: a name that is taken: the first is kept, the later one left out.
+    """
     return dict(_read(tuple(sys.path)))
 
 

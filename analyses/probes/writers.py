@@ -180,6 +180,11 @@ class _Prompt:
         return hook
 
     def _measure(self, site: Site, dtype: torch.dtype) -> None:
+        """Measure every part of a norm's input, which has the format `dtype` in the model.
+
+        Raises:
+            SplitError: a token's shares do not add up to 1 within SHARES_CLOSE (16-bit formats: SHARES_CLOSE_HALF).
+        """
         x = self.inputs[site.name]
         kept = site.project(x)
         parts: list[Part] = []

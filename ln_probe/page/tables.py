@@ -27,7 +27,7 @@ class Table:
 
     Attributes:
         name: its id and file name; title, about: text above the table.
-        columns: names; text: columns of text; meanings: descriptions for tooltips.
+        columns: names; text: columns that hold no numbers in the frame; meanings: descriptions for tooltips.
         rows: the first rows, as text.
         total: rows of the frame; kept: rows in `data`.
         data: all columns, packed for the scripts; empty without interaction.

@@ -178,7 +178,7 @@ def dimension_table(trace: Float[np.ndarray, "phase letter hidden"]) -> pd.DataF
 
 @dataclass(frozen=True)
 class Counter:
-    """The dimension that counts for a phase, or, if none does, the one that comes nearest to it.
+    """The dimension that counts for a phase; if none does, the straightest of those that turn (opposite slopes).
 
     Attributes:
         dimension: its number. earlier, phase: it goes one way in `earlier` and back in `phase` (numbers of phases).

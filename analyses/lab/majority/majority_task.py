@@ -317,7 +317,11 @@ def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
 
 
 def tables_of(model: LabTransformer) -> Tables:
-    """What all tokens of one layer without positions share, a row per token of the vocabulary."""
+    """What all tokens of one layer without positions share, a row per token of the vocabulary.
+
+    Raises:
+        ValueError: a model of another shape (more layers or heads, positions, a causal mask): it cannot be reduced.
+    """
     cfg = model.cfg
     needs = {
         "n_layers": 1,
