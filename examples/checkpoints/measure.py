@@ -1,7 +1,7 @@
 """What a real checkpoint loses with a term switched off, on 64 prompts: the tables that the documentation is made of.
 
     python examples/checkpoints/measure.py NAME            # one of CASES; writes examples/checkpoints/tables/NAME
-    python examples/checkpoints/measure.py gpt2 --check    # with a network: and compares with predictions.json
+    python examples/checkpoints/measure.py gpt2 pythia-70m --check    # with a network: says which predictions hold
 
 Corpora and CAPP-GPT are read from ../shared (or LN_PROBE_SHARED), MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, as
 in the tests. Prompts are chosen without looking: evenly spread over a corpus, or drawn with a fixed seed.
@@ -157,6 +157,15 @@ CASES = {
     "pythia-160m": Case(
         "EleutherAI/pythia-160m-deduped", "wikitext", 128, revision="582159a2dfe3e712a8d47ae83dec95ae3bde8e7e"
     ),
+    "gpt2-medium": Case("gpt2-medium", "wikitext", 128, revision="6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
+    "pythia-410m": Case(
+        "EleutherAI/pythia-410m-deduped", "wikitext", 128, revision="c4fc8d586d62df497f1f9b69d66d3ca419992d3e"
+    ),
+    "pythia-1b": Case(
+        "EleutherAI/pythia-1b-deduped", "wikitext", 128, revision="7199d8fc61a6d565cd1f3c62bf11525b563e13b2"
+    ),
+    # (A branch that is not written to: the commit of its main branch could not be looked up.)
+    "pythia-1.4b": Case("EleutherAI/pythia-1.4b-deduped", "wikitext", 128, revision="step143000"),
 }
 
 
@@ -171,11 +180,17 @@ def load(case: Case) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=CASES)
+    parser.add_argument("names", choices=CASES, nargs="+", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--check", action="store_true", help="compare with predictions.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    case = CASES[args.name]
+    for name in args.names:
+        measured(name, check=args.check)
+
+
+def measured(name: str, *, check: bool = False) -> None:
+    """Write the tables of one case; with `check` into `checked`, loss-optimal constants and geometry included."""
+    case = CASES[name]
     model = load(case)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{case.prompts}.jsonl"
@@ -183,23 +198,27 @@ def main() -> None:
         path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
         # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
         given = None if case.prompts == "books" else path
-        report = ln_probe.analyze(model, given, probes=[Causal(case.single)], progress=False)
+        report = ln_probe.analyze(model, given, probes=[Causal(case.single)], progress=False, optimal=check)
     # (Next to the committed tables, from which the documents take their figures.)
-    out = HERE / ("checked" if args.check else "tables") / args.name
+    out = HERE / ("checked" if check else "tables") / name
     out.mkdir(parents=True, exist_ok=True)
     report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")
     report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
     about = {
         key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "loss", "versions")
     }
-    about |= {"command": f"python examples/checkpoints/measure.py {args.name}", "notes": list(report.notes)}
+    about |= {"command": f"python examples/checkpoints/measure.py {name}", "notes": list(report.notes)}
     about["model"] = {k: about["model"][k] for k in ("revision", "weights_sha256")} | {"name": case.model}
     (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     print(report.causal[report.causal["sites"].isin(["attention", "mlp", "final", "all"])].to_string())
-    if args.check:
-        from checked import check
+    if check:
+        import checked
+        import geometry
 
-        check(args.name, report.causal)
+        heads, prompts = geometry.measured(name, model)
+        table = geometry.rows_of(name, heads, prompts)
+        table.to_csv(out / "geometry.csv", index=False, float_format="%.6g")
+        checked.check(name, report.causal, table)
 
 
 if __name__ == "__main__":

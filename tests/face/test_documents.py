@@ -288,12 +288,15 @@ def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch:
         measure.corpus("kjv.txt")
 
 
+GEOMETRY = ["unselectable", "uniform_angle_deg", "closer_than_random", "attainable", "first_rate"]
+
+
 def test_predictions_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     checked, measure = script("checked"), script("measure")
     said = json.loads(checked.PREDICTIONS.read_text())["predictions"]
     for each in said:
         assert each["low"] < each["high"]
-        assert each["column"] in CAUSAL.names
+        assert each["column"] in (GEOMETRY if each.get("table") == "geometry" else CAUSAL.names)
         assert measure.CASES[each["case"]].revision
         assert each["case"] not in {f.name for f in FOLDERS}  # not measured yet
     rows = [
@@ -305,10 +308,14 @@ def test_predictions_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
             "delta_loss_uniform": 5.0,
         }
         for s in said
-        if s["case"] == "gpt2"
+        if s["case"] == "gpt2" and "table" not in s
     ]
-    table = pd.DataFrame(rows).drop_duplicates(["sites", "variant"])
-    assert checked.check("gpt2", table) == [False, True, True, True]
+    table = pd.DataFrame(rows).drop_duplicates(["sites", "variant"]).assign(delta_loss_optimal=0.03)
+    assert checked.check("gpt2", table) == [False, True, True, True, True]
     assert capsys.readouterr().out.startswith(
         "FAILS: delta_loss of all no_projection is +0.05, predicted -0.02 to 0.02"
     )
+    keys = dict.fromkeys(GEOMETRY, 0.0) | {"space": "head", "first_rate": 0.5, "uniform_angle_deg": 85.0}
+    found = pd.DataFrame([keys | {"variant": variant} for variant in ("intact", "no_scaling")])
+    assert checked.check("gpt2", table, found)[5:] == [True, True, True, True, False, True]
+    assert "FAILS: attainable of head intact is +0, predicted 0.3 to 1" in capsys.readouterr().out
