@@ -52,8 +52,8 @@ class Constants:
         sums: sum of sigma of each prompt and norm, at position 0 and elsewhere.
         counts: how many sigmas each is a sum of.
         source: where the constants come from, as text.
-        given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or a
-            prompt's own means where there is one group only.
+        given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or,
+            where there is one group only, the means over all prompts of that group, the same for each of them.
     """
 
     sites: tuple[str, ...]
