@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ln_probe.comparison import Comparison, compare
     from ln_probe.measure import analyze, constants, freezing_cost
     from ln_probe.models import bundled_models, load_model, source_of
+    from ln_probe.notebook import explore
     from ln_probe.prompt_sources import sampled
     from ln_probe.report import Report, load_report
 
@@ -38,6 +39,7 @@ _HOME = {
     "bundled_models": "ln_probe.models",
     "constants": "ln_probe.measure",
     "compare": "ln_probe.comparison",
+    "explore": "ln_probe.notebook",
     "freezing_cost": "ln_probe.measure",
     "key_geometry": "ln_probe.analyses.geometry.api",
     "load_model": "ln_probe.models",
@@ -59,6 +61,7 @@ __all__ = [
     "bundled_models",
     "compare",
     "constants",
+    "explore",
     "freezing_cost",
     "hooks",
     "key_geometry",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,9 @@ import pandas as pd
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
-from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
+from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
+from ln_probe.analyses.probes.sinks import MUCH
+from ln_probe.analyses.probes.text import step_named
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
@@ -27,8 +29,8 @@ class Comparison:
 
     Attributes:
         names: a different one per report; reports: the reports themselves.
-        summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): shares and medians over heads, intact
-            and with scaling frozen.
+        summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): the loss and its difference from the
+            first report's, sinks, shares and medians over heads, intact and with scaling frozen.
         tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: difference in the change of the loss between each report and the first one, paired by prompt
@@ -56,6 +58,11 @@ class Comparison:
         return self.tables["keys"]
 
     @property
+    def by_head(self) -> pd.DataFrame:
+        """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
+        return joined(BY_HEAD, self.names, [r.by_head() for r in self.reports])
+
+    @property
     def causal(self) -> pd.DataFrame:
         return self.tables["causal"]
 
@@ -72,7 +79,7 @@ class Comparison:
         return comparison_cell(self.names, self.reports, self.summary, self.notes)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page with summary and small multiples, and return its path."""
+        """Write one self-contained page and return its path: losses, sinks, two models head by head, tables."""
         from ln_probe.page.index import IndexEntry, index_page
 
         path = Path(path)
@@ -101,36 +108,48 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     called = labels(found) if names is None else tuple(map(str, names))
     if len(called) != len(found) or len(set(called)) != len(called):
         raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
-    summary = pd.DataFrame(
-        [{"model": n, **overview(r)} for n, r in zip(called, found, strict=True)], columns=SUMMARY.names
-    )
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}
-    joined = {n: _side_by_side(t, called, found) for n, t in tables.items()}
-    return Comparison(called, found, summary, joined, paired(called, found), setup_differences(called, found))
+    wide = {n: joined(t, called, [r.tables.get(n) for r in found]) for n, t in tables.items()}
+    more = paired(called, found), setup_differences(called, found)
+    return Comparison(called, found, summary(called, found), wide, *more)
 
 
-def _side_by_side(table: Table, names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
+def joined(table: Table, names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
+    """Join the models' rows of a table on what a row is about; columns are (measure, name)."""
     about = list(table.key)
-    frames = {}
-    for name, report in zip(names, reports, strict=True):
-        frame = report.tables.get(table.name)
-        if frame is not None and len(frame):
-            frames[name] = frame.drop_duplicates(about).set_index(about)
-    if not frames:
+    found = {
+        name: frame.drop_duplicates(about).set_index(about)
+        for name, frame in zip(names, frames, strict=True)
+        if frame is not None and len(frame)
+    }
+    if not found:
         return pd.DataFrame()
-    joined = pd.concat(frames, axis=1, sort=False)
-    measures = list(dict.fromkeys(joined.columns.get_level_values(1)))
-    wide: pd.DataFrame = joined.swaplevel(axis=1)[measures]
+    both = pd.concat(found, axis=1, sort=False)
+    measures = list(dict.fromkeys(both.columns.get_level_values(1)))
+    wide: pd.DataFrame = both.swaplevel(axis=1)[measures]
     return wide
 
 
 def step_of(report: Report) -> int | None:
-    """Return the training step of a report: `provenance["model"]["step"]`, or the number in a revision `step1000`."""
+    """Return the training step of a report, or None.
+
+    It is `provenance["model"]["step"]`, or in a revision `step1000`, or in a folder's name, `checkpoint-500`.
+    """
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
     match = re.fullmatch(r"(?:step[-_ ]?)?(\d+)", str(model.get("revision") or ""))
-    return int(match[1]) if match else None
+    return int(match[1]) if match else _step_in_path(report.name)
+
+
+def run_of(report: Report) -> str:
+    """Return the name that the checkpoints of a run share: the model's, or the folder above `checkpoint-500`."""
+    return report.name if _step_in_path(report.name) is None else str(PurePath(report.name).parent)
+
+
+def _step_in_path(name: str) -> int | None:
+    path = PurePath(name)
+    return step_named(path.name) if len(path.parts) > 1 else None
 
 
 def labels(reports: Sequence[Report]) -> tuple[str, ...]:
@@ -145,10 +164,43 @@ def labels(reports: Sequence[Report]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def summary(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
+    """Return a row per report (`ln_probe.analyses.probes.columns.SUMMARY`)."""
+    rows = [
+        {"model": name, **overview(report), **_loss(report, reports[0])}
+        for name, report in zip(names, reports, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=SUMMARY.names)
+
+
+def _loss(report: Report, first: Report) -> dict[str, float]:
+    """The intact loss over a report's prompts, and its difference from another's on the same prompts."""
+    mine, other = (_intact(r) for r in (report, first))
+    if not len(mine):
+        return {}
+    found = {"loss": float((mine["loss"] * mine["predicted"]).sum() / mine["predicted"].sum())}
+    both = mine.merge(other, left_index=True, right_index=True, suffixes=("", "_first"))
+    if report is not first and len(both) and same_tokens(first, report):
+        weight = both["predicted"].to_numpy(float)
+        change = (both["loss"] - both["loss_first"]).to_numpy(float) * weight
+        interval = statistics.infer_mean(change, weight)
+        found["loss_difference"] = float(change.sum() / weight.sum())
+        found |= {"loss_difference_low": interval.low, "loss_difference_high": interval.high}
+    return found
+
+
+def _intact(report: Report) -> pd.DataFrame:
+    """The loss of the intact model, by prompt; prompts without a prediction are left out."""
+    rows = report.tables["causal_prompts"].drop_duplicates("prompt").set_index("prompt")[["loss", "predicted"]]
+    return rows[rows["loss"].notna() & (rows["predicted"] > 0)]
+
+
 def overview(report: Report) -> dict[str, float | int | None]:
     """Summarize a report in one row: shares over all keys, medians over norms and heads."""
-    norms, heads = report.layernorms, report.heads
+    norms, heads, sinks = report.layernorms, report.heads, report.sink_heads
     found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
+    found["first_attention"] = float(sinks["first_attention"].mean()) if len(sinks) else math.nan
+    found["sink_heads"] = float((sinks["first_attention"] > MUCH).mean()) if len(sinks) else math.nan
     found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads

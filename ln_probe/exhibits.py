@@ -12,7 +12,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,16 @@ class PromptAttention(OneLine):
     def pooled(self) -> bool:
         """Whether a cell represents more than one token."""
         return len(self.edges) - 1 < len(self.tokens)
+
+    def coarser(self, cells: int) -> PromptAttention:
+        """Return the same with at most `cells` rows and columns in a pooled pattern."""
+        if len(self.edges) - 1 <= cells:
+            return self
+        starts, sizes = bin_edges(len(self.edges) - 1, cells), np.diff(self.edges)
+        sums = np.add.reduceat(to_weights(self.cells) * sizes[:, None], starts[:-1], axis=-2)
+        sums = np.add.reduceat(sums, starts[:-1], axis=-1)
+        means = sums / np.add.reduceat(sizes, starts[:-1])[:, None]
+        return replace(self, edges=self.edges[starts], cells=to_bytes(means), cells_frozen=None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

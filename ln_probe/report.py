@@ -210,7 +210,15 @@ class Report:
         """The same report with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def attention(self, layer: int | None = None, prompt: int = 0, head: int | None = None) -> AttentionView:
+    def attention(
+        self,
+        layer: int | None = None,
+        prompt: int = 0,
+        head: int | None = None,
+        *,
+        text: str | None = None,
+        model: object = None,
+    ) -> AttentionView:
         """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
 
         circuitsvis draws the patterns, offline; keys are marked by how hard they are to select.
@@ -219,10 +227,23 @@ class Report:
             layer, head: shown first; the others can be chosen in the picture. None: the most affected head, by the
                 first measure of the map.
             prompt: the prompt shown first.
+            text: show this text instead of the report's prompts. The model is loaded again by its name, and its
+                weights are compared with those of the report.
+            model: the report's model, for `text`; needed where it was in memory.
 
         Raises:
-            ValueError: no attention was kept for that layer, head or prompt; the message lists those that were.
+            ValueError: no attention was kept for that layer, head or prompt (the message lists those that were); a
+                text on which the model cannot be run, or a model that cannot be loaded again.
+
+        Example:
+            >>> report.attention(layer=2, head=5, text="In the beginning")
         """
+        if text is not None:
+            from ln_probe.measure import on_text
+
+            return on_text(self, text, model).attention(layer, prompt, head)
+        if model is not None:
+            raise ValueError("model is what text is run on: give text as well")
         from ln_probe.page.attention import AttentionView
         from ln_probe.page.heads import HeadMap
 

@@ -516,13 +516,20 @@ TOKENS = declare(
 SUMMARY = declare(
     "comparison",
     "Comparison",
-    "A row per model. mean_share: median over norms; unselectable: share of all keys; the others: "
-    "medians over heads. Columns ending in _no_scaling: with scaling frozen.",
+    "A row per model. mean_share: median over norms; unselectable: share of all keys; columns of attainable "
+    "attention, margins and entropy: medians over heads. Columns ending in _no_scaling: with scaling frozen.",
     ("model",),
     """
     model (text): what the report is called
     step (int): training step; NaN if not known
+    loss (float, nats per token): of the intact model, over all prompts
+    loss_difference (float, nats per token): of the same prompts, minus the first model's; NaN on other tokens
+    loss_difference_low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t of paired
+        differences); NaN with fewer than 32 prompts
+    loss_difference_high (float, nats per token): upper end of the same
     norms (int): number of norms
+    first_attention (float, share): attention to position 0, mean over heads of sink_heads.first_attention
+    sink_heads (float, share): heads in which that is over 0.3
     mean_share (float): median over norms of layernorms.mean_share
     unselectable (float, share): share of keys that no query can select, head space
     unselectable_no_scaling (float, share): the same with scaling frozen

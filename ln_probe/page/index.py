@@ -20,10 +20,11 @@ from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.text import disarmed, shortened
-from ln_probe.comparison import overview, paired, setup_differences, step_of
+from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.page import own_script, policy, render
+from ln_probe.page.compared import answers, compared, sinks_by_head
 from ln_probe.page.figures import (
     GRID,
     SIZE,
@@ -35,7 +36,7 @@ from ln_probe.page.figures import (
     threshold,
 )
 from ln_probe.page.page import Drawing, Shown
-from ln_probe.page.tables import Table, table
+from ln_probe.page.tables import table
 from ln_probe.report import Report, ranked_findings
 
 BASELINES = 12  # models offered as a baseline, one picture each
@@ -61,16 +62,20 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
     entries = [replace(e, name=n) for e, n in zip(entries, short_names([e.name for e in entries]), strict=True)]
     done = [e for e in entries if e.report is not None]
     names, links, reports = [e.name for e in done], [quote(e.href) for e in done], [e.report for e in done if e.report]
-    rows = [{"model": name, **overview(report)} for name, report in zip(names, reports, strict=True)]
-    summary = pd.DataFrame(rows, columns=SUMMARY.names).dropna(axis=1, how="all")
+    rows = summary(names, reports)
     sentences = [next((f.text for f in ranked_findings(report)), "") for report in reports[:SENTENCES]]
-    script = own_script("unpack.js", "page.js")
+    script = own_script("unpack.js", "shades.js", "panel.js", "page.js", "compared.js")
+    runs, steps, _ = _training(reports)
+    against = paired(names, reports) if len(reports) > 1 else PAIRED.empty()
     return render(
         "index.html",
+        answers=answers(names, rows, against, reports) if len(reports) > 1 else [],
+        sinks=_sinks(reports, names),
+        compared=compared(reports, names, runs, steps),
         count=len(entries),
-        table=table(SUMMARY, summary, links=links) if rows else None,
+        table=table(SUMMARY, rows.dropna(axis=1, how="all"), links=links) if len(rows) else None,
         losses=_losses(reports, names),
-        paired=_paired_table(reports, names),
+        paired=table(PAIRED, groups) if len(groups := against[against["sites"].isin(GROUPS)]) else None,
         pictures=_pictures(reports, names),
         first=list(zip(names, links, sentences, strict=False)),
         notes=setup_differences(names, reports),
@@ -135,11 +140,11 @@ def _losses(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
     return found
 
 
-def _paired_table(reports: Sequence[Report], names: Sequence[str]) -> Table | None:
-    """Return the table of paired differences from the first model, for groups of norms."""
-    rows = paired(names, reports) if len(reports) > 1 else PAIRED.empty()
-    rows = rows[rows["sites"].isin(GROUPS)]
-    return table(PAIRED, rows) if len(rows) else None
+def _sinks(reports: Sequence[Report], names: Sequence[str]) -> Shown | None:
+    if not any(len(r.sink_heads) for r in reports):
+        return None
+    caption = (sinks_by_head.__doc__ or "").splitlines()[0]
+    return _shown("sinks-by-head", "Attention to position 0, by head", sinks_by_head(names, reports), caption)
 
 
 def _drawing(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
@@ -153,7 +158,7 @@ def _shown(name: str, title: str, figure: Figure, caption: str, *, wide: bool = 
 
 def _training(reports: Sequence[Report]) -> tuple[list[str], list[int | None], list[bool]]:
     """Return the reports' models, training steps, and whether the model has reports of several steps."""
-    models, steps = short_names([r.name for r in reports]), [step_of(r) for r in reports]
+    models, steps = short_names([run_of(r) for r in reports]), [step_of(r) for r in reports]
     runs = Counter(m for m, s in zip(models, steps, strict=True) if s is not None)
     return models, steps, [runs[m] > 1 for m in models]
 

@@ -22,11 +22,10 @@ function tint(value, top, low) {
   return mixed(WHITE, MUCH, Math.min(1, value / top));
 }
 
-function paint(canvas, bytes, start, n, causal) {
+const strongest = (bytes, start, n) => bytes.subarray(start, start + n * n).reduce((a, b) => Math.max(a, b), 1);
+function paint(canvas, bytes, start, n, causal, top = strongest(bytes, start, n)) {
   canvas.width = canvas.height = n;
   const image = new ImageData(n, n);
-  let top = 1;
-  for (let i = 0; i < n * n; i++) top = Math.max(top, bytes[start + i]);
   for (let i = 0; i < n * n; i++) {
     const dark = bytes[start + i] / top, hidden = causal && i % n > Math.floor(i / n);
     for (let c = 0; c < 3; c++) image.data[4 * i + c] = hidden ? 225 : 255 + (INK[c] - 255) * dark;

@@ -7,6 +7,7 @@ import csv
 import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -515,6 +516,10 @@ def violations(where: Any, axe: str) -> list[str]:
     return [f"{v['id']}: {n['html'][:160]}" for v in found["violations"] for n in v["nodes"]]
 
 
+def of_step(report: Report, step: int) -> Report:
+    return replace(report, provenance={**report.provenance, "model": {"name": "run", "step": step}})
+
+
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(
     scheme: str, report: Report, causal: pd.DataFrame, visit: Any, axe: str, tmp_path: Path
@@ -525,7 +530,13 @@ def test_axe_finds_nothing(
     write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
     pages = {
         "report": report_page(both, "../index.html"),
-        "index": index_page([IndexEntry("a", "a/report.html", both), IndexEntry("b", error="ValueError: broken")]),
+        "index": index_page(
+            [
+                IndexEntry("a", "a/report.html", both),
+                *(IndexEntry(f"run · step{s}", f"{s}/report.html", of_step(both, s)) for s in (0, 10)),
+                IndexEntry("b", error="ValueError: broken"),
+            ]
+        ),
         "view": both.attention().document(),
         "lab": write_lab_page(tmp_path).read_text(),
     }

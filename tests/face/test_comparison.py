@@ -13,7 +13,7 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, paired, step_of
+from ln_probe.comparison import labels, paired, run_of, step_of
 from ln_probe.page import index
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.report import Report
@@ -90,6 +90,14 @@ def test_names_are_labels(report: Report) -> None:
 ])  # fmt: skip
 def test_training_steps(model: dict[str, Any], step: int | None, report: Report) -> None:
     assert step_of(named(report, "m", **model)) == step
+
+
+@pytest.mark.parametrize(("name", "run", "step"), [
+    ("/a/run/checkpoint-500", "/a/run", 500), ("run/step30", "run", 30), ("step30", "step30", None),
+    ("/a/run/final", "/a/run/final", None), ("owner/model", "owner/model", None),
+])  # fmt: skip
+def test_steps_of_local_folders(name: str, run: str, step: int | None, report: Report) -> None:
+    assert (run_of(named(report, name)), step_of(named(report, name))) == (run, step)
 
 
 def test_the_index_draws_training_over_steps_and_models_over_depth(report: Report, parsed: Reader) -> None:
