@@ -121,7 +121,7 @@ def check(out: Path, identity: dict[str, Any]) -> None:
     wrong = sorted(k for k in {*identity, *held} if held.get(k) != identity.get(k))
     if wrong:
         raise FileExistsError(
-            f"{out} holds another run (its {', '.join(wrong)} differ): choose another folder or delete it"
+            f"{out} holds another run (not the same: {', '.join(wrong)}): choose another folder or delete it"
         )
 
 

@@ -390,7 +390,7 @@ def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
         (bad, ["--construction", "hardmax"], "unknown construction 'hardmax': known ones are scaling, clip, rounding"),
         (bad, ["--norm", "batchnorm"], "unknown norm 'batchnorm'"),
         (tmp_path / "none.crasp", [], "No such file"),
-        (bad, ["--out", str(tmp_path / "m")], "holds another run (its alphabet, model, program differ)"),
+        (bad, ["--out", str(tmp_path / "m")], "holds another run (not the same: alphabet, model, program)"),
     ):
         arguments = ["lab", "compile", str(path), "--out", str(tmp_path / "n"), *options]
         refused = CliRunner().invoke(app, arguments)

@@ -122,7 +122,7 @@ def test_saved_runs_load(task: TextTask, tmp_path: Path) -> None:
 def test_another_run_is_not_overwritten(task: TextTask, tmp_path: Path) -> None:
     train(task, CONFIG, SHORT, tmp_path / "run", progress=False)
     other = TrainConfig(**{**vars(SHORT), "seed": 1})
-    with pytest.raises(FileExistsError, match="holds another run \\(its training differ\\): choose another folder"):
+    with pytest.raises(FileExistsError, match="holds another run \\(not the same: training\\): choose another folder"):
         train(task, CONFIG, other, tmp_path / "run", progress=False)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")

