@@ -130,7 +130,14 @@ class Table:
         return pd.DataFrame({c.name: pd.Series(dtype=_DTYPES[c.kind]) for c in self.columns})
 
     def frame(self, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
-        """Rows as a frame with the declared columns in their order."""
+        """Rows as a frame with the declared columns in their order; what a row lacks is unknown (NaN).
+
+        Raises:
+            TableError: a row has a value for which no column is declared.
+        """
+        declared = set(self.names)
+        if extra := next((name for row in rows for name in row if name not in declared), None):
+            raise TableError(f"table {self.name!r} has a value {extra!r} for which no column is declared")
         return pd.DataFrame(list(rows), columns=self.names) if rows else self.empty()
 
     def check(self, frame: object, *, unique: bool = True) -> pd.DataFrame:

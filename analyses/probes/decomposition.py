@@ -142,7 +142,7 @@ class _Sums:
 
 
 # Columns that are given over all positions and, with the ending "_tail", without position 0.
-_STATISTICS = {
+STATISTICS = {
     "mean_share": (_Sums.mean, SHARE),
     "angle_to_ones_deg": (_Sums.mean, ANGLE),
     "norm_before_mean": (_Sums.mean, BEFORE),
@@ -231,7 +231,7 @@ class SiteStatistics:
         """
         size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
         before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
-        values = np.empty((len(before), QUANTITIES))
+        values = np.full((len(before), QUANTITIES), math.nan)
         site = self.site
         stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
         error, largest = _measure_terms(
@@ -298,7 +298,7 @@ class SiteStatistics:
             "reconstruction_bound": self.reconstruction_bound,
         }
         for sums, ending in ((self.everywhere, ""), (self.tail, "_tail")):
-            row |= {f"{column}{ending}": statistic(sums, i) for column, (statistic, i) in _STATISTICS.items()}
+            row |= {f"{column}{ending}": statistic(sums, i) for column, (statistic, i) in STATISTICS.items()}
         return row
 
 

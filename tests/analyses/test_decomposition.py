@@ -13,7 +13,7 @@ import torch
 from small_models import norm_of
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
-from ln_probe.analyses.probes.decomposition import SiteStatistics, layernorms_table
+from ln_probe.analyses.probes.decomposition import STATISTICS, SiteStatistics, layernorms_table
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
@@ -129,6 +129,7 @@ def test_statistics_are_those_of_numpy() -> None:
             "sigma_mean": sigma.mean(),
             "norm_after_mean": np.linalg.norm(site.module(torch.tensor(rows)).detach().numpy(), axis=-1).mean(),
         }
+        assert set(expected) == set(STATISTICS)
         for name, value in expected.items():
             assert row[name + ending] == pytest.approx(value, rel=1e-9), name + ending
     gain = site.gain

@@ -115,7 +115,7 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
         if len(report.tables[table.name]):
             written = pd.read_parquet(OLD / f"{table.name}.parquet").replace({"variant": {"neither": "both_removed"}})
             since = [c for c in table.names if c not in written]
-            assert sorted(since) == sorted(LATER.get(table.name, []))
+            assert sorted(since) == sorted(LATER.get(table.name, [])), "a column that is new: add it to LATER"
             read = report.tables[table.name]
             if table.name == "causal":  # its effects had one constant, and intervals that covered too little
                 assert read[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
