@@ -405,10 +405,11 @@ def on_text(report: Report, text: str, model: object = None) -> Report:
         give = f"give the model: report.attention(text={text[:20]!r}, model=…)"
         if not name or about.get("kind") in (None, "object"):
             raise ValueError(f"this report is of a model that was in memory, which cannot be loaded again: {give}")
-        flags = dict.fromkeys(about.get("processing", ()), True)
-        world = {"HookedTransformer": "hooked", "TransformerBridge": "bridge"}.get(about.get("world"))
+        options: dict[str, Any] = dict.fromkeys(about.get("processing", ()), True)
+        options |= {"revision": about.get("revision"), "dtype": about.get("dtype")}
+        options["world"] = {"HookedTransformer": "hooked", "TransformerBridge": "bridge"}.get(about.get("world"))
         try:
-            model = load_model(name, revision=about.get("revision"), dtype=about.get("dtype"), world=world, **flags)
+            model = load_model(name, **options)
         except (OSError, ValueError) as error:
             raise ValueError(f"the model {name!r} of this report cannot be loaded again ({error}): {give}") from error
         if (found := source_of(model).weights_sha256) != about.get("weights_sha256"):

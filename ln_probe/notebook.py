@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,10 +70,10 @@ class LiveModel:
         if self.groups:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NoOpWarning)
-                with without(self.model, "scaling", sites="all") as done:
+                with without(self.hooked, "scaling", sites="all") as done:
                     self.constants = done.divisors
                 # What entering finds out about the norms is kept on the model, so that the first switch is fast too.
-                with without(self.model, "projection", sites="all"):
+                with without(self.hooked, "projection", sites="all"):
                     pass
 
     def tokens(self, text: str) -> tuple[Int[Tensor, " pos"], list[str]]:
@@ -106,7 +106,7 @@ class LiveModel:
             for what, chosen in terms.items():
                 if sites := [s for name, names in self.groups.items() if name in chosen for s in names]:
                     scale = {s: self.constants.get(s, 1.0) for s in sites}
-                    no_ops |= stack.enter_context(without(self.model, what, sites=sites, scale=scale)).no_ops
+                    no_ops |= stack.enter_context(without(self.hooked, what, sites=sites, scale=scale)).no_ops
             return self._pass(ids), no_ops
 
     def _pass(self, ids: Int[Tensor, " pos"]) -> Pass:
@@ -118,7 +118,7 @@ class LiveModel:
 
         hooks = [(lambda name: _PATTERN.fullmatch(name) is not None, keep)]
         with torch.no_grad():
-            logits = self.hooked.run_with_hooks(ids[None], return_type="logits", fwd_hooks=hooks)
+            logits = cast(Any, self.hooked).run_with_hooks(ids[None], return_type="logits", fwd_hooks=hooks)
         log_probs = logits[0].float().cpu().log_softmax(-1)
         right = log_probs[:-1].gather(1, ids[1:, None].cpu())
         layers = tuple(sorted(seen))
@@ -173,21 +173,21 @@ def _widget_class() -> Any:
     except ImportError as error:
         raise ImportError(_INSTALL) from error
 
-    class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
+    class Explorer(anywidget.AnyWidget):
         """A live model in a notebook; see `explore`."""
 
         _esm = own_script("shades.js", "panel.js", "widget.js")
         _css = own_script("widget.css")
         text = traitlets.Unicode().tag(sync=True)
-        groups = traitlets.List().tag(sync=True)
-        scaling = traitlets.List().tag(sync=True)
-        projection = traitlets.List().tag(sync=True)
+        groups: Any = traitlets.List().tag(sync=True)
+        scaling: Any = traitlets.List().tag(sync=True)
+        projection: Any = traitlets.List().tag(sync=True)
         layer = traitlets.Int(0).tag(sync=True)
         head = traitlets.Int(0).tag(sync=True)
         position = traitlets.Int(-1).tag(sync=True)
         intact = traitlets.Dict().tag(sync=True)
         edited = traitlets.Dict().tag(sync=True)
-        following = traitlets.List().tag(sync=True)
+        following: Any = traitlets.List().tag(sync=True)
         problem = traitlets.Unicode().tag(sync=True)
 
         def __init__(self, live: LiveModel, text: str) -> None:
@@ -219,7 +219,6 @@ def _widget_class() -> Any:
             notes = "; ".join(f"{site}: {why}" for site, why in no_ops.items())
             milliseconds = round(1000 * (time.perf_counter() - began))
             self.edited = _sent(self._edited) | {"notes": notes, "milliseconds": milliseconds}
-            self.problem = ""
             self._pointed()
 
         def _pointed(self, _change: object = None) -> None:
@@ -229,6 +228,7 @@ def _widget_class() -> Any:
             name = namer(self._live.hooked)
             rows: Sequence[Any] = next_tokens(self._intact, self._edited, self.position, name)
             self.following = [list(row) for row in rows]
+            self.problem = ""
 
     return Explorer
 

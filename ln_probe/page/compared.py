@@ -45,7 +45,7 @@ def compared(
     grid = pd.MultiIndex.from_product([layers, heads], names=["layer", "head"])
     measures = []
     for name, about in MEASURES.items():
-        values = wide.reindex(grid)[name].reindex(columns=columns).to_numpy(np.float32)
+        values = pd.DataFrame(wide.reindex(grid)[name]).reindex(columns=columns).to_numpy(np.float32)
         if np.isfinite(values).any(axis=0).sum() > 1 and np.nanmax(np.abs(values)) > 0:
             least = LEAST_CHANGE if about.label == "nats per token" else 0.0
             words = {"title": about.title, "unit": about.label.replace(" per ", "/"), "meaning": about.meaning}
@@ -110,7 +110,7 @@ def _interval(value: float, low: float, high: float) -> str:
     return f"{signed(value)} nats/token{ends if np.isfinite([low, high]).all() else ''}"
 
 
-def _loss(row: Mapping[str, Any]) -> Iterator[str]:
+def _loss(row: Mapping[Any, Any]) -> Iterator[str]:
     if np.isfinite(row["loss_difference"]):
         ends = (row[f"loss_difference{end}"] for end in ("", "_low", "_high"))
         yield f"Its loss, {row['loss']:.3g}, differs by {_interval(*ends)} on the same prompts."
@@ -122,7 +122,7 @@ def _scaling(rows: pd.DataFrame) -> Iterator[str]:
         yield f"The loss increase with scaling frozen at every norm differs by {ends}."
 
 
-def _sinks(first: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
+def _sinks(first: Mapping[Any, Any], row: Mapping[Any, Any]) -> Iterator[str]:
     if np.isfinite([first["sink_heads"], row["sink_heads"]]).all():
         heads, before, mean, earlier = (percent(r[c]) for c in ("sink_heads", "first_attention") for r in (row, first))
         yield (
@@ -136,10 +136,11 @@ def _head(first: Report, other: Report, number: int) -> Markup:
     one, two = (r.by_head().set_index(["layer", "head"]) for r in (first, other))
     for measure, what in (("first_attention", "attention to position 0"), ("entropy_ratio", "entropy")):
         if len(change := (two[measure] - one[measure]).dropna().abs()):
-            layer, head = map(int, change.idxmax())
+            place: Any = change.idxmax()
+            layer, head = map(int, place)
             link = Markup('<a href="{}" data-model="{}" data-measure="{}">L{}H{}</a>')
             link = link.format(address(layer, head), number, measure, layer, head)
-            after, before = (percent(t.loc[(layer, head), measure]) for t in (two, one))
+            after, before = (percent(float(t[measure][layer, head])) for t in (two, one))
             return Markup(" {} differs most in {}: {} against {}.").format(link, what, after, before)
     return Markup()
 

@@ -75,6 +75,10 @@ def test_a_bundled_model_in_a_widget() -> None:
     widget.scaling = ["layer 9"]
     assert widget.problem.startswith("no norms are called 'layer 9': there are layer 0, ")
     widget.scaling = []
+    widget.position = 99
+    assert widget.problem.startswith("position 99 is not in a text of ")
+    widget.position = 0
+    assert widget.problem == ""
     widget.text = ""
     assert "an empty prompt" in widget.problem
     widget.text = "the king"
