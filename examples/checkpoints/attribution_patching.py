@@ -21,7 +21,7 @@ the last token of the first copy is another one; a and b are the two tokens. `mg
 sequences (CAPP-GPT: its plans for drawn parts) in pairs, cut to the length of the shorter (48 at most) and then further
 until their most likely next tokens a and b differ; pairs in which they never do are left out.
 
-Amended before MGM was run, for want of processor time: 40 pairs and 16 tokens at most for MGM.
+Amended before MGM was run, for want of processor time: 36 pairs and 16 tokens at most for MGM.
 
 Outcomes, per pair: Spearman's rank correlation of estimates with exact effects over nodes, and the relative error
 sum |estimate - exact| / sum |exact|. Primary contrasts: the rank correlation of `linearized` minus `standard` for
@@ -105,7 +105,7 @@ def paired(model: Any, rows: Sequence[Sequence[int]], longest: int = LONGEST, pa
 
 def _mgm(model: Any) -> list[Pair]:
     rows = SOURCES["own"](model, 128) + SOURCES["own"](model, 128, others=True)
-    return paired(model, rows, 16, 40)
+    return paired(model, rows, 16, 36)
 
 
 def _capp_gpt(model: Any) -> list[Pair]:
