@@ -6,7 +6,7 @@ With all four norms of a 2 x 2 design the main effect of scaling is the mean of 
 mean of projection alone and no norm; that of projection likewise. Where a design has no model without a norm, it is
 LayerNorm minus the norm that lacks the term. Each seed gives one value. Each experiment is a family of tests. Outcomes
 and contrasts were named after most seeds had been seen, so Holm's adjustment corrects for their number, not for their
-choice.
+choice; those of `fresh_seeds` were registered before any of its models was trained.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
      _effects("language_model_bundled", "seeds", measure="valid_loss")),
     ("language_model_bundled", "keys that are unselectable in head space", "points",
      _effects("language_model_bundled", "seeds", measure="unselectable_fraction")),
+    ("fresh_seeds", "held-out loss (registered before the runs)", "nats",
+     _effects("fresh_seeds", "seeds", measure="valid_loss")),
+    ("fresh_seeds", "keys that are unselectable in head space (registered before the runs)", "points",
+     _effects("fresh_seeds", "seeds", measure="unselectable_fraction")),
     ("encoder", "masked loss, narrow", "nats",
      _effects("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
               norm=["layernorm", "scaling_only", "projection_only"])),

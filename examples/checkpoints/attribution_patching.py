@@ -49,6 +49,7 @@ from torch import Tensor
 
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.hooks import linearized
+from ln_probe.hooks.head_edits import by_head, head_count
 from ln_probe.hooks.model import blocks, hooks_on, run, vocabulary_size
 
 TABLES = HERE / "tables"
@@ -127,15 +128,16 @@ class Points:
         name = {"z": "attn.hook_z", "mlp": "hook_mlp_out", "resid": "hook_resid_pre"}
         self.of = {(kind, i): model.hook_dict[f"blocks.{i}.{leaf}"] for kind, leaf in name.items() for i in layers}
         self.layers = len(layers)
+        self.heads = {i: head_count(model, i) for i in layers}
 
     def hooks(self, kind: str, hook: Callable[[int, Tensor], Tensor | None]) -> list[tuple[Any, Any]]:
-        """`hook` of a layer and an activation, at all points of a kind."""
-        return [(self.of[kind, i], partial(_called, hook, i)) for i in range(self.layers)]
+        """`hook` of a layer and an activation, at all points of a kind; z by head."""
 
+        def called(layer: int, _m: Any, _args: Any, _kwargs: Any, x: Tensor) -> Tensor | None:
+            found = hook(layer, by_head(x, self.heads[layer]) if kind == "z" else x)
+            return None if found is None else found.reshape(x.shape)
 
-def _called(hook: Any, layer: int, _m: Any, _args: Any, _kwargs: Any, x: Tensor) -> Tensor | None:
-    found: Tensor | None = hook(layer, x)
-    return found
+        return [(self.of[kind, i], partial(called, i)) for i in range(self.layers)]
 
 
 @torch.no_grad()

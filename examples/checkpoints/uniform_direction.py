@@ -54,9 +54,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.statistics import infer_mean
-from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.hooks import find_sites
-from ln_probe.hooks.attention import visible_softmax
+from ln_probe.hooks.head_edits import by_head
 from ln_probe.hooks.model import attentions, hooks_on, run
 
 TABLES = HERE / "tables"
@@ -66,8 +65,10 @@ NAMES = (
     *(f"lm-{norm}-books" for norm in ("layernorm", "projection_only", "scaling_only", "none")),
 )
 SINGLE = ("mgm", "capp-gpt-own", "lm-layernorm-books")  # of these heads are edited one at a time, too
+CONTROLS = ("lm-scaling_only-books", "lm-none-books")  # without projection before attention
 MARGINS = {"loss": 0.01, "entropy": 0.02}
 DRAWS, SINGLE_DRAWS, SINGLE_PROMPTS, SEED = 4, 2, 16, 0
+TOGETHER = 16  # prompts in a forward pass
 EDITS = ("removed", "redirected", "random_removed", "random_redirected")
 CONTRASTS = {
     "removed": ("removed", "intact"),
@@ -108,15 +109,15 @@ class Directions:
         return cls(metric, unit(u), unit(random), torch.rad2deg(torch.arccos(cosine.clamp_max(1))))
 
     def along(self, q: Tensor, direction: Tensor) -> Tensor:
-        """The length of q's component along a direction, with its sign [query head]."""
-        return torch.einsum("qhi,hij,hj->qh", q, self.metric, direction)
+        """The length of q's component along a direction, with its sign [… head]."""
+        return torch.einsum("...hi,hij,hj->...h", q, self.metric, direction)
 
     def share(self, q: Tensor) -> Tensor:
-        """The part of |W q|² along the uniform direction [query head]."""
-        return self.along(q, self.uniform) ** 2 / torch.einsum("qhi,hij,qhj->qh", q, self.metric, q)
+        """The part of |W q|² along the uniform direction [… head]."""
+        return self.along(q, self.uniform) ** 2 / torch.einsum("...hi,hij,...hj->...h", q, self.metric, q)
 
     def edited(self, q: Tensor, edit: str, draw: int) -> Tensor:
-        """Queries [query head d_head] under an edit; those of `removed` do not depend on the draw."""
+        """Queries [… head d_head] under an edit; those of `removed` do not depend on the draw."""
         length = self.along(q, self.uniform)
         one, other = self.random[draw]
         if edit in ("removed", "redirected"):
@@ -148,90 +149,119 @@ def directions(model: Any) -> dict[int, Directions]:
 def measure(
     model: Any,
     of: dict[int, Directions],
-    row: Sequence[int],
+    rows: Sequence[Sequence[int]],
     edit: str,
     draw: int = 0,
     only: tuple[int, int] | None = None,
-) -> tuple[float, np.ndarray, np.ndarray]:
-    """The summed loss of a prompt under an edit; entropy [layer head] and share along u [layer head], means of queries.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The summed loss [row] of prompts under an edit; entropy and share along u [row layer head], means of queries.
 
     Args:
         model, of: a model and its `directions`.
-        row: token ids.
+        rows: token ids, of equal length.
         edit, draw: "intact", or one of EDITS with a draw.
         only: layer and head that alone are edited.
     """
     shares, queries, keys = {}, {}, {}
 
     def ask(layer: int, _m: Any, _args: Any, _kwargs: Any, q: Tensor) -> Tensor | None:
-        queries[layer] = own = q[0].double()
-        shares[layer] = of[layer].share(own)[1:].mean(0)
+        queries[layer] = own = by_head(q, len(of[layer].uniform)).double()
+        shares[layer] = of[layer].share(own)[:, 1:].mean(1)
         if edit == "intact" or (only is not None and only[0] != layer):
             return None
         changed = of[layer].edited(own, edit, draw)
         if only is not None:
             one = own.clone()
-            one[:, only[1]] = changed[:, only[1]]
+            one[:, :, only[1]] = changed[:, :, only[1]]
             changed = one
         queries[layer] = changed
-        return changed.to(q)[None]
+        return changed.to(q).reshape(q.shape)
 
     def answer(layer: int, _m: Any, _args: Any, _kwargs: Any, k: Tensor) -> None:
-        keys[layer] = k[0].double()
+        keys[layer] = by_head(k, len(of[layer].uniform)).float()
 
     points = [
         (f"blocks.{layer}.attn.hook_{x}", partial(f, layer)) for layer in of for x, f in (("q", ask), ("k", answer))
     ]
-    tokens = torch.tensor([list(row)])
+    tokens = torch.tensor([list(row) for row in rows])
     with hooks_on([(model.hook_dict[name], hook) for name, hook in points]):
-        logits = run(model, tokens, return_type="logits")[0, :-1].double()
-    loss = float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+        logits = run(model, tokens, return_type="logits")[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten(), reduction="none")
     entropies = []
     for layer in of:
-        scores = torch.einsum("qhi,khi->hqk", queries[layer], keys[layer]) / queries[layer].shape[-1] ** 0.5
-        entropies.append(entropy_ratio(visible_softmax(scores))[:, 1:].mean(1).tolist())
-    return loss, np.array(entropies), np.array([shares[layer].tolist() for layer in of])
+        scores = torch.einsum("bqhi,bkhi->bhqk", queries[layer].float(), keys[layer]) / queries[layer].shape[-1] ** 0.5
+        entropies.append(entropy_ratios(scores)[..., 1:].double().mean(-1))
+    each = (torch.stack(list(x), 1).numpy() for x in (entropies, [shares[layer] for layer in of]))
+    return losses.view(len(rows), -1).sum(1).numpy(), *each
+
+
+def entropy_ratios(scores: Tensor) -> Tensor:
+    """Entropy of causal attention over the log of visible keys, of scores [… query key]: log sum exp s - mean of s.
+
+    (In float32 and few steps: most of the time goes here. To 1e-5 that of `uniformity.entropy_ratio`.)
+    """
+    count = torch.arange(1, scores.shape[-1] + 1, dtype=scores.dtype)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    top = scores.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+    scores = (scores - top).masked_fill_(hidden, -torch.inf)
+    weight = scores.exp()
+    total = weight.sum(-1)
+    mean = weight.mul_(scores.masked_fill_(hidden, 0.0)).sum(-1) / total
+    return (total.log() - mean) / count.log()
+
+
+def alike(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Numbers of prompts of equal length, at most TOGETHER at a time."""
+    lengths: dict[int, list[int]] = {}
+    for number, row in enumerate(prompts):
+        lengths.setdefault(len(row), []).append(number)
+    for numbers in lengths.values():
+        yield from (numbers[i : i + TOGETHER] for i in range(0, len(numbers), TOGETHER))
 
 
 def all_heads(model: Any, prompts: Sequence[Sequence[int]]) -> pd.DataFrame:
     """A row per prompt: `predicted` tokens, and the loss and entropy (sums over predicted tokens) intact and edited."""
-    of, rows = directions(model), []
-    for prompt, row in enumerate(prompts):
-        count = len(row) - 1
-        loss, entropy, share = measure(model, of, row, "intact")
-        cells = {"prompt": prompt, "predicted": count, "share": share.mean() * count,
-                 "loss_intact": loss, "entropy_intact": entropy.mean() * count}  # fmt: skip
+    of, found = directions(model), []
+    for numbers in alike(prompts):
+        rows = [prompts[number] for number in numbers]
+        count = len(rows[0]) - 1
+        loss, entropy, share = measure(model, of, rows, "intact")
+        cells = {"prompt": numbers, "predicted": count, "share": share.mean((1, 2)) * count,
+                 "loss_intact": loss, "entropy_intact": entropy.mean((1, 2)) * count}  # fmt: skip
         for edit in EDITS:
-            draws = [measure(model, of, row, edit, draw) for draw in range(1 if edit == "removed" else DRAWS)]
-            cells[f"loss_{edit}"] = float(np.mean([d[0] for d in draws]))
-            cells[f"entropy_{edit}"] = float(np.mean([d[1].mean() for d in draws])) * count
-        rows.append(cells)
-    return pd.DataFrame(rows)
+            draws = [measure(model, of, rows, edit, draw) for draw in range(1 if edit == "removed" else DRAWS)]
+            cells[f"loss_{edit}"] = np.mean([d[0] for d in draws], axis=0)
+            cells[f"entropy_{edit}"] = np.mean([d[1].mean((1, 2)) for d in draws], axis=0) * count
+        found.append(pd.DataFrame(cells))
+    return pd.concat(found).sort_values("prompt", ignore_index=True)
 
 
 def single_heads(model: Any, prompts: Sequence[Sequence[int]]) -> pd.DataFrame:
     """A row per head: least angle, share along u, and changes with its own queries alone edited."""
     of = directions(model)
     chosen = [prompts[i] for i in np.linspace(0, len(prompts) - 1, min(SINGLE_PROMPTS, len(prompts))).astype(int)]
-    weight = np.array([len(row) - 1 for row in chosen], float)
-    intact = [measure(model, of, row, "intact") for row in chosen]
+    groups = [[chosen[number] for number in numbers] for numbers in alike(chosen)]
+    weight = np.array([len(row) - 1 for rows in groups for row in rows], float)
+
+    def every(*edit: Any) -> list[np.ndarray]:
+        """Loss, entropy and share of all chosen prompts."""
+        measured = [measure(model, of, rows, *edit) for rows in groups]
+        return [np.concatenate(each) for each in zip(*measured, strict=True)]
+
+    intact = every("intact")
     rows = []
     for place, (layer, each) in enumerate(of.items()):
         for head in range(len(each.uniform)):
             cells = {"layer": layer, "head": head, "least_angle_deg": float(each.least_angle[head]),
-                     "share": np.average([i[2][place, head] for i in intact], weights=weight),
+                     "share": np.average(intact[2][:, place, head], weights=weight),
                      "even_share": 1 / each.uniform.shape[-1],
-                     "entropy": np.average([i[1][place, head] for i in intact], weights=weight)}  # fmt: skip
+                     "entropy": np.average(intact[1][:, place, head], weights=weight)}  # fmt: skip
             for edit in ("removed", "random_removed"):
                 draws = range(1 if edit == "removed" else SINGLE_DRAWS)
-                got = [[measure(model, of, row, edit, d, (layer, head)) for d in draws] for row in chosen]
-                loss = np.array([np.mean([g[0] for g in some]) - i[0] for some, i in zip(got, intact, strict=True)])
-                change = [
-                    np.mean([g[1][place, head] for g in some]) - i[1][place, head]
-                    for some, i in zip(got, intact, strict=True)
-                ]
+                got = [every(edit, draw, (layer, head)) for draw in draws]
+                loss, entropy = (np.mean([g[i] for g in got], axis=0) - intact[i] for i in (0, 1))
                 cells[f"loss_{edit}"] = loss.sum() / weight.sum()
-                cells[f"entropy_{edit}"] = np.average(change, weights=weight)
+                cells[f"entropy_{edit}"] = np.average(entropy[:, place, head], weights=weight)
             rows.append(cells)
     return pd.DataFrame(rows)
 
@@ -291,11 +321,14 @@ def summarize() -> None:
             table = pd.read_csv(path)
             share = table["share"].sum() / table["predicted"].sum()
             rows += [{"model": name, "share": share, **each} for each in contrasts(table)]
+    rows = [row if row["model"] not in CONTROLS else row | {"family": "control"} for row in rows]
     for norm in ("layernorm", "projection_only", "scaling_only", "none"):
         tables = [pd.read_csv(p) for p in sorted(TABLES.glob(f"uniform-fresh/{norm}-seed*.csv"))]
         if len(tables) > 1:
             share = float(np.mean([t["share"].sum() / t["predicted"].sum() for t in tables]))
-            rows += [{"model": f"fresh {norm}", "share": share, **each} for each in over_seeds(tables)]
+            found = [{"model": f"fresh {norm}", "share": share, **each} for each in over_seeds(tables)]
+            projects = norm in ("layernorm", "projection_only")
+            rows += found if projects else [row | {"family": "control"} for row in found]
     made = pd.DataFrame(rows)
     made.to_csv(TABLES / "uniform-summary.csv", index=False, float_format="%.6g")
     print(made.to_string())

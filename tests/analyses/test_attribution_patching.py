@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import linearized
 
@@ -93,6 +94,19 @@ def test_a_pair_from_end_to_end(script: Any, model: Any) -> None:
     for row in script.agreement(perfect):
         assert (row["rank_standard"], row["rank_linearized"]) == pytest.approx((1, -1))
         assert (row["error_standard"], row["error_linearized"]) == pytest.approx((0, 2))
+
+
+def test_heads_of_a_bridge(script: Any) -> None:
+    """A bridge shows the outputs of all heads in one row."""
+    bundled = ln_probe.load_model("lm-layernorm")
+    nodes = script.effects(
+        bundled, script.Points(bundled), script.Pair(torch.tensor([0, 9]), torch.tensor([0, 7]), 2, 9)
+    )
+    counts = nodes.groupby("kind").size()
+    assert counts["heads"] == 4 * 16
+    assert counts["paths"] == 3 * 16
+    whole = nodes[(nodes["kind"] == "positions") & (nodes["layer"] == 0)]
+    assert list(whole["index"]) == [1]
 
 
 def test_the_summary(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

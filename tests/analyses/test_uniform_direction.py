@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
+import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.hooks.model import run
 
-ROW = [3, 1, 4, 1, 5, 9, 2, 6]
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
 
 @pytest.fixture(scope="module")
@@ -72,35 +73,52 @@ def test_an_exactly_uniform_direction_changes_no_score(script: Any) -> None:
     for d_head, exact in ((16, True), (4, False)):
         made = model(d_head)
         of = script.directions(made)
-        intact = script.measure(made, of, ROW, "intact")
-        removed = script.measure(made, of, ROW, "removed")
-        redirected = script.measure(made, of, ROW, "redirected")
-        assert (abs(removed[0] - intact[0]) < 1e-4) == exact
-        assert abs(redirected[0] - intact[0]) > 1e-3
-        assert (np.abs(removed[1] - intact[1]).max() < 1e-6) == exact
+        intact = script.measure(made, of, ROWS, "intact")
+        removed = script.measure(made, of, ROWS, "removed")
+        redirected = script.measure(made, of, ROWS, "redirected")
+        assert (np.abs(removed[0] - intact[0]).max() < 1e-4) == exact
+        assert np.abs(redirected[0] - intact[0]).min() > 1e-3
+        assert (np.abs(removed[1] - intact[1]).max() < 1e-5) == exact
         assert all((each.least_angle < 1e-3).all() == exact for each in of.values())
 
 
-def test_intact_figures_are_the_models_own(script: Any) -> None:
-    made = model(4)
-    loss, entropy, _ = script.measure(made, script.directions(made), ROW, "intact")
-    tokens = torch.tensor([ROW])
-    assert loss == pytest.approx(7 * float(run(made, tokens, return_type="loss")), rel=1e-5)
+@pytest.mark.parametrize("bundled", [False, True])
+def test_intact_figures_are_the_models_own(script: Any, bundled: bool) -> None:
+    """Of a lab model, and of a bridge, which shows the queries of all heads in one row."""
+    made: Any = ln_probe.load_model("lm-layernorm") if bundled else model(4)
+    loss, entropy, _ = script.measure(made, script.directions(made), ROWS, "intact")
+    tokens = torch.tensor(ROWS)
+    assert loss.sum() == pytest.approx(14 * float(run(made, tokens, return_type="loss")), rel=1e-5)
     _, cache = made.run_with_cache(tokens)
     for layer in (0, 1):
-        own = entropy_ratio(cache[f"blocks.{layer}.attn.hook_pattern"][0])[:, 1:].mean(1)
-        np.testing.assert_allclose(entropy[layer], own, atol=1e-6)
+        for row in (0, 1):
+            own = entropy_ratio(cache[f"blocks.{layer}.attn.hook_pattern"][row])[:, 1:].mean(1)
+            np.testing.assert_allclose(entropy[row, layer], own, atol=1e-5)
 
 
 def test_a_single_head_is_edited_alone(script: Any) -> None:
     made = model(4)
     of = script.directions(made)
-    whole, one = script.measure(made, of, ROW, "removed"), script.measure(made, of, ROW, "removed", 0, (1, 0))
-    intact = script.measure(made, of, ROW, "intact")
-    np.testing.assert_allclose(one[1][0], intact[1][0], atol=1e-9)
-    assert one[1][1, 1] == pytest.approx(intact[1][1, 1], abs=1e-9)
-    assert one[1][1, 0] != pytest.approx(intact[1][1, 0], abs=1e-6)
-    assert whole[0] != one[0]
+    whole, one = script.measure(made, of, ROWS, "removed"), script.measure(made, of, ROWS, "removed", 0, (1, 0))
+    intact = script.measure(made, of, ROWS, "intact")
+    np.testing.assert_allclose(one[1][:, 0], intact[1][:, 0], atol=1e-9)
+    np.testing.assert_allclose(one[1][:, 1, 1], intact[1][:, 1, 1], atol=1e-9)
+    assert np.abs(one[1][:, 1, 0] - intact[1][:, 1, 0]).min() > 1e-6
+    assert (whole[0] != one[0]).all()
+
+
+def test_prompts_of_other_lengths(script: Any) -> None:
+    """A table's rows are those of the prompts alone, whatever goes through the model with them."""
+    made = model(4)
+    prompts = [ROWS[0], ROWS[1][:5], ROWS[1]]
+    whole = script.all_heads(made, prompts)
+    assert list(whole["prompt"]) == [0, 1, 2]
+    for number, row in enumerate(prompts):
+        alone = script.all_heads(made, [row])
+        np.testing.assert_allclose(whole.iloc[[number], 1:], alone.iloc[:, 1:], rtol=1e-4)
+    heads = script.single_heads(made, prompts)
+    assert len(heads) == 4
+    assert heads["even_share"].eq(0.25).all()
 
 
 def test_verdicts(script: Any) -> None:
