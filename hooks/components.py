@@ -526,6 +526,27 @@ class Split:
                 values[part] = values[part] + value if part in values else value
         return values
 
+    def vectors(self, place: str) -> dict[Part, Float[Tensor, "row d_model"]]:
+        """The parts of what is read at `place` as vectors; they add up to it (`read` of many readings costs more)."""
+        values: dict[Part, Tensor] = {}
+        for source, factor in self.wiring.at(place).items():
+            if source.kind == "norm":
+                site = self.site(source.site)
+                gain = 1.0 if site.gain is None else site.gain.detach().cpu().double()
+                sigma = self.sigma(source.site)
+                found = {p: site.project(v) / sigma * gain for p, v in self.vectors(source.site).items()}
+                if site.bias is not None:
+                    bias = site.bias.detach().cpu().double()
+                    found[Part(f"{site.name} bias", "norm bias", site.layer)] = bias.expand(len(sigma), -1)
+            else:
+                seen = self.record.seen[source]
+                like = self.wiring.writers.written(source, seen[:1].double())
+                unit = torch.eye(like.shape[-1], dtype=torch.float64)
+                found = self._read(source, unit.expand(len(seen), -1, -1))
+            for part, value in found.items():
+                values[part] = values[part] + factor * value if part in values else factor * value
+        return values
+
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
         if source.kind == "norm":
             site = self.site(source.site)

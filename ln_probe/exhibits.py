@@ -83,6 +83,7 @@ class PromptAttention(OneLine):
         causal: no weight above the diagonal.
         cells_frozen: `cells` with scaling frozen for the keys alone (queries are the intact model's); zeros in layers
             where nothing changes by construction, or that have no head space. None: a report of an earlier version.
+        first_change: change of the mean attention to position 0 with scaling frozen for the keys (NaN: as above).
     """
 
     prompt: int
@@ -100,6 +101,7 @@ class PromptAttention(OneLine):
     full: Mapping[tuple[int, int], UInt8[np.ndarray, "query key"]] = field(default_factory=dict)
     causal: bool = True
     cells_frozen: UInt8[np.ndarray, "layer head bin bin"] | None = None
+    first_change: Float[np.ndarray, "layer head"] | None = None
 
     @property
     def pooled(self) -> bool:
@@ -115,6 +117,35 @@ class PromptAttention(OneLine):
         sums = np.add.reduceat(sums, starts[:-1], axis=-1)
         means = sums / np.add.reduceat(sizes, starts[:-1])[:, None]
         return replace(self, edges=self.edges[starts], cells=to_bytes(means), cells_frozen=None)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreSums(OneLine):
+    """Why heads attend where they do on one prompt: attention scores of some pairs as sums over components.
+
+    Attributes:
+        prompt: its number; length: how many of its tokens were read.
+        parts: names of components.
+        layer, head, query, key: of each pair; query −1: the mean over all queries that see the key and another one.
+        weight, uniform: attention paid to the key, and what it would be if it were uniform.
+        score: in nats, minus the mean score of the keys that the query sees.
+        part, contribution: the components of the query and of the key that contribute most, and how much, in nats.
+        terms: what each term of the norm does to the score (`ln_probe.analyses.attribution.pairs.TERMS`), in nats.
+    """
+
+    prompt: int
+    length: int
+    parts: tuple[str, ...]
+    layer: Int[np.ndarray, " pair"]
+    head: Int[np.ndarray, " pair"]
+    query: Int[np.ndarray, " pair"]
+    key: Int[np.ndarray, " pair"]
+    weight: Float[np.ndarray, " pair"]
+    uniform: Float[np.ndarray, " pair"]
+    score: Float[np.ndarray, " pair"]
+    part: Int[np.ndarray, "pair side place"]
+    contribution: Float[np.ndarray, "pair side place"]
+    terms: Float[np.ndarray, "pair side term"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -153,6 +184,7 @@ class Exhibits(OneLine):
     attention: tuple[PromptAttention, ...] = ()
     samples: tuple[SiteSample, ...] = ()
     notes: tuple[str, ...] = ()
+    scores: tuple[ScoreSums, ...] = ()
 
     def of_prompt(self, prompt: int) -> PromptAttention:
         """Return the data of one prompt.
@@ -174,11 +206,12 @@ class Exhibits(OneLine):
     def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return arrays by name, and a JSON-like index that describes them."""
         arrays: dict[str, np.ndarray] = {}
-        index: dict[str, Any] = {"attention": [], "samples": [], "notes": list(self.notes)}
-        groups: dict[str, Sequence[PromptAttention | SiteSample]] = {
+        groups: dict[str, Sequence[PromptAttention | SiteSample | ScoreSums]] = {
             "attention": self.attention,
             "samples": self.samples,
+            "scores": self.scores,
         }
+        index: dict[str, Any] = {name: [] for name in groups} | {"notes": list(self.notes)}
         for name, items in groups.items():
             for number, item in enumerate(items):
                 rest = {}
@@ -202,6 +235,7 @@ class Exhibits(OneLine):
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
         """
         found: dict[str, list[dict[str, Any]]] = {n: [dict(i) for i in index[n]] for n in ("attention", "samples")}
+        found["scores"] = [dict(i) for i in index.get("scores", ())]  # earlier reports have none
         for name, value in arrays.items():
             kind, number, what, *which = name.split(".")
             item = found[kind][int(number)]
@@ -216,6 +250,7 @@ class Exhibits(OneLine):
             tuple(PromptAttention(**item) for item in found["attention"]),
             tuple(SiteSample(**item) for item in found["samples"]),
             tuple(index["notes"]),
+            tuple(ScoreSums(**item) for item in found["scores"]),
         )
 
     def save(self, path: Path) -> None:

@@ -488,7 +488,7 @@ class Passes:
 
         return record(
             self.model,
-            self.found.read,
+            self.found,
             prompts,
             tokens,
             count=count,

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ln_probe.analyses.attribution.pairs import PairScores, pair_scores
+from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
 from ln_probe.exhibits import (
@@ -24,14 +26,18 @@ from ln_probe.exhibits import (
     VERDICTS,
     Exhibits,
     PromptAttention,
+    ScoreSums,
     SiteSample,
     bin_edges,
     pooled,
     to_bytes,
 )
+from ln_probe.hooks.attention import UnsupportedAttentionError
 from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.components import SplitError
+from ln_probe.hooks.model import HookedModel, evaluating
 from ln_probe.hooks.norm import Site
+from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 
 # Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
@@ -41,6 +47,11 @@ BUDGET = 2_900_000
 # evenly spaced layers are kept.
 FIRST_PROMPT = 8_500_000
 FULL_HEADS = 12  # patterns kept weight by weight, per prompt
+PAIRS = 2  # of a head that are explained, beside its mean attention to position 0
+COMPONENTS = 6  # of either side that are named
+# Scores are explained on the beginning of the first prompt (exact in causal models, where later tokens change nothing),
+# on fewer tokens where that would take more arithmetic than this (some ten seconds), but not on less than the least.
+EXPLAINED, LEAST_EXPLAINED, EXPLAINED_WORK = 128, 24, 1e11
 MARKS = 9  # bytes per key: verdicts 2, margin 2, attainable 4, received 1
 SAMPLE = 120  # tokens drawn around a norm: more would hide one another
 SAMPLED_PROMPTS = 8  # prompts they come from
@@ -54,7 +65,7 @@ Frozen = Callable[[int, AttentionInput], Float[Tensor, "head query key"] | None]
 
 def record(
     model: HookedModel,
-    sites: Sequence[Site],
+    facts: ModelFacts,
     prompts: Sequence[Int[Tensor, " _"]],
     tokens: Sequence[Sequence[str]],
     *,
@@ -69,7 +80,7 @@ def record(
 
     Args:
         model: any hooked model.
-        sites: its norms.
+        facts: of it.
         prompts, tokens: ids and strings of the prompts, or of the first ones.
         layers, heads: those to record.
         drawn: names of the norms of which vectors may be kept.
@@ -83,12 +94,59 @@ def record(
         stream(
             model,
             row,
-            sites,
+            facts.read,
             layers=recorder.layers,
             on_norm=partial(recorder.norm, number),
             on_attention=partial(recorder.attention, number) if wanted else None,
         )
-    return recorder.exhibits()
+    found = recorder.exhibits()
+    if not found.attention:
+        return found
+    scores, notes = explained(model, facts, prompts[0], found.attention[0])
+    return replace(found, scores=scores, notes=(*found.notes, *notes))
+
+
+def explained(
+    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, " _"], shown: PromptAttention
+) -> tuple[tuple[ScoreSums, ...], list[str]]:
+    """Explain the strongest pairs of every head that is shown, on the beginning of a prompt.
+
+    Returns:
+        the sums (none if they cannot be had), and notes on what was left out.
+    """
+    width, heads, layers = facts.read[0].d, shown.heads, shown.layers
+    readings = 2 * len(heads) * (1 + PAIRS)
+    work = 2.0 * readings * width * sum(layer * (len(heads) + 3) + 2 for layer in layers)
+    room = int(EXPLAINED_WORK / work)
+    length = min(len(tokens), EXPLAINED, room)
+    if length < 2 or (length < len(tokens) and (length < LEAST_EXPLAINED or not shown.causal)):
+        return (), [] if len(tokens) < 2 else ["scores are not explained: it would take too long; use attribute_scores"]
+    made, notes = list[tuple[int, PairScores]](), list[str]()
+    with evaluating(model):
+        for layer in layers:
+            try:
+                made.append((layer, pair_scores(model, facts, tokens[:length], layer, heads, PAIRS)))
+            except (AttributionError, SplitError, UnsupportedAttentionError) as error:
+                notes.append(f"layer {layer}: scores are not explained ({error})")
+    if not made:
+        return (), notes[:1]
+    names = list(dict.fromkeys(p.name for _, m in made for p in m.parts))
+    number = {name: i for i, name in enumerate(names)}
+    columns: dict[str, list[np.ndarray]] = {}
+    for layer, m in made:
+        top = np.argsort(-np.abs(m.sides), axis=2, kind="stable")[:, :, :COMPONENTS]
+        top = np.pad(top, ((0, 0), (0, 0), (0, COMPONENTS - top.shape[2])))  # repeats are cut below
+        part = np.array([number[p.name] for p in m.parts], np.int32)[top]
+        value = np.take_along_axis(m.sides, top, 2)
+        value[:, :, m.sides.shape[2] :] = 0.0
+        for name, values in {
+            "layer": np.full(len(m.head), layer, np.int32), "head": m.head, "query": m.query, "key": m.key,
+            "weight": m.weight, "uniform": m.uniform, "score": m.score, "part": part, "contribution": value,
+            "terms": m.terms,
+        }.items():  # fmt: skip
+            columns.setdefault(name, []).append(values.astype(np.int32 if values.dtype.kind == "i" else np.float32))
+    joined = {name: np.concatenate(values) for name, values in columns.items()}
+    return (ScoreSums(prompt=shown.prompt, length=length, parts=tuple(names), **joined),), notes
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:
@@ -143,6 +201,7 @@ class _Recorder:
         self.cells: dict[tuple[int, int], np.ndarray] = {}
         self.frozen: dict[tuple[int, int], np.ndarray] = {}
         self.received: dict[tuple[int, int], np.ndarray] = {}
+        self.first_change: dict[tuple[int, int], np.ndarray] = {}
         self.full: dict[int, dict[tuple[int, int], np.ndarray]] = {}
         self.causal: dict[int, bool] = {}
         self.vectors: dict[str, list[Tensor]] = {}
@@ -171,7 +230,10 @@ class _Recorder:
         self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, edges))
         without = self.frozen_of(prompt, seen)
         if without is not None:
-            self.frozen[prompt, seen.layer] = to_bytes(pooled(without.float().cpu().numpy()[heads], edges))
+            changed = without.float().cpu().numpy()[heads]
+            self.frozen[prompt, seen.layer] = to_bytes(pooled(changed, edges))
+            change = _received(changed, seen.window)[:, 0] - _received(pattern, seen.window)[:, 0]
+            self.first_change[prompt, seen.layer] = change.astype(np.float32)
         self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))
         if self.plan[prompt]:
             chosen = self._least_uniform(seen.layer, heads, pattern)
@@ -217,6 +279,9 @@ class _Recorder:
             full=self.full.get(prompt, {}),
             causal=self.causal[prompt],
             cells_frozen=np.stack([self.frozen.get((prompt, la), np.zeros_like(cells[0])) for la in layers]),
+            first_change=np.stack(
+                [self.first_change.get((prompt, la), np.full(cells.shape[1], np.nan, np.float32)) for la in layers]
+            ),
         )
 
     def _sample(self, name: str) -> SiteSample:

@@ -142,7 +142,7 @@ class Head:
                 "sigma": kept.sum(1) * (1.0 - sigma / typical),
             }
         if norm is not None:
-            own, inner, shift = self._inner(norm, name, plain, positions)
+            own, inner, shift = self.inner(norm, name, plain, positions)
             plain = norm.project(plain) / own[:, None] * inner
             terms = {t: norm.project(v) / own * inner for t, v in terms.items()}
             if shift is not None:
@@ -153,7 +153,7 @@ class Head:
             terms = {t: self.heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
         return Side(parts, plain, terms)
 
-    def _inner(
+    def inner(
         self, norm: Site, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
     ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
         """Sigma of a norm of queries or keys, and its gain and bias for this head.

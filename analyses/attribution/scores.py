@@ -38,9 +38,9 @@ from ln_probe.analyses.attribution.shared import (
     place,
     prompts,
 )
-from ln_probe.hooks.attention import read_heads
-from ln_probe.hooks.capture import CachedPrompts, is_cache, record_attention
-from ln_probe.hooks.components import Part, Split
+from ln_probe.hooks.attention import Heads, read_heads
+from ln_probe.hooks.capture import AttentionInput, CachedPrompts, is_cache, record_attention
+from ln_probe.hooks.components import Part, Record, Split
 from ln_probe.hooks.model import check_model, evaluating, n_layers
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import ModelFacts, facts_of
@@ -221,7 +221,7 @@ def attribute_scores(
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
         facts = facts_of(hooked, checksums=False)
-        site, where = _read_by(facts, layer)
+        site, where = read_by(facts, layer)
         cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
         rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
         lengths = [cached.shape()[1]] * cached.shape()[0] if cached is not None else list(map(len, rows))
@@ -245,17 +245,9 @@ def attribute_scores(
             else:
                 together = torch.stack([rows[i] for i in members])
                 kept, looks = record_attention(hooked, together, facts.norms(), site, layer, points)
-            if not looks:
-                raise AttributionError(f"layer {layer} shows no attention pattern, so its scores cannot be checked")
-            if site.bare:
-                read = torch.cat([look.x for look in looks]).cpu()
-                kept = replace(kept, inputs={**kept.inputs, where: read})
-            split = Split(facts.wiring, kept)
+            split = split_of(facts, kept, looks, site, where)
             for k, (number, look) in enumerate(zip(members, looks, strict=True)):
-                norms: dict[str, Any] = {
-                    s.reads: s for s in facts.sites if s.layer == layer and s.reads in ("query", "key")
-                }
-                heads = read_heads(layer, look.attn, norms, look.y, look.pattern, look.cos_sin, bent=True)
+                heads = maps_of(facts, look)
                 head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
                 own = split.rows(range(k * length, (k + 1) * length))
                 first, bound = number * max(lengths), facts.wiring.bound(where, look.x.dtype)
@@ -266,7 +258,7 @@ def attribute_scores(
     return _several(ordered, query, key, against)
 
 
-def _read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
+def read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
     """The norm that attention of a layer reads, or what replaces it; and the name of that place.
 
     Raises:
@@ -284,6 +276,22 @@ def _read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
     where = f"blocks.{layer}" if site.bare else site.name
     facts.wiring.at(where)  # raises before the prompt runs
     return site, where
+
+
+def split_of(facts: ModelFacts, kept: Record, looks: Sequence[AttentionInput], site: Site, where: str) -> Split:
+    """The parts of what one layer's attention reads, a row per position of one prompt after the other."""
+    if not looks:
+        raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
+    if site.bare:
+        read = torch.cat([look.x for look in looks]).cpu()
+        kept = replace(kept, inputs={**kept.inputs, where: read})
+    return Split(facts.wiring, kept)
+
+
+def maps_of(facts: ModelFacts, look: AttentionInput) -> Heads:
+    """One layer's attention as linear maps, checked against its pattern."""
+    norms: dict[str, Any] = {s.reads: s for s in facts.sites if s.layer == look.layer and s.reads in ("query", "key")}
+    return read_heads(look.layer, look.attn, norms, look.y, look.pattern, look.cos_sin, bent=True)
 
 
 def _visible(one: Head, query: int, key: int) -> None:

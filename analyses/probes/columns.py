@@ -489,6 +489,8 @@ BY_HEAD = declare(
     first_attention (float, share): mean attention to position 0 of the queries behind it
     sink_rate (float): of sink or outlier tokens, how many the queries give over 0.3, on average
     first_uniform (float, share): attention to position 0 if attention were uniform
+    first_change (float, share): change of the attention to position 0 with scaling frozen for the keys, mean over the
+        prompts whose attention is kept
     """,
 )
 

@@ -157,10 +157,10 @@ def screenshots(page: Path, folder: Path) -> None:
         sys.exit("screenshots need Chromium on the PATH")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1280, "height": 980}, color_scheme="light")
+        shown = browser.new_page(viewport={"width": 1440, "height": 880}, color_scheme="light")
         shown.goto(page.resolve().as_uri())
         shown.screenshot(path=folder / "report.png")
-        shown.set_viewport_size({"width": 1200, "height": 1180})
+        shown.set_viewport_size({"width": 1300, "height": 1560})
         shown.goto(page.resolve().as_uri())
         frame = shown.frame_locator("iframe.attention")
         frame.locator("#pattern canvas").wait_for()

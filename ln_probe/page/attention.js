@@ -72,7 +72,7 @@ function single(i) {
 
 // circuitsvis makes a canvas that is an image without a name, some time after it was asked for one.
 function nameCharts() {
-  for (const [place, what] of [["pattern", "as it is"], ["frozen", "with keys made without scaling"]])
+  for (const [place, what] of [["pattern", "intact"], ["frozen", "with scaling frozen for keys"], ["difference", "frozen minus intact"]])
     for (const canvas of at(place).querySelectorAll("canvas")) canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
 }
 
@@ -100,9 +100,13 @@ function pattern() {
   at("without").hidden = !shown.frozenCells;
   at("frozen").hidden = !frozen;
   at("unchanged").hidden = Boolean(frozen);
+  at("apart").hidden = !frozen;
   clearTimeout(pattern.later);
-  // (The second chart after the first is seen: React draws in separate tasks.)
-  if (frozen) pattern.later = setTimeout(() => { draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks }); setTimeout(tell, 50); }, 50);
+  // (Each chart after the one before is seen: React draws in separate tasks.)
+  if (frozen) pattern.later = setTimeout(() => {
+    draw("frozen", { attention: frozen, tokens: named(!pooled, 0, n), ...looks });
+    pattern.later = setTimeout(() => { difference(start, n, named(!pooled, 0, n)); setTimeout(tell, 50); }, 50);
+  }, 50);
   at("title").textContent = `Layer ${shown.layers[layerAt]}, head ${shown.heads[headAt]}`;
   const wide = `${Math.floor(size() / n)}${size() % n ? `–${Math.ceil(size() / n)}` : ""}`;
   at("resolution").textContent =
@@ -115,6 +119,15 @@ function pattern() {
   nameCharts();
   drawnFor = at("panels").offsetWidth;
   setTimeout(tell, 50);
+}
+
+// What frozen scaling changes, on a scale of its own: nearly all changes are far smaller than the weights.
+function difference(start, n, tokens) {
+  const changes = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) =>
+    Number((weight(shown.frozenCells[start + i * n + j]) - weight(shown.cells[start + i * n + j])).toPrecision(2))));
+  const sizes = changes.flat().map(Math.abs).filter(Boolean).sort((a, b) => a - b), top = sizes[Math.floor(0.995 * (sizes.length - 1))] ?? 0.01;
+  draw("difference", { attention: changes, tokens, zoomed: true, minValue: -top, maxValue: top, positiveColor: "#B2182B", negativeColor: "#2166AC", maskUpperTri: shown.causal });
+  at("apartScale").textContent = `Red: more attention with scaling frozen, blue: less. The colours saturate at ${share(top)}.`;
 }
 
 function keys() {
@@ -163,7 +176,7 @@ function choosePrompt(i, layer, head) {
   headAt = Math.max(0, shown.heads.indexOf(head));
   corner = null;
   fill(at("layer"), shown.layers, layerAt, String);
-  heads(); pattern(); keys(); drawMap();
+  heads(); pattern(); keys(); drawMap(); reasons();
 }
 
 // Another head of the same prompt, chosen by the reader.
@@ -174,7 +187,7 @@ function show(layer, head) {
   corner = null;
   at("layer").selectedIndex = layerAt;
   if (other) heads();
-  pressed(); pattern(); keys(); mark(); told();
+  pressed(); pattern(); keys(); mark(); reasons(); told();
 }
 
 function read(event) {

@@ -7,7 +7,7 @@ writes tokens into a script unescaped and needs 64 MB for a layer at 512 tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from ln_probe.analyses.attribution.pairs import TERMS
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
@@ -83,7 +84,7 @@ class AttentionView:
 
 def scripts() -> tuple[str, str]:
     """Return the scripts that run inside the frame: our own and circuitsvis's bundle."""
-    return own_script("unpack.js", "shades.js", "explorer.js", "attention.js"), circuitsvis_script()
+    return own_script("unpack.js", "shades.js", "explorer.js", "reasons.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:
@@ -131,6 +132,8 @@ def attention_document(
         "prompt": prompt,
         "map": heads.plain(),
         "notes": exhibits.notes,
+        "scores": [{f.name: getattr(sums, f.name) for f in fields(sums)} for sums in exhibits.scores],
+        "terms": TERMS,
     }
     return render(
         "attention.html",

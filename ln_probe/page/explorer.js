@@ -1,4 +1,5 @@
 // The map of every head, layer × head, and the place in the address (#L2H3P0), which the page around this frame holds.
+const TOP = 8; // heads in the list
 let measure = 0;
 
 const kept = (layer, head) => shown.layers.includes(layer) && shown.heads.includes(head);
@@ -11,7 +12,10 @@ function drawMap() {
   const of = data.map.measures[measure];
   at("overview").hidden = at("measures").hidden = !of;
   if (!of) return;
-  const known = of.values.filter((v) => !Number.isNaN(v)), top = known.reduce((m, v) => Math.max(m, Math.abs(v)), 0) || 1e-3;
+  const known = of.values.filter((v) => !Number.isNaN(v)), largest = known.reduce((m, v) => Math.max(m, Math.abs(v)), 0) || 1e-3;
+  // Of tested measures colour begins at the threshold, and is full at five times of it or beyond: small effects look small.
+  const least = of.threshold, top = Math.max(largest, 5 * least), colour = (v) => tint(least ? Math.sign(v) * Math.max(0, Math.abs(v) - least) : v, top - least, low);
+  const told = (layer, head) => !of.significant || of.significant[data.map.layers.indexOf(layer) * data.map.heads.length + data.map.heads.indexOf(head)];
   const low = of.signed || known.some((v) => v < 0) ? -top : 0;
   const cells = [];
   for (const layer of data.map.layers) {
@@ -19,10 +23,11 @@ function drawMap() {
     cells.push(name);
     for (const head of data.map.heads) {
       const cell = document.createElement("button"), value = valueAt(of, layer, head);
-      cell.style.background = tint(value, top, low);
+      cell.style.backgroundColor = colour(value);
+      cell.classList.toggle("unsure", !told(layer, head) && !Number.isNaN(value));
       cell.dataset.layer = layer;
       cell.dataset.head = head;
-      cell.title = `layer ${layer}, head ${head}: ${amount(value, of)}` + (kept(layer, head) ? "" : " (its attention is not kept)");
+      cell.title = `layer ${layer}, head ${head}: ${amount(value, of)}` + (told(layer, head) ? "" : ", not significant") + (kept(layer, head) ? "" : " (its attention is not kept)");
       cell.setAttribute("aria-label", cell.title);
       cell.disabled = !kept(layer, head);
       cells.push(cell);
@@ -32,10 +37,23 @@ function drawMap() {
     Object.assign(document.createElement("span"), { className: "axis", textContent: data.map.heads.length > 16 && head % 4 ? "" : head })));
   at("map").style.gridTemplateColumns = `2.4rem repeat(${data.map.heads.length}, minmax(.7rem, 2rem))`;
   at("map").replaceChildren(...cells);
-  at("ramp").style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map((t) => tint(low + (top - low) * t, top, low)).join(", ")})`;
+  at("ramp").style.background = `linear-gradient(90deg, ${[0, 0.2, 0.4, 0.6, 0.8, 1].map((t) => colour(low + (top - low) * t)).join(", ")})`;
   at("least").textContent = amount(low, of);
   at("most").textContent = amount(top, of);
-  at("meaning").textContent = `${of.title}: ${of.meaning}.`;
+  at("meaning").textContent = `${of.title}: ${of.meaning}.` + (least ? ` Colour begins at ±${least} ${of.unit}.` : "");
+  at("hatched").hidden = !of.significant;
+  const count = of.significant?.reduce((a, b) => a + b, 0);
+  at("tested").hidden = !of.significant;
+  at("tested").textContent = of.significant ? `${count ? `${count} of ${known.length} heads are` : `None of ${known.length} heads is`} significant (exploratory; Holm-adjusted sign test over prompts).` : "";
+  const order = data.map.layers.flatMap((layer) => data.map.heads.map((head) => [layer, head, valueAt(of, layer, head)])).filter(([,, v]) => !Number.isNaN(v));
+  order.sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
+  at("ranked").textContent = `Top heads by ${of.title.charAt(0).toLowerCase() + of.title.slice(1)}`;
+  at("top").replaceChildren(...order.slice(0, TOP).map(([layer, head, value]) => {
+    const line = document.createElement("li"), link = Object.assign(document.createElement("button"), { textContent: `L${layer}H${head}`, disabled: !kept(layer, head) });
+    link.addEventListener("click", () => show(layer, head));
+    line.append(link, ` ${amount(value, { ...of, unit: of.unit === "share" ? of.unit : "" })}${of.significant && told(layer, head) ? "(significant)" : ""}`);
+    return line;
+  }));
   mark();
 }
 
@@ -47,8 +65,13 @@ function mark() {
     cell.setAttribute("aria-pressed", here);
     cell.tabIndex = here ? 0 : -1;
   }
-  at("about").textContent = data.map.measures.map((of) => [of, valueAt(of, layer, head)])
-    .filter(([, value]) => !Number.isNaN(value)).map(([of, value]) => `${of.title} ${amount(value, of)}`).join(" · ");
+  at("about").replaceChildren(...data.map.measures.map((of) => [of, valueAt(of, layer, head)]).filter(([, value]) => !Number.isNaN(value)).map(([of, value]) => {
+    const pair = document.createElement("div"), name = document.createElement("dt"), number = document.createElement("dd");
+    name.textContent = of.title;
+    number.textContent = amount(value, of);
+    pair.append(name, number);
+    return pair;
+  }));
 }
 
 function moved(event) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,14 +46,14 @@ __all__ = [
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID = "#b0b0b0"
 DECIMALS = 2  # of coordinates; more decimals are invisible and made a page's pictures 10 % larger
-POINTS, SMALLEST, LEGIBLE = 72, 8, 11  # SVG units per inch, smallest text in units, its least size in pixels
+POINTS, SMALLEST, LEGIBLE = 72, 9, 11  # SVG units per inch, smallest text in units, its least size in pixels
 INK = "#000000"
 _VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
 DPI = 192  # of a notebook's picture, which is shown at half that resolution: sharp on high-density screens
-SIZE = (5.2, 3.1)  # inches: at the width of a phone, text of 10 points is still legible
+SIZE = (4.0, 2.9)  # inches: with its smallest text 11 pixels high it fits a phone of 390 pixels
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
-LETTERS, HANDLE = 15, 5  # letters of a legend per inch, and the width of a line's sample in letters
+LETTERS, HANDLE = 13, 5  # letters of a legend per inch, and the width of a line's sample in letters
 SAME = 2e-3  # relative difference below which two curves are drawn as one: half a pixel
 VECTOR_CELLS = 700  # a heat map of more cells becomes an image; 200 layers × 32 heads would be 1 MB of rectangles
 
@@ -213,7 +214,7 @@ def draw_grid(
     values = np.ma.masked_invalid(grid.to_numpy(float))
     for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
         step = -(-len(names) // ticks) or 1
-        axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=8)
+        axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=SMALLEST)
     return axes.pcolormesh(
         np.arange(values.shape[1] + 1) - 0.5,
         np.arange(values.shape[0] + 1) - 0.5,
@@ -308,7 +309,7 @@ def axis_text(text: str) -> str:
 def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
     names = [axis_text(str(s).replace("blocks.", "")) for s in rows["site"]]
     step = -(-len(names) // TICKS) or 1
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=8)
+    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=SMALLEST)
 
 
 def _layers(axes: mpl.axes.Axes, report: Report) -> None:
@@ -320,12 +321,14 @@ def _layers(axes: mpl.axes.Axes, report: Report) -> None:
 
 def legend(axes: mpl.axes.Axes) -> None:
     """Put a legend above the axes, where it hides no data."""
-    labels = axes.get_legend_handles_labels()[1]
+    handles, labels = axes.get_legend_handles_labels()
     if labels:
         room = LETTERS * cast(Figure, axes.figure).get_figwidth()
         axes.legend(
+            handles,
+            [textwrap.fill(label, int(room) - HANDLE) for label in labels],
             frameon=False,
-            fontsize=8,
+            fontsize=SMALLEST,
             loc="lower left",
             bbox_to_anchor=(0, 1.0),
             ncols=max(1, min(3, len(labels), int(room / (max(map(len, labels)) + HANDLE)))),
@@ -466,14 +469,15 @@ def geometry_steps(sample: SiteSample) -> list[tuple[str, np.ndarray, np.ndarray
     return found
 
 
-def draw_geometry(sample: SiteSample) -> Figure:
-    """Draw one sample."""
-    drawn = geometry_steps(sample)
+def draw_geometry(sample: SiteSample, step: int | None = None) -> Figure:
+    """Draw one sample: every step of the norm next to each other, or one of them (counted from 0)."""
+    every = list(enumerate(geometry_steps(sample), start=1))
+    drawn = every if step is None else every[step : step + 1]
     figure = Figure(figsize=(3.1 * len(drawn), 3.7))
     angle = np.arctan2(sample.axis2.astype(float), sample.axis1.astype(float))
     first = sample.position == 0
-    for number, (title, height, length) in enumerate(drawn, start=1):
-        axes: Any = figure.add_subplot(1, len(drawn), number, projection="3d", computed_zorder=False)
+    for place, (number, (title, height, length)) in enumerate(drawn, start=1):
+        axes: Any = figure.add_subplot(1, len(drawn), place, projection="3d", computed_zorder=False)
         x, y = length * np.cos(angle), length * np.sin(angle)
         on_sphere = title.startswith("scaled")
         typical = np.hypot(length, height)[~first] if (~first).any() else np.hypot(length, height)
@@ -486,17 +490,17 @@ def draw_geometry(sample: SiteSample) -> Figure:
         x, y, z = x * shrink, y * shrink, height * shrink
         _plane(axes, radius, on_sphere)
         axes.plot([0, 0], [0, 0], [-reach, reach], color=GREEN, lw=1.5, zorder=2)
-        axes.text(0, 0, 1.04 * reach, "ones", color=GREEN, fontsize=9, ha="center", va="bottom")
+        axes.text(0, 0, 1.04 * reach, "ones", color=GREEN, fontsize=SMALLEST, ha="center", va="bottom")
         if number == 1:
             stems = [[(a, b, c), (a, b, 0.0)] for a, b, c in zip(x, y, z, strict=True)]
             axes.add_collection3d(Line3DCollection(stems, colors=GRID, linewidths=0.6, alpha=0.6, zorder=3))
-        for those, place, far in (
+        for those, which, far in (
             ({"s": 9, "color": BLUE, "alpha": 0.8}, ~first, False),
             ({"s": 34, "color": ORANGE, "marker": "^"}, first, False),
             ({"s": 12, "color": BLUE, "facecolors": "none"}, ~first, True),
             ({"s": 34, "color": ORANGE, "facecolors": "none", "marker": "^"}, first, True),
         ):
-            mine = place & (outside == far)
+            mine = which & (outside == far)
             if mine.any():
                 axes.scatter(x[mine], y[mine], z[mine], lw=0.9 if far else 0, depthshade=False, zorder=5, **those)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
@@ -504,7 +508,7 @@ def draw_geometry(sample: SiteSample) -> Figure:
         axes.set_axis_off()
         axes.view_init(**_VIEW)
         longest = "radius √d" if on_sphere else "circle: length"
-        axes.set_title(f"{number}. {title}\n{longest} = {radius:.3g}", fontsize=9.5, y=1.0)
+        axes.set_title(f"{number}. {title}\n{longest} = {radius:.3g}", fontsize=SMALLEST, y=1.0)
     figure.subplots_adjust(left=0, right=1, bottom=0, top=0.84, wspace=0)
     return figure
 
@@ -566,7 +570,7 @@ def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
     text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
     for colour, variable in _VARIABLES.items():
         text = re.sub(rf"(?<=: ){colour}", f"var({variable}, {colour})", text)
-    # The width at which the smallest text (8 points) is 11 pixels high; narrower screens scroll.
+    # The width at which the smallest text is 11 pixels high.
     width = round(figure.get_figwidth() * POINTS * LEGIBLE / SMALLEST)
     described = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
     head, _, rest = text.partition(">")

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from markupsafe import Markup, escape
 
+from ln_probe.analyses.probes.causal import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
-from ln_probe.analyses.probes.text import disarmed
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE
+from ln_probe.analyses.probes.text import disarmed, signed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
 from ln_probe.page.figures import SIZE, Figure, draw_grid
@@ -55,12 +57,23 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
             made[change] = frozen[column].astype(float).reindex(made.index) - made[name]
     for name in ("first_attention", "sink_rate", "first_uniform"):
         made[name] = sinks.set_index(_KEY)[name].astype(float).reindex(made.index)
+    made["first_change"] = _first_changes(report.exhibits).reindex(made.index)
     table = made.reset_index()[BY_HEAD.names]
     if sort is not None:
         table = table.sort_values(
             sort, key=lambda c: c.abs() if c.dtype == float else c, ascending=False, kind="stable"
         )
     return BY_HEAD.check(table.reset_index(drop=True))
+
+
+def _first_changes(exhibits: Exhibits) -> pd.Series:
+    """Return the change of the attention to position 0 by (layer, head), unknown where no frozen pattern is kept."""
+    found = []
+    for shown in exhibits.attention:
+        if shown.first_change is not None:
+            index = pd.MultiIndex.from_product([shown.layers, shown.heads], names=_KEY)
+            found.append(pd.Series(shown.first_change.astype(float).ravel(), index))
+    return pd.concat(found).groupby(level=_KEY).mean() if found else pd.Series(dtype=float)
 
 
 def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
@@ -105,6 +118,7 @@ MEASURES = dict(
         _measure("margin", "Margins", False),
         _measure("margin_change", "Change of margins", True),
         _measure("first_attention", "Attention to position 0", False),
+        _measure("first_change", "Change of attention to position 0", True),
         _measure("sink_rate", "Sink rate", False),
     )
 )
@@ -114,6 +128,12 @@ def measures_of(report: Report) -> list[str]:
     """Return the names of the measures that this report has values of."""
     table = by_head(report)
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
+
+
+def largest(report: Report, measure: str, count: int = 8) -> str:
+    """Return the heads with the largest values of a measure (in size), as text."""
+    table = by_head(report, measure).dropna(subset=measure).head(count)
+    return ", ".join(f"L{row.layer}H{row.head} {signed(getattr(row, measure))}" for row in table.itertuples())
 
 
 def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
@@ -140,7 +160,21 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
 
 # "Most affected" is measured by the first of these that is known.
 _FIRST = ("delta_loss", "entropy_change", "attainable_change")
+# The variant of the table `head_effects` whose tests belong to a measure.
+_TESTED = {
+    "delta_loss" if v is SCALING_FROZEN else f"delta_loss_{v.name}": v.name
+    for v in (SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED)
+}
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
+
+
+def _significant(effects: pd.DataFrame, variant: str, axes: pd.DataFrame) -> Bool[np.ndarray, "layer head"]:
+    """Where a head's effect is significant; estimates are not tested."""
+    rows = effects[(effects["variant"] == variant) & effects["delta_loss"].notna()]
+    told = (rows["p_adjusted"] < SIGNIFICANCE).to_numpy(bool)
+    grid = rows.assign(told=told).pivot(index="layer", columns="head", values="told")
+    found: np.ndarray = grid.reindex(index=axes.index, columns=axes.columns).eq(True).to_numpy(bool)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +184,13 @@ class HeadMap:
     Attributes:
         layers, heads: of the axes below.
         values: by measure (`ln_probe.page.heads.MEASURES`), the one shown first at the front; NaN: no data.
+        significant: of the measures that are tested, where the Holm-adjusted p is below 0.05.
     """
 
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
     values: Mapping[str, Float[np.ndarray, "layer head"]] = field(default_factory=dict)
+    significant: Mapping[str, Bool[np.ndarray, "layer head"]] = field(default_factory=dict)
 
     @staticmethod
     def of(report: Report) -> HeadMap:
@@ -172,6 +208,7 @@ class HeadMap:
             tuple(int(v) for v in axes.index),
             tuple(int(v) for v in axes.columns),
             {m: g.to_numpy(np.float64) for m, g in grids.items()},
+            {m: _significant(report.head_effects, v, axes) for m, v in _TESTED.items() if m in grids},
         )
 
     def most_affected(self, exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> tuple[int, int]:
@@ -203,6 +240,8 @@ class HeadMap:
                 "unit": MEASURES[name].label,
                 "meaning": MEASURES[name].meaning,
                 "signed": MEASURES[name].signed,
+                "threshold": LEAST_CHANGE if name in self.significant else 0.0,
+                "significant": self.significant[name].astype(np.uint8).ravel() if name in self.significant else None,
                 "values": values.astype(np.float32).ravel(),
             }
             for name, values in self.values.items()

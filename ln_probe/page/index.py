@@ -27,7 +27,9 @@ from ln_probe.page import own_script, policy, render
 from ln_probe.page.compared import answers, compared, sinks_by_head
 from ln_probe.page.figures import (
     GRID,
+    LABEL,
     SIZE,
+    SMALLEST,
     Figure,
     axis_text,
     by_variant,
@@ -37,11 +39,12 @@ from ln_probe.page.figures import (
 )
 from ln_probe.page.page import Drawing, Shown
 from ln_probe.page.tables import table
-from ln_probe.report import Report, ranked_findings
+from ln_probe.page.verdict import in_one_line
+from ln_probe.report import Report
 
 BASELINES = 12  # models offered as a baseline, one picture each
 _STEP = re.compile(r" · [^/\\]+$")  # behind a checkpoint's name, its training step
-SENTENCES = 8  # models whose first finding is shown above the table
+SENTENCES = 8  # models whose primary contrasts are written above the table
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
     done = [e for e in entries if e.report is not None]
     names, links, reports = [e.name for e in done], [quote(e.href) for e in done], [e.report for e in done if e.report]
     rows = summary(names, reports)
-    sentences = [next((f.text for f in ranked_findings(report)), "") for report in reports[:SENTENCES]]
+    sentences = [in_one_line(report) for report in reports[:SENTENCES]]
     script = own_script("unpack.js", "shades.js", "panel.js", "page.js", "compared.js")
     runs, steps, _ = _training(reports)
     against = paired(names, reports) if len(reports) > 1 else PAIRED.empty()
@@ -220,7 +223,7 @@ def _primary() -> list[str]:
 def forest(
     names: Sequence[str], rows: pd.DataFrame, label: str = "change of the loss, nats per token", where: str = ""
 ) -> Figure:
-    """Draw a line per model and a panel per term; filled markers: every norm, hollow: norms that attention reads.
+    """Draw a panel per term and a line per model; filled markers: every norm, hollow: norms that attention reads.
 
     Args:
         names: models, from the top; the first ROWS are drawn.
@@ -231,8 +234,8 @@ def forest(
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
     terms = [t for t in _primary() if (rows["variant"] == t).any()]
-    figure = Figure(figsize=(1.5 * SIZE[0], 1.3 + 0.36 * len(shown)), layout="constrained")
-    panels = figure.subplots(1, max(1, len(terms)), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(SIZE[0], 1.0 + len(terms) * (0.5 + 0.36 * len(shown))), layout="constrained")
+    panels = figure.subplots(max(1, len(terms)), 1, sharey=True, squeeze=False)[:, 0]
     for axes, term in zip(panels, terms, strict=False):
         mine = rows[rows["variant"] == term]
         for number, (sites, (_, mark)) in enumerate(_PLACES.items()):
@@ -248,9 +251,9 @@ def forest(
         if is_wide(wide):
             axes.set_xscale("symlog", linthresh=threshold(wide))
         _small(axes, grid="x")
-    panels[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=9)
+    panels[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=SMALLEST)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
-    figure.supxlabel(label, fontsize=9)
+    figure.supxlabel(label, fontsize=SMALLEST)
     _forest_legend(figure, where)
     return figure
 
@@ -267,8 +270,8 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
     rows = rows.assign(step=steps_of[rows["place"].to_numpy(int)], run=[models[p] for p in rows["place"]])
     rows = rows[rows["step"].notna()].sort_values("step", kind="stable")
     terms = [t for t in _primary() if (rows["variant"] == t).any()]
-    figure = Figure(figsize=(1.5 * SIZE[0], 0.8 * SIZE[1] + 0.6), layout="constrained")
-    panels = figure.subplots(1, max(1, len(terms)), squeeze=False)[0]
+    figure = Figure(figsize=(SIZE[0], 0.6 + 0.8 * SIZE[1] * max(1, len(terms))), layout="constrained")
+    panels = figure.subplots(max(1, len(terms)), 1, squeeze=False)[:, 0]
     for axes, term in zip(panels, terms, strict=False):
         mine = rows[rows["variant"] == term]
         for (_, sites), line in mine.groupby(["run", "sites"], sort=False):
@@ -281,9 +284,9 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
         if mine["step"].max() > 0:
             axes.set_xscale("symlog", linthresh=max(1.0, float(mine.loc[mine["step"] > 0, "step"].min())))
         axes.set_title(VARIANTS[term].state, fontsize=10)
-        axes.set_xlabel("training step", fontsize=9)
+        axes.set_xlabel("training step", fontsize=SMALLEST)
         _small(axes)
-    panels[0].set_ylabel("change of the loss, nats per token", fontsize=9)
+    figure.supylabel("change of the loss, nats per token", fontsize=SMALLEST)
     _forest_legend(figure, where)
     return figure
 
@@ -295,7 +298,7 @@ def _forest_legend(figure: Figure, where: str) -> None:
         line([], [], marker=mark, markerfacecolor=face, label=label + where, **style)
         for face, (label, mark) in zip(("black", "none"), _PLACES.values(), strict=True)
     ]
-    figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)
+    figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside upper left", ncols=2)
 
 
 MEASURES = {  # column of the `heads` table: title, label of the axis
@@ -305,7 +308,7 @@ MEASURES = {  # column of the `heads` table: title, label of the axis
     "entropy_ratio": ("how uniform attention is", "entropy / maximum"),
 }
 PANELS = 24  # models drawn, since more would be too small to read; the table has all of them
-ACROSS = 4
+ACROSS = 2
 
 
 def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) -> Figure:
@@ -326,7 +329,7 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
             middle = rows.groupby("layer")[measure].median()
             axes.plot(middle.index / deepest, middle, **_line(variant), ms=3)
         _title(axes, name)
-        axes.set_xlabel("depth", fontsize=8)
+        axes.set_xlabel("depth", fontsize=SMALLEST)
     _variant_legend(figure, [v for v in VARIANTS if any(v == found for r, _ in shown for found, _ in by_variant(r))])
     return figure
 
@@ -351,7 +354,7 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
         if found[-1][0] > 0:
             axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
         _title(axes, name)
-        axes.set_xlabel("training step", fontsize=8)
+        axes.set_xlabel("training step", fontsize=SMALLEST)
     _variant_legend(figure, [v for v in VARIANTS if v in drawn])
     return figure
 
@@ -359,26 +362,26 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
 def _panels(count: int, label: str) -> tuple[Figure, list[mpl.axes.Axes]]:
     across = min(ACROSS, max(1, count))
     lines = -(-count // across) or 1
-    figure = Figure(figsize=(max(SIZE[0], 2.4 * across), 1.0 + 2.0 * lines), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 1.0 + 2.0 * lines), layout="constrained")
     grid = figure.subplots(lines, across, sharey=True, squeeze=False)
     for axes in grid.flat:
         _small(axes)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
-    figure.supylabel(label, fontsize=9)
+    figure.supylabel(label, fontsize=SMALLEST)
     return figure, list(grid.flat[:count])
 
 
 def _small(axes: mpl.axes.Axes, grid: Literal["x", "y"] = "y") -> None:
     """Style one of several small panels."""
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=SMALLEST)
     axes.grid(axis=grid, color=GRID, alpha=0.35)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(axes: mpl.axes.Axes, name: str) -> None:
-    short = name if len(name) <= 30 else f"…{name[-29:]}"
-    axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=9)
+    short = name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
+    axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=SMALLEST)
 
 
 def _line(variant: str) -> dict[str, Any]:
@@ -388,4 +391,4 @@ def _line(variant: str) -> dict[str, Any]:
 def _variant_legend(figure: Figure, variants: Sequence[str]) -> None:
     handles = [mpl.lines.Line2D([], [], label=VARIANTS[v].label, ms=4, **_line(v)) for v in variants]
     if handles:
-        figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside upper left", ncols=2)
+        figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside upper left", ncols=2)

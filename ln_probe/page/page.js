@@ -9,21 +9,36 @@ function csvCell(value, text) {
   return /[",\n\r]/.test(written) ? `"${written.replaceAll('"', '""')}"` : written;
 }
 
+// A file is named after the model and what is in it.
+function save(content, name) {
+  const link = document.createElement("a"), model = document.querySelector("main").dataset.name;
+  link.href = URL.createObjectURL(content);
+  link.download = `${model}-${name}`.normalize("NFKC").replace(/[^\p{L}\p{N}._-]+/gu, "-").replace(/^[.-]+/, "");
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
 // A test of rows for each word: layer=2 or margin > 0.5 compares a column, L2H3 is a head, a number matches a whole cell.
+// What cannot be meant here says so in `wrong`, and no row passes it.
 function wanted(words, { columns, data, isText }) {
+  const never = (wrong) => Object.assign(() => false, { wrong });
   const cell = (c, i) => (isText.has(c) ? String(data[c][i]) : figure(data[c][i])).toLowerCase();
-  const head = columns.includes("layer") && columns.includes("head") ? "layer=$1 head=$2" : "$&";
-  const plain = words.toLowerCase().replace(/\s*([<>]=?|=)\s*/g, "$1").replace(/\bl(\d+)h(\d+)\b/g, head);
+  const named = (name) => columns.find((c) => c.toLowerCase() === name);
+  const plain = words.toLowerCase().replace(/\s*([<>]=?|!=|=)\s*/g, "$1").replace(/\bl(\d+)h(\d+)\b/g, "layer=$1 head=$2");
   return plain.split(/\s+/).filter(Boolean).map((word) => {
-    const [, name, sign, value] = /^([^<>=]+)(=|<=|>=|<|>)(.+)$/.exec(word) ?? [];
-    const column = columns.find((c) => c.toLowerCase() === name);
-    if (column !== undefined) {
-      const number = Number(value);
-      if (isText.has(column) || Number.isNaN(number)) return (i) => sign === "=" && cell(column, i) === value;
-      const holds = { "=": (v) => v === number, "<": (v) => v < number, ">": (v) => v > number, "<=": (v) => v <= number, ">=": (v) => v >= number }[sign];
+    const [, name, sign, value] = /^([^<>=!]*)(=|!=|<=|>=|<|>)(.*)$/.exec(word) ?? [];
+    if (sign) {
+      const column = named(name), number = Number(value);
+      if (column === undefined) return never(`No column is named "${name}": there are ${columns.join(", ")}`);
+      if (value === "") return never(`"${word}" lacks a value`);
+      if (isText.has(column) || (Number.isNaN(number) && value !== "nan")) {
+        if (sign === "=") return (i) => cell(column, i) === value;
+        if (sign === "!=") return (i) => cell(column, i) !== value;
+        return never(isText.has(column) ? `${column} holds text: use = or !=` : `"${value}" is no number, and ${column} holds numbers`);
+      }
+      const holds = { "=": (v) => v === number, "!=": (v) => v !== number, "<": (v) => v < number, ">": (v) => v > number, "<=": (v) => v <= number, ">=": (v) => v >= number }[sign];
       return (i) => data[column][i] !== null && holds(data[column][i]);
     }
-    if (sign) return Object.assign(() => false, { unknown: name });
     if (!Number.isNaN(Number(word))) return (i) => columns.some((c) => cell(c, i) === word);
     return (i) => columns.some((c) => cell(c, i).includes(word));
   });
@@ -44,13 +59,13 @@ class Table {
       head.replaceChildren(button);
     });
     const tools = section.querySelector(".tools");
-    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter: word or layer=2", ariaLabel: "Filter rows" });
+    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter: word, L2H3, layer=2, delta_loss>0.01", ariaLabel: "Filter rows" });
     filter.addEventListener("input", () => { this.tests = wanted(filter.value, this); this.shown = PAGE; this.fill(); });
-    const save = Object.assign(document.createElement("button"), { textContent: "Download CSV" });
-    save.addEventListener("click", () => this.download());
+    const saves = Object.assign(document.createElement("button"), { textContent: "Download CSV" });
+    saves.addEventListener("click", () => this.download());
     this.more = Object.assign(document.createElement("button"), { textContent: "Show more rows" });
     this.more.addEventListener("click", () => { this.shown += PAGE; this.fill(); });
-    tools.append(filter, save);
+    tools.append(filter, saves);
     section.append(this.more);
     this.tests = [];
     this.fill();
@@ -78,8 +93,8 @@ class Table {
       return row;
     }));
     this.more.hidden = found.length <= this.shown;
-    const unknown = this.tests.find((test) => test.unknown)?.unknown;
-    this.count.textContent = (unknown ? `No column is named "${unknown}". ` : "") + `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
+    const wrong = this.tests.find((test) => test.wrong)?.wrong;
+    this.count.textContent = (wrong ? `${wrong}. ` : "") + `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
   }
 
   sort(c, head) {
@@ -99,11 +114,7 @@ class Table {
   download() {
     const lines = [this.columns.map((c) => csvCell(c, true)).join(",")];
     for (const i of this.matching()) lines.push(this.columns.map((c) => csvCell(this.data[c][i], this.isText.has(c))).join(","));
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob(["\ufeff" + lines.join("\r\n") + "\r\n"], { type: "text/csv" }));
-    link.download = `${this.section.dataset.file}.csv`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    save(new Blob(["\ufeff" + lines.join("\r\n") + "\r\n"], { type: "text/csv" }), `${this.section.dataset.file}.csv`);
   }
 }
 
@@ -113,6 +124,69 @@ for (const section of document.querySelectorAll("section.table")) {
   unpack(source.textContent)
     .then((content) => new Table(section, content))
     .catch((error) => { section.querySelector(".count").textContent = `Only the first rows are shown: ${error.message}.`; });
+}
+
+// A picture as a file of its own: its drawings next to each other, title above and caption below, ink on white.
+const MARGIN = 8, LINE = 14, LETTER = 5.4; // units of the drawing: around it, a line of the caption, a letter of it
+function standalone(figure) {
+  const shown = [...figure.querySelectorAll(".drawing")].find((d) => !d.hidden), every = [...shown.querySelectorAll("svg")];
+  const boxes = every.map((svg) => svg.viewBox.baseVal), wide = boxes.reduce((w, b) => w + b.width, 0), high = Math.max(...boxes.map((b) => b.height));
+  const make = (tag, attributes, text = "") => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.textContent = text;
+    return node;
+  };
+  const words = shown.querySelector("figcaption, p").textContent.split(/\s+/), lines = [""];
+  for (const word of words) lines.push(`${lines.at(-1).length + word.length < (wide - MARGIN) / LETTER ? lines.pop() : ""} ${word}`.trim());
+  const height = high + LINE * (lines.length + 2) + 2 * MARGIN;
+  const root = make("svg", { viewBox: `0 0 ${wide + 2 * MARGIN} ${height}`, width: wide + 2 * MARGIN, height, color: "#1a1d21", fill: "#1a1d21", "font-family": "sans-serif" });
+  root.append(make("rect", { width: "100%", height: "100%", fill: "#fff" }), make("text", { x: MARGIN, y: MARGIN + LINE, "font-size": 12, "font-weight": "bold" }, figure.querySelector("h3").textContent));
+  let x = MARGIN;
+  every.forEach((svg, i) => {
+    const copy = svg.cloneNode(true);
+    for (const [name, value] of Object.entries({ x, y: MARGIN + 1.5 * LINE, width: boxes[i].width, height: boxes[i].height })) copy.setAttribute(name, value);
+    copy.removeAttribute("style");
+    root.append(copy);
+    x += boxes[i].width;
+  });
+  lines.forEach((line, i) => root.append(make("text", { x: MARGIN, y: MARGIN + 3 * LINE + high + i * LINE, "font-size": 10 }, line)));
+  return root;
+}
+
+async function download(figure, kind) {
+  const root = standalone(figure), source = new XMLSerializer().serializeToString(root);
+  if (kind === "SVG") return save(new Blob([source], { type: "image/svg+xml" }), `${figure.id}.svg`);
+  const image = new Image(), canvas = document.createElement("canvas"), scale = 3;
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(source)}`;
+  await image.decode();
+  canvas.width = scale * root.getAttribute("width");
+  canvas.height = scale * root.getAttribute("height");
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob((content) => save(content, `${figure.id}.png`), "image/png");
+}
+
+for (const figure of document.querySelectorAll("figure[id]")) {
+  if (!figure.querySelector(".drawing svg")) continue;
+  const tools = document.createElement("p");
+  tools.className = "saves";
+  for (const kind of ["SVG", "PNG"]) {
+    const button = document.createElement("button");
+    button.textContent = kind;
+    button.setAttribute("aria-label", `Download ${figure.querySelector("h3").textContent} as ${kind}`);
+    button.addEventListener("click", () => download(figure, kind));
+    tools.append(button);
+  }
+  figure.append(tools);
+}
+
+// Every heading has an address.
+for (const part of document.querySelectorAll("h2[id], figure[id], section.table[id]")) {
+  const heading = part.matches("h2") ? part : part.querySelector("h3"), link = document.createElement("a");
+  link.href = `#${part.id}`;
+  link.className = "anchor";
+  link.setAttribute("aria-label", `Link to ${heading.textContent}`);
+  heading.append(link);
 }
 
 // Of several drawings of the same thing one is shown.

@@ -19,11 +19,12 @@ from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
 from ln_probe.analyses.probes.text import shortened, visible
 from ln_probe.exhibits import by_token
 from ln_probe.page import figures, own_script, policy, render
+from ln_probe.page.answers import answers
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
 from ln_probe.page.figures import by_variant, causal_effects, svg
-from ln_probe.page.heads import MEASURES, HeadMap, heads_map, linked, measures_of
+from ln_probe.page.heads import MEASURES, HeadMap, heads_map, largest, linked, measures_of
 from ln_probe.page.tables import Table, figure_text, table
-from ln_probe.page.verdict import verdict
+from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
 
 CELL_FINDINGS = 5
@@ -58,12 +59,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures under one heading."""
+    """Pictures under one heading; `short` is the heading in the bar of sections."""
 
     id: str
     title: str
     about: str
     pictures: tuple[Shown, ...]
+    short: str
 
 
 def report_page(report: Report, index: str = "") -> str:
@@ -90,8 +92,10 @@ def report_page(report: Report, index: str = "") -> str:
         name=title_of(report.name),
         index=quote(index),
         facts=list(_facts(report)),
+        details=list(_details(report)),
         verdict=verdict(report),
         unmeasured=_unmeasured(report),
+        answers=answers(report, titles),
         findings=[
             {"text": linked(f.text, report.exhibits), "picture": f.picture, "title": titles.get(f.picture)}
             for f in ranked_findings(report)
@@ -101,6 +105,7 @@ def report_page(report: Report, index: str = "") -> str:
         absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
         attention=attention,
         by_head=by_head.pictures[0].drawings[0] if by_head else None,
+        largest=largest(report, measures_of(report)[0]) if by_head else "",
         tables=tables,
         provenance=[row for row in flat(report.provenance) if not row[0].startswith(_IN_PROMPTS)],
         prompts=prompts,
@@ -191,20 +196,29 @@ def _tables(report: Report) -> Iterator[Table]:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
-    """List what was analyzed; unknown facts are left out."""
-    of = report.provenance
-    model, prompts = of.get("model", {}), of.get("prompts", {})
-    norms, heads = report.layernorms, report.heads
+    """List model, text and loss; unknown facts are left out."""
+    prompts, norms, heads = report.provenance.get("prompts", {}), report.layernorms, report.heads
     if title_of(report.name) != report.name:
         yield "From", report.name
-    if len(norms):
-        kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
-        yield "Norms", ", ".join(f"{n} {what}" for what, n in kinds.items())
+    of_model = []
     inside = heads[heads["space"] == "head"] if len(heads) else heads
     if len(inside):
-        yield "Attention", f"{inside['layer'].nunique()} layers × {inside['head'].nunique()} heads"
+        of_model.append(f"{inside['layer'].nunique()} layers × {inside['head'].nunique()} heads")
+    if len(norms):
+        kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
+        of_model.append(f"norms: {', '.join(f'{n} {what}' for what, n in kinds.items())}")
+    if of_model:
+        yield "Model", "; ".join(of_model)
     if prompts:
-        yield "Prompts", f"{prompts.get('count')} ({prompts.get('source')}), {prompts.get('tokens')} tokens"
+        yield "Text", f"{prompts.get('count')} prompts ({prompts.get('source')}), {prompts.get('tokens')} tokens"
+    if loss := intact_loss(report):
+        yield "Loss", loss
+
+
+def _details(report: Report) -> Iterator[tuple[str, str]]:
+    """List how the model was loaded and when it was analyzed."""
+    of = report.provenance
+    model = of.get("model", {})
     if kept := of.get("hooks", {}).get("measured_with"):
         yield "Measured with hooks", "; ".join(kept)
     loaded = [model.get(k) for k in ("architecture", "world", "dtype")]
@@ -241,6 +255,7 @@ GROUPS = (
                 "mean_share",
             ),
         ),
+        "Norms",
     ),
     (
         "keys-pictures",
@@ -264,6 +279,7 @@ GROUPS = (
             ),
             Picture("margin-map", "Margins by head", figures.margins_by_head, "heads", "margin_median"),
         ),
+        "Keys",
     ),
     (
         "queries-pictures",
@@ -279,14 +295,16 @@ GROUPS = (
                 "uniform_angle_deg",
             ),
         ),
+        "Attention",
     ),
     (
         "causal-pictures",
         "How much the loss rises",
         "The loss of the running model with a term removed.",
         (Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),),
+        "Interventions",
     ),
-    ("heads-pictures", "Head by head", "One measure of every head, layer × head; choose the measure.", ()),
+    ("heads-pictures", "Head by head", "One measure of every head, layer × head; choose the measure.", (), "Heads"),
 )
 
 CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first that has data
@@ -314,14 +332,14 @@ def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
 
 def groups(report: Report) -> Iterator[Group]:
     """Yield the pictures of the built-in tables under their headings."""
-    for name, title, about, plans in GROUPS:
+    for name, title, about, plans, short in GROUPS:
         shown = [_shown(report, p) for p in plans if has(report, p)]
         if name == "norms-pictures":
             shown += _geometry(report)
         if name == "heads-pictures":
             shown += _by_head(report)
         if shown:
-            yield Group(name, title, about, tuple(shown))
+            yield Group(name, title, about, tuple(shown), short)
 
 
 def _shown(report: Report, picture: Picture) -> Shown:
@@ -340,7 +358,7 @@ def others(report: Report) -> tuple[list[Group], list[str]]:
             continue
         if shown:
             title = probe.summary[:1].upper() + probe.summary[1:]
-            found.append(Group(f"{probe.name}-pictures", title, f"From {package_of(probe)}.", tuple(shown)))
+            found.append(Group(f"{probe.name}-pictures", title, f"From {package_of(probe)}.", tuple(shown), probe.name))
     return found, failed
 
 
@@ -365,7 +383,11 @@ def _geometry(report: Report) -> list[Shown]:
         if sample is not first and sample.site not in spaced:
             continue
         text = figures.geometry_caption(sample)
-        drawn = Markup(svg(figures.draw_geometry(sample), f"geometry-{number}", f"Geometry. {text}"))
+        steps = len(figures.geometry_steps(sample))  # one picture each, which a narrow screen shows below each other
+        drawn = Markup("").join(
+            Markup(svg(figures.draw_geometry(sample, step), f"geometry-{number}-{step}", f"Geometry. {text}"))
+            for step in range(steps)
+        )
         drawings.append(Drawing(shortened(visible(sample.site)), drawn, text, first=sample is first))
     return [Shown("geometry", "Tokens before and after a norm: projection and scaling", tuple(drawings), wide=True)]
 

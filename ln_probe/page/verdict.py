@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from ln_probe.analyses.probes.base import in_layers
-from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect
+from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect, is_significant
 from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report
@@ -25,6 +25,7 @@ _PLACES = {"all": "at every norm", "attention": "at attention alone"}
 # Intervals longer than this many times the largest bar are cut off, because they would make all bars invisible.
 _REACH = 2.5
 _TICKS = 5
+_UNIT = "nats/token"
 _NOT_APPLICABLE = "causal: the loss is not applicable: "  # beginning of the note that explains why there is no loss
 
 
@@ -37,7 +38,7 @@ class Bar:
         value, share, interval: text; the last two can be empty.
         left, width: of the bar; left None: nothing to draw, and `value` explains why.
         low, span: of the interval; span None: no interval.
-        effect: whether the change is reported as an effect.
+        effect: whether the change is reported as an effect; significant: whether it is significant.
     """
 
     term: str
@@ -50,6 +51,7 @@ class Bar:
     low: float = 0.0
     span: float | None = None
     effect: bool = False
+    significant: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class Verdict:
     sentences: tuple[str, ...]
     bars: tuple[Bar, ...] = ()
     notes: tuple[str, ...] = ()
-    unit: str = "nats/token"
+    unit: str = _UNIT
     zero: float = 0.0
     band: tuple[float, float] = (0.0, 0.0)
     ticks: tuple[tuple[float, str], ...] = ()
     drawn: bool = False
+    least: float = LEAST_CHANGE
 
 
 def verdict(report: Report) -> Verdict | None:
@@ -78,7 +81,7 @@ def verdict(report: Report) -> Verdict | None:
     def place(value: float) -> float:
         return round(100 * (min(max(value, low), high) - low) / (high - low), 3)
 
-    layers, unit = in_layers(report.provenance), str(report.provenance.get("loss", {}).get("unit", "nats/token"))
+    layers, unit = in_layers(report.provenance), str(report.provenance.get("loss", {}).get("unit", _UNIT))
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
         tuple(
@@ -92,6 +95,32 @@ def verdict(report: Report) -> Verdict | None:
         tuple((place(t), f"{t:+.3g}" if abs(t) > 1e-12 else "0") for t in ticks),
         bool(known),
     )
+
+
+def intact_loss(report: Report) -> str:
+    """Return the loss of the intact model with its unit; empty if it is not known."""
+    known = [loss for _, row in _rows(report.causal) if math.isfinite(loss := base_loss(row))]
+    unit = report.provenance.get("loss", {}).get("unit", _UNIT)
+    return f"{number(known[0])} {unit}, intact" if known else ""
+
+
+def in_one_line(report: Report) -> str:
+    """Return the contrasts at every norm as one line of the same form for every model, so that models compare."""
+    rows = {variant: row for (variant, sites), row in _rows(report.causal) if sites == "all"}
+    known = [r for r in rows.values() if math.isfinite(base_loss(r))]
+    if not known:
+        return "loss not measured"
+    parts, unit = [f"intact loss {number(base_loss(known[0]))}"], report.provenance.get("loss", {}).get("unit", _UNIT)
+    for variant, row in rows.items():
+        state = VARIANTS[variant].state
+        if why := _idle(row):
+            parts.append(f"{state}: not applicable ({why})")
+            continue
+        low, high = (float(row[f"delta_loss_{end}"]) for end in ("low", "high"))
+        sure = [f"95 % CI {signed(low)} to {signed(high)}"] if math.isfinite(low) and math.isfinite(high) else []
+        sure += [] if is_effect(row) else [f"below {LEAST_CHANGE:g}" if is_significant(row) else "not significant"]
+        parts.append(f"{state} {signed(float(row['delta_loss']))} {unit} ({', '.join(sure)})")
+    return f"{'; '.join(parts)}{in_layers(report.provenance)}"
 
 
 def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: str) -> Iterator[str]:
@@ -117,7 +146,6 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
         )
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."
-    yield f"Grey band: changes below {LEAST_CHANGE:g}, too small to report as effects."
     scaling = [r for (variant, _), r in rows.items() if VARIANTS[variant].freezes_scaling and not _idle(r)]
     if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
         minutes = max(1, round(about["optimal_minutes"]))
@@ -164,6 +192,7 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
             continue
         delta, low, high = (float(row[f"delta_loss{kind}{end}"]) for end in ("", "_low", "_high"))
         bounded = math.isfinite(low) and math.isfinite(high)
+        sure = is_significant(row) if not kind else bounded and (low > 0 or high < 0)
         yield Bar(
             term,
             what + name,
@@ -174,7 +203,8 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
             abs(place(delta) - place(0.0)),
             place(low) if bounded else 0.0,
             place(high) - place(low) if bounded else None,
-            is_effect(row) if not kind else bounded and (low > 0 or high < 0) and abs(delta) >= LEAST_CHANGE,
+            sure and abs(delta) >= LEAST_CHANGE,
+            sure,
         )
 
 

@@ -196,6 +196,11 @@ def test_attention_widens_or_narrows_on_these_prompts() -> None:
     (finding,) = uniformity._entropy_finding(table[table["layer"] == 0])
     assert finding.text.endswith("attention is flatter: the median head's normalized entropy goes from 50 % to 52 %.")
     opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
+    small = table.assign(entropy_ratio=table["entropy_ratio"].where(table["layer"] != 1, 0.5))
+    nearly = small.assign(
+        entropy_ratio=small["entropy_ratio"] - 0.003 * ((small["layer"] == 1) & (small["variant"] == "no_scaling"))
+    )
+    assert "by layer +0 to +2 points" in uniformity._entropy_finding(nearly)[0].text, "no -0"
     assert "attention is as sharp on average" in uniformity._entropy_finding(opposite)[0].text
     assert not uniformity._entropy_finding(table.assign(entropy_ratio=0.5))
     assert not uniformity._entropy_finding(table.iloc[:0])

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib as mpl
+import matplotlib.image
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -128,7 +131,7 @@ def test_tables_sort_filter_and_download(report: Report, visit: Any, page_of: An
     )
     with opened.page.expect_download() as download:
         section.locator("button", has_text="Download CSV").click()
-    assert download.value.suggested_filename == "keys.csv"
+    assert download.value.suggested_filename == "tiny-keys.csv"
     rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8-sig"))))
     assert len(rows) == len(kept)
     assert list(rows[0]) == list(report.keys.columns)
@@ -383,7 +386,7 @@ def test_a_head_has_an_address(report: Report, visit: Any, page_of: PageOf) -> N
     frame.locator('#map [aria-pressed="true"]').press("ArrowLeft")
     opened.until("location.hash === '#L1H1P0'")
     assert frame.locator("#frozen canvas").count() == 1
-    about = frame.locator("#about").inner_text()
+    about = " ".join(frame.locator("#about").inner_text().split())
     row = report.by_head().set_index(["layer", "head"]).loc[(1, 1)]
     amount = f"{'+' if row['delta_loss'] > 0 else ''}{float(f'{row.delta_loss:.3g}'):g}"
     assert f"Loss increase, scaling frozen {amount}" in about
@@ -391,6 +394,80 @@ def test_a_head_has_an_address(report: Report, visit: Any, page_of: PageOf) -> N
     frame.locator("#title", has_text="Layer 0, head 3").wait_for()
     frame.locator("#measure").select_option(label="Entropy")
     assert "attention entropy over" in frame.locator("#meaning").inner_text()
+    opened.quiet()
+
+
+def test_the_map_says_what_is_significant(report: Report, visit: Any, page_of: PageOf) -> None:
+    """Colour begins at the threshold, what is not significant is hatched, the largest heads are a list."""
+    effects = report.head_effects.copy()
+    frozen = effects["variant"] == "no_scaling"
+    places = {(0, 1): (0.2, 0.001), (1, 2): (0.3, 0.5), (1, 0): (0.005, 0.001)}
+    effects.loc[frozen, ["delta_loss", "p_adjusted"]] = 0.0, 1.0
+    for (layer, head), values in places.items():
+        mine = frozen & (effects["layer"] == layer) & (effects["head"] == head)
+        effects.loc[mine, ["delta_loss", "p_adjusted"]] = values
+    opened = visit(page_of(report.with_tables(head_effects=effects)))
+    frame = opened.attention()
+
+    def cell(layer: int, head: int) -> tuple[str, bool]:
+        found = frame.locator(f'#map button[data-layer="{layer}"][data-head="{head}"]')
+        hatched = found.evaluate("e => getComputedStyle(e).backgroundImage.includes('gradient')")
+        assert hatched == ("not significant" in found.get_attribute("aria-label"))
+        return found.evaluate("e => getComputedStyle(e).backgroundColor"), hatched
+
+    blank, unsure = cell(0, 0)
+    assert unsure
+    assert cell(1, 0) == (blank, False), "significant, but below the threshold"
+    assert cell(1, 2)[1]
+    assert len({blank, cell(0, 1)[0], cell(1, 2)[0]}) == 3
+    assert frame.locator("#tested").inner_text().startswith("2 of 8 heads are significant")
+    assert "Colour begins at ±0.01 nats per token." in frame.locator("#meaning").inner_text()
+    lines = [" ".join(t.split()) for t in frame.locator("#top li").all_inner_texts()]
+    assert lines[:3] == ["L1H2 +0.3", "L0H1 +0.2 (significant)", "L1H0 +0.005 (significant)"]
+    frame.locator("#top button").nth(1).click()
+    assert place(frame) == "Layer 0, head 1"
+    opened.until("location.hash === '#L0H1P0'")
+    frame.locator("#measure").select_option(label="Entropy")
+    assert frame.locator("#tested").is_hidden()
+    assert frame.locator("#hatched").is_hidden()
+    assert frame.locator("#top li").first.inner_text().split()[0] == "L{:.0f}H{:.0f}".format(
+        *report.by_head("entropy_ratio").iloc[0][["layer", "head"]]
+    )
+    opened.quiet()
+
+
+def test_why_a_head_attends_there(long_report: Report, visit: Any, page_of: PageOf) -> None:
+    """One click on the map answers it for position 0, another for the strongest pairs of query and key."""
+    opened = visit(page_of(long_report))
+    frame = opened.attention()
+    (sums,) = long_report.exhibits.scores
+    tokens = long_report.exhibits.of_prompt(0).tokens
+    frame.locator('#map button[data-layer="2"][data-head="1"]').click()
+    mine = [i for i in range(len(sums.head)) if (sums.layer[i], sums.head[i]) == (2, 1)]
+    assert len(mine) == frame.locator("#pairs button").count() == 3
+    for n, i in enumerate(mine):
+        frame.locator("#pairs button").nth(n).click()
+        assert frame.locator("#pairs [aria-pressed=true]").count() == 1
+        because = frame.locator("#because").inner_text()
+        whose = "The average query" if n == 0 else f"Query {sums.query[i]} “{tokens[sums.query[i]]}”"
+        assert because.startswith(f"{whose} gives ")
+        assert f"“{tokens[sums.key[i]]}”" in because
+        assert f"score is {float(f'{abs(float(sums.score[i])):.3g}'):g} nats " in because
+        assert ("above" if sums.score[i] > 0 else "below") in because
+        assert "On the first 128 tokens of the prompt." in because
+        for s, side in ((1, 0), (0, 1)):
+            rows = frame.locator("#reasons table").nth(side).locator("tr")
+            numbers = [float(t) for t in rows.locator("td:last-child").all_inner_texts()]
+            assert sum(numbers) == pytest.approx(float(sums.score[i]), abs=0.02 * max(1, abs(float(sums.score[i]))))
+            names = rows.locator("th").all_inner_texts()
+            assert names == [*(sums.parts[p] for p in sums.part[i, s]), "all others"]
+        terms = frame.locator("#reasons table").nth(2).locator("th").all_inner_texts()
+        assert {"sigma of the query", "sigma of the key"} <= set(terms)
+    assert frame.locator("#difference canvas").count() == 1
+    assert "more attention with scaling frozen" in frame.locator("#apartScale").inner_text()
+    frame.locator("#prompt").select_option("2")
+    assert frame.locator("#because").inner_text() == "Scores are explained for prompt 0."
+    assert frame.locator("#reasons table").count() == 0
     opened.quiet()
 
 
@@ -462,8 +539,21 @@ def test_d6_filters_know_columns(report: Report, visit: Any, page_of: PageOf) ->
     ):
         section.locator("input").fill(words)
         assert f"of {kept.sum()} rows shown" in section.locator(".count").inner_text(), words
-    section.locator("input").fill("delta>0.005")
-    assert section.locator(".count").inner_text().startswith('No column is named "delta". 0 of 0 rows shown')
+    said = section.locator(".count").inner_text
+    for words, told in (
+        ("delta>0.005", 'No column is named "delta": there are layer, head, space, variant'),
+        ("entropy_ratio>much", '"much" is no number, and entropy_ratio holds numbers. 0 of 0 rows shown'),
+        ("variant<intact", "variant holds text: use = or !=."),
+        ("layer=", '"layer=" lacks a value.'),
+        ("<img>0", 'No column is named "": there are layer'),
+    ):
+        section.locator("input").fill(words)
+        assert said().startswith(told), words
+    section.locator("input").fill("variant!=intact")
+    assert f"of {(heads['variant'] != 'intact').sum()} rows shown" in said()
+    norms = opened.page.locator("#table-layernorms")
+    norms.locator("input").fill("L1H2")
+    assert norms.locator(".count").inner_text().startswith('No column is named "head": there are site, layer')
     section.locator("input").fill("projection")  # a piece of a name
     assert 0 < int(section.locator(".count").inner_text().split(" of ")[1].split()[0]) < len(heads)
     opened.quiet()
@@ -479,7 +569,7 @@ def test_d6_dark_pages_have_dark_panels(report: Report, visit: Any, page_of: Pag
 def test_d6_without_scripts_nothing_is_empty(report: Report, visit: Any, page_of: PageOf) -> None:
     opened = visit(page_of(report), java_script_enabled=False)
     assert opened.page.locator("iframe.attention").is_hidden()
-    assert opened.page.locator("noscript svg").count() == 1
+    assert opened.page.locator(".still svg").is_visible()
     assert "Attention patterns are drawn by a script" in opened.page.locator("noscript").all_inner_texts()[-1]
     assert opened.page.locator("#table-heads tbody tr").count() == 40
 
@@ -494,6 +584,110 @@ def test_d6_phones_show_text_of_eleven_pixels(report: Report, visit: Any, page_o
     assert frame.locator("body").evaluate(smallest) >= 10.9
 
 
+def test_charts_fit_a_phone(report: Report, causal: pd.DataFrame, visit: Any) -> None:
+    """At 390 pixels no chart is wider than its box, with text of eleven pixels."""
+    both = report.with_tables(causal=causal)
+    listed = index_page([IndexEntry(f"model {i}", f"{i}.html", both) for i in range(2)])
+    for html in (report_page(both), listed):
+        opened = visit(html, viewport={"width": 390, "height": 844})
+        wide = opened.page.evaluate("""[...document.querySelectorAll(".drawing")].filter((e) => e.offsetWidth)
+          .map((e) => [e.scrollWidth - e.clientWidth, e.querySelector("svg").getAttribute("aria-labelledby")])""")
+        assert len(wide) >= 3
+        assert [w for w in wide if w[0] > 0] == []
+
+
+@pytest.mark.parametrize(("width", "scrolls"), [(1440, False), (390, True)])
+def test_the_bar_of_sections_shows_that_it_scrolls(
+    width: int, scrolls: bool, report: Report, visit: Any, page_of: PageOf
+) -> None:
+    """All sections stand on one line; what does not fit is announced by a shadow at that end."""
+    opened = visit(page_of(report), viewport={"width": width, "height": 844})
+    bar = opened.page.locator("nav")
+    assert bar.bounding_box()["height"] < 60
+    assert bar.evaluate("e => e.scrollWidth > e.clientWidth") == scrolls
+    assert bar.evaluate("e => getComputedStyle(e).backgroundAttachment").startswith("local, local, scroll, scroll")
+    opened.page.locator("nav a").last.focus()
+    end = bar.bounding_box()
+    last = opened.page.locator("nav a").last.bounding_box()
+    assert last["x"] + last["width"] <= end["x"] + end["width"] + 1
+
+
+def test_black_markers_are_filled_in_the_dark(report: Report, causal: pd.DataFrame, visit: Any) -> None:
+    """What matplotlib fills with black has no colour in its SVG: it takes the page's ink, in the legend too."""
+    opened = visit(index_page([IndexEntry("a", "a.html", report.with_tables(causal=causal))]), color_scheme="dark")
+    fills = opened.page.evaluate(
+        "[...document.querySelectorAll('#losses svg [id*=legend] use')].map((e) => getComputedStyle(e).fill)"
+    )
+    ink = opened.page.evaluate("getComputedStyle(document.body).color")
+    assert ink in fills
+    assert "rgb(0, 0, 0)" not in fills
+
+
+def test_pictures_are_saved_with_their_captions(report: Report, visit: Any, page_of: PageOf) -> None:
+    """SVG and PNG named after model and picture, ink on white whatever the page's scheme is."""
+    opened = visit(page_of(report), color_scheme="dark")
+    figure = opened.page.locator("#geometry")
+    figure.locator("select").select_option("ln_final")
+    caption = figure.locator("figcaption:visible").inner_text()
+
+    def saved(kind: str) -> Path:
+        with opened.page.expect_download() as download:
+            figure.locator(".saves button", has_text=kind).click()
+        assert download.value.suggested_filename == f"tiny-geometry.{kind.lower()}"
+        return Path(download.value.path())
+
+    root = ElementTree.fromstring(saved("SVG").read_text(encoding="utf-8"))
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{svg}svg"
+    assert len(root.findall(f"{svg}svg")) == 3
+    title, *lines = [e.text for e in root.findall(f"{svg}text")]
+    assert title == "Tokens before and after a norm: projection and scaling"
+    assert " ".join(map(str, lines)) == " ".join(caption.split())
+    image = saved("PNG").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    pixels = mpl.image.imread(io.BytesIO(image))
+    assert pixels[0, 0].tolist() == [1, 1, 1, 1]
+    assert 0.005 < (pixels[..., :3].min(-1) < 0.6).mean() < 0.3
+    opened.quiet()
+
+
+def test_headings_have_addresses(report: Report, visit: Any, page_of: PageOf) -> None:
+    opened = visit(page_of(report))
+    links = opened.page.locator("a.anchor")
+    named = links.evaluate_all("all => all.map((a) => [a.getAttribute('href'), a.getAttribute('aria-label')])")
+    assert ["#margins", "Link to Margins over depth"] in named
+    assert ["#table-keys", f"Link to {report.declared['keys'].title}"] in named
+    assert opened.page.evaluate("[...document.querySelectorAll('h2[id]')].every((h) => h.querySelector('a.anchor'))")
+    for href, _ in named:
+        assert opened.page.locator(href).count() == 1, href
+    links.last.click()
+    opened.until(f"location.hash === '{named[-1][0]}'")
+    opened.quiet()
+
+
+def test_the_first_screen_answers(report: Report, causal: pd.DataFrame, visit: Any) -> None:
+    """At 1440 × 900 model, text, loss, picture and findings are seen without scrolling; each links to a part."""
+    opened = visit(report_page(report.with_tables(causal=causal)), viewport={"width": 1440, "height": 900})
+    seen = "e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bottom <= innerHeight; }"
+    for part in ("h1", "dl.facts >> nth=0", "section.verdict .bars", "section.verdict .legend", ".answers > ol"):
+        assert opened.page.locator(part).evaluate(seen), part
+    assert opened.page.locator("dl.facts").first.locator("dt").all_inner_texts()[-3:] == ["Model", "Text", "Loss"]
+    answers = opened.page.locator(".answers > ol > li")
+    assert 3 <= answers.count() <= 5
+    for answer in answers.all():
+        assert answer.locator("strong").inner_text().endswith("?")
+        (target,) = answer.locator("a.see").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
+        assert opened.page.locator(target).count() == 1
+    bars = opened.page.locator("section.verdict .bars .bar.scaling, section.verdict .bars .bar.projection")
+    sure = bars.evaluate_all("all => all.map((e) => e.classList.contains('told'))")
+    hatched = bars.locator(".fill").evaluate_all(
+        "all => all.map((e) => getComputedStyle(e).backgroundImage !== 'none')"
+    )
+    assert [not s for s in sure] == hatched
+    assert set(sure) == {True, False}
+    opened.quiet()
+
+
 def test_d6_printed_pictures_stay_with_their_titles(report: Report, visit: Any, page_of: PageOf) -> None:
     opened = visit(page_of(report))
     opened.page.emulate_media(media="print")
@@ -501,6 +695,11 @@ def test_d6_printed_pictures_stay_with_their_titles(report: Report, visit: Any, 
       const s = getComputedStyle(e); return `${s.breakInside} ${s.contentVisibility} ${e.offsetHeight > 50}`; })""")
     assert styles
     assert set(styles) == {"avoid visible true"}
+    # The frame is not printed: a still map and the heads with the largest values take its place.
+    assert opened.page.locator("iframe.attention").is_hidden()
+    assert opened.page.locator(".still svg").bounding_box()["height"] > 50
+    row = report.by_head("delta_loss").iloc[0]
+    assert f"Largest: L{row.layer:.0f}H{row['head']:.0f} " in opened.page.locator(".still").inner_text()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from hypothesis.extra import numpy as hnp
 from matplotlib.figure import Figure
 
 import ln_probe
+from ln_probe import recording
+from ln_probe.analyses.attribution.pairs import AVERAGE, TERMS
 from ln_probe.analyses.probes.columns import BY_HEAD, TOKENS
 from ln_probe.exhibits import (
     CELLS,
@@ -29,9 +31,10 @@ from ln_probe.exhibits import (
     to_bytes,
     to_weights,
 )
+from ln_probe.hooks.sites import facts_of
 from ln_probe.page.figures import svg
 from ln_probe.page.heads import MEASURES, heads_map, measures_of
-from ln_probe.recording import BUDGET, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
+from ln_probe.recording import BUDGET, EXPLAINED, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
 from ln_probe.report import Report
 
 STORED = 0.004  # what the README and the page promise: to within 0.4 % of the attention
@@ -152,7 +155,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def same(a: Exhibits, b: Exhibits) -> bool:
-    pairs = [*zip(a.attention, b.attention, strict=True), *zip(a.samples, b.samples, strict=True)]
+    pairs = [p for n in ("attention", "samples", "scores") for p in zip(getattr(a, n), getattr(b, n), strict=True)]
     return a.notes == b.notes and all(equal(x, y) for x, y in pairs)
 
 
@@ -166,6 +169,64 @@ def test_saved_exhibits_load_as_they_were(long_report: Report, hostile: list[str
     assert (tmp_path / "e.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
     Exhibits().save(tmp_path / "none.npz")
     assert same(Exhibits.load(tmp_path / "none.npz"), Exhibits())
+
+
+def test_scores_are_explained_on_the_beginning_of_the_first_prompt(
+    long_report: Report, long_model: Any, long_prompts: list[list[int]]
+) -> None:
+    """Of every head its mean attention to position 0 and its strongest pairs, as `attribute_scores` has them."""
+    (sums,) = long_report.exhibits.scores
+    assert (sums.prompt, sums.length) == (0, EXPLAINED)
+    assert set(zip(sums.layer.tolist(), sums.head.tolist(), strict=True)) == {
+        (i, h) for i in range(3) for h in range(2)
+    }
+    assert ((sums.query == AVERAGE).reshape(6, 3) == [True, False, False]).all()
+    tokens = torch.tensor(long_prompts[0][:EXPLAINED])
+    for i in range(len(sums.head)):
+        layer, head, query, key = (int(v[i]) for v in (sums.layer, sums.head, sums.query, sums.key))
+        if query == AVERAGE:
+            continue
+        one = ln_probe.attribute_scores(long_model, tokens, layer, head, query, key, against="mean")
+        assert one.weight == pytest.approx(float(sums.weight[i]), rel=1e-5)
+        assert one.weight > float(sums.uniform[i])
+        assert one.total == pytest.approx(float(sums.score[i]), abs=1e-4)
+        for s, side in enumerate(("query", "key")):
+            parts = one.table[one.table["side"] == side].set_index("part")["contribution"]
+            shown = [sums.parts[p] for p in sums.part[i, s]]  # of few components zeros of the other side, too
+            assert sums.contribution[i, s] == pytest.approx(parts.reindex(shown).fillna(0).to_numpy(), abs=1e-4)
+            assert (
+                parts.drop(shown, errors="ignore").abs().to_numpy().max(initial=0)
+                <= np.abs(sums.contribution[i, s]).min() + 1e-4
+            )
+            terms = one.terms[one.terms["side"] == side].set_index("term")["contribution"]
+            assert sums.terms[i, s] == pytest.approx(terms[list(TERMS)].to_numpy(), abs=1e-4)
+
+
+def test_how_much_is_explained_is_bounded(long_report: Report, long_model: Any, monkeypatch: Any) -> None:
+    facts, shown = facts_of(long_model), long_report.exhibits.attention[0]
+    tokens = torch.arange(50).repeat(3)
+    monkeypatch.setattr(recording, "EXPLAINED_WORK", recording.EXPLAINED_WORK / 200_000)
+    ((sums,), notes) = recording.explained(long_model, facts, tokens, shown)
+    assert recording.LEAST_EXPLAINED <= sums.length < EXPLAINED
+    assert notes == []
+    both = [replace(shown, causal=False), shown]
+    monkeypatch.setattr(recording, "EXPLAINED_WORK", 1.0)
+    for one in both:
+        found, notes = recording.explained(long_model, facts, tokens, one)
+        assert found == ()
+        assert notes == ["scores are not explained: it would take too long; use attribute_scores"]
+    assert recording.explained(long_model, facts, tokens[:1], shown) == ((), [])
+
+
+def test_the_change_of_attention_to_position_0(long_report: Report) -> None:
+    short = long_report.exhibits.of_prompt(2)
+    assert not short.pooled
+    assert short.cells_frozen is not None
+    assert short.first_change is not None
+    mean = [to_weights(cells)[:, :, 1:, 0].mean(-1) for cells in (short.cells_frozen, short.cells)]
+    assert short.first_change == pytest.approx(mean[0] - mean[1], abs=0.01)
+    every = np.mean([a.first_change for a in long_report.exhibits.attention], axis=0)
+    assert long_report.by_head()["first_change"].to_numpy() == pytest.approx(every.ravel())
 
 
 @pytest.mark.slow

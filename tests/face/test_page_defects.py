@@ -118,7 +118,7 @@ def test_d6_text_of_charts_is_legible_on_phones(report: Report, causal: pd.DataF
         assert min(sizes) >= SMALLEST
     assert POINTS == 72
     style = html[: html.index("</style>")]
-    assert "min-width: var(--legible)" in style[style.index("@media (max-width: 44rem) {\n  figure svg") :]
+    assert "min-width: min(100%, var(--legible))" in style[style.index("@media (max-width: 44rem)") :]
 
 
 @pytest.mark.parametrize(("name", "title"), [

@@ -24,7 +24,9 @@ from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Table
+from ln_probe.exhibits import Exhibits
 from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
+from ln_probe.page.answers import QUESTIONS, answers
 from ln_probe.page.figures import causal_effects, geometry_steps, svg
 from ln_probe.page.index import PANELS, IndexEntry, index_page, over_depth
 from ln_probe.page.lab import FIRST, write_lab_page
@@ -75,15 +77,44 @@ def test_every_picture_says_what_it_shows(report: Report, parsed: Reader, page_o
 
 
 def test_five_findings_come_first_and_link_to_their_pictures(report: Report, parsed: Reader, page_of: PageOf) -> None:
+    """Each is a question with the first sentence of a finding; all findings are listed below, in their order."""
     html = page_of(report)
-    first = html[html.index('id="findings"') : html.index("<details")]
+    start = html.index('id="findings"')
+    first = html[start : html.index("<details", start)]
     assert first.count("<li>") == 5
     targets = [a["href"][1:] for t, a in parsed(first).tags if t == "a" and a.get("class") == "see"]
     assert len(targets) == 5
     ids = {a.get("id") for _, a in parsed(html).tags}
     assert set(targets) <= ids
-    for sentence in report.findings()[:5]:
-        assert sentence in parsed(first).text
+    titles = {t: "x" for t in ids if t}
+    found = answers(report, titles)
+    assert [a.question for a in found] == [*QUESTIONS.values()]
+    for answer in found:
+        sentence = parsed(answer.text).text
+        assert f"{answer.question} {sentence}" in parsed(first).text
+        start_of = sentence.split(" Freezing scaling for the keys changes")[0].removesuffix(".")
+        assert any(f.startswith(start_of) for f in report.findings()), sentence
+    every = parsed(html[html.index("<details", start) :]).text
+    places = [every.index(f) for f in report.findings()]
+    assert places == sorted(places)
+
+
+def test_what_norms_do_to_sinks_is_answered(report: Report, parsed: Reader) -> None:
+    table = report.by_head().dropna(subset=["first_attention", "first_change"])
+    assert len(table) == 8
+    (said,) = [parsed(a.text).text for a in answers(report, {}) if a.question == QUESTIONS["sinks"]]
+    most = table.loc[table["first_change"].abs().idxmax()]
+    change = 100 * float(table["first_change"].mean())
+    assert abs(change) > 0.005
+    assert f"by {float(f'{change:.2g}'):+g} percentage points (mean over 8 heads)" in said
+    assert f"most in L{most['layer']:.0f}H{most['head']:.0f} (" in said
+    shown = [replace(a, first_change=np.full((2, 4), -1e-9, np.float32)) for a in report.exhibits.attention]
+    still = replace(report, exhibits=replace(report.exhibits, attention=tuple(shown)))
+    (said,) = [parsed(a.text).text for a in answers(still, {}) if a.question == QUESTIONS["sinks"]]
+    assert "by less than 0.01 percentage points" in said
+    none = replace(report, exhibits=Exhibits())
+    (said,) = [parsed(a.text).text for a in answers(none, {}) if a.question == QUESTIONS["sinks"]]
+    assert "Freezing scaling" not in said
 
 
 def asked_of(report: Report, *probes: str) -> Report:

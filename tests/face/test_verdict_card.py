@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes.causal import LEAST_CHANGE, is_effect
+from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import report_page
-from ln_probe.page.verdict import Verdict, verdict
+from ln_probe.page.verdict import Verdict, in_one_line, verdict
 from ln_probe.report import Report
 
 Reader = Callable[[str], Any]
@@ -204,3 +205,26 @@ def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame, hostile
     assert {t for t, _ in page.tags} <= {"section", "h2", "ul", "li", "span", "i", "b", "small", "p", "a"}
     assert not [n for _, a in page.tags for n in a if n.startswith("on")]
     assert set(re.findall(r'href="([^"]*)"', html)) == {"#causal"}
+
+
+def test_models_of_an_index_are_described_alike(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+    """The same contrasts in the same order for every model, whatever its first finding is."""
+    idle = effects["variant"] == "no_scaling"
+    off = effects.assign(no_op=effects["no_op"].mask(idle, "its norms do not scale"))
+    bare = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
+    models = {"a": effects, "b": off, "c": bare, "d": effects.head(0)}
+    lines = {
+        "a": "intact loss 4.3; scaling frozen +0.33 nats/token (95 % CI +0.28 to +0.37); projection removed -0.001 "
+        "nats/token (95 % CI -0.002 to +0.001, not significant)",
+        "b": "intact loss 4.3; scaling frozen: not applicable (its norms do not scale); projection removed -0.001 "
+        "nats/token (95 % CI -0.002 to +0.001, not significant)",
+        "c": "intact loss 4.3; scaling frozen +0.33 nats/token (not significant); projection removed -0.001 "
+        "nats/token (not significant)",
+        "d": "loss not measured",
+    }
+    entries = [IndexEntry(n, f"{n}.html", report.with_tables(causal=table)) for n, table in models.items()]
+    page = parsed(index_page(entries)).text
+    for entry in entries:
+        assert entry.report is not None
+        assert in_one_line(entry.report) == lines[entry.name]
+        assert f"{entry.name}: {lines[entry.name]}" in page
