@@ -264,6 +264,7 @@ def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
             attention=(replace(shown, tokens=tokens), replace(shown, prompt=1, tokens=rest)),
             samples=tuple(replace(sample, site=t, tokens=tuple(spread(len(sample.tokens)))) for t in some),
             notes=tuple(some),
+            scores=tuple(replace(s, parts=tuple(spread(len(s.parts)))) for s in report.exhibits.scores),
         )
         found.append(
             Report(

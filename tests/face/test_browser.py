@@ -19,6 +19,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import ln_probe
+from ln_probe.analyses.attribution.pairs import TERMS
 from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.page import attention as frames
@@ -281,6 +282,19 @@ def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str]
         for head in opened.page.locator("#table-keys thead button").all()[:8]:
             head.click()
         said += opened.page.evaluate("document.body.textContent")
+        frame.locator("#prompt").select_option("0")
+        for pair in frame.locator("#pairs button").all():
+            pair.click()
+            named = set(frame.locator("#reasons th").all_text_contents())
+            assert named <= {*one.exhibits.scores[0].parts, "all others"} | {
+                f"{t} of the {side}" for t in TERMS for side in ("query", "key")
+            }
+        frame.locator("#top button").first.click()
+        with opened.page.expect_download() as download:
+            opened.page.locator("#geometry .saves button", has_text="SVG").click()
+        saved = ElementTree.parse(download.value.path())
+        assert {e.tag.split("}")[1] for e in saved.iter()}.isdisjoint({"script", "foreignObject", "image", "a"})
+        assert not [name for e in saved.iter() for name in e.attrib if name.startswith("on")]
         assert opened.page.locator("img, object, embed, base, form, textarea").count() == 0
         assert opened.page.locator("iframe").count() == 1
         assert frame.locator("img, iframe, object, a").count() == 0
