@@ -197,10 +197,10 @@ def _intact(report: Report) -> pd.DataFrame:
 
 def overview(report: Report) -> dict[str, float | int | None]:
     """Summarize a report in one row: shares over all keys, medians over norms and heads."""
-    norms, heads, sinks = report.layernorms, report.heads, report.sink_heads
+    norms, heads, first = report.layernorms, report.heads, report.sink_heads["first_attention"].dropna()
     found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
-    found["first_attention"] = float(sinks["first_attention"].mean()) if len(sinks) else math.nan
-    found["sink_heads"] = float((sinks["first_attention"] > MUCH).mean()) if len(sinks) else math.nan
+    found["first_attention"] = float(first.mean()) if len(first) else math.nan
+    found["sink_heads"] = float((first > MUCH).mean()) if len(first) else math.nan
     found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads

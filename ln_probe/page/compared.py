@@ -147,7 +147,9 @@ def _head(first: Report, other: Report, number: int) -> Markup:
 
 def sinks_by_head(names: Sequence[str], reports: Sequence[Report]) -> Figure:
     """Attention to position 0 of every head (dots) and its mean (bar); dashes: uniform attention; line: 30 %."""
-    rows = [(n, r.sink_heads) for n, r in zip(names, reports, strict=True) if len(r.sink_heads)][:MOST]
+    rows = [
+        (n, r.sink_heads) for n, r in zip(names, reports, strict=True) if r.sink_heads["first_attention"].notna().any()
+    ][:MOST]
     figure = Figure(figsize=(1.5 * SIZE[0], 1.1 + 0.34 * len(rows)), layout="constrained")
     axes = figure.subplots()
     dress(axes, "", grid="x")
@@ -155,7 +157,7 @@ def sinks_by_head(names: Sequence[str], reports: Sequence[Report]) -> Figure:
         values = heads["first_attention"].to_numpy(float)
         spread = 0.2 * np.sin(np.arange(len(values)) * 2.4)  # so that equal heads do not hide one another
         axes.plot(values, place + spread, "o", ms=3.5, alpha=0.55, color=BLUE, mec="none")
-        axes.plot([np.nanmean(values)] * 2, [place - 0.32, place + 0.32], color=ORANGE, lw=2.2)
+        axes.plot([heads["first_attention"].mean()] * 2, [place - 0.32, place + 0.32], color=ORANGE, lw=2.2)
         axes.plot([heads["first_uniform"].mean()] * 2, [place - 0.32, place + 0.32], "--", color="black", lw=1)
     axes.axvline(MUCH, color=GRID, lw=1)
     axes.set_xlim(0, 1)

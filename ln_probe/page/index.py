@@ -144,7 +144,7 @@ def _losses(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
 
 
 def _sinks(reports: Sequence[Report], names: Sequence[str]) -> Shown | None:
-    if not any(len(r.sink_heads) for r in reports):
+    if not any(r.sink_heads["first_attention"].notna().any() for r in reports):
         return None
     caption = (sinks_by_head.__doc__ or "").splitlines()[0]
     return _shown("sinks-by-head", "Attention to position 0, by head", sinks_by_head(names, reports), caption)
