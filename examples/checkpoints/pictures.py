@@ -1,6 +1,6 @@
 """Draw the figures of docs/checkpoints.md from the committed tables.
 
-python examples/checkpoints/pictures.py    # writes examples/{uniform_direction,patching,heads_angles}.png
+python examples/checkpoints/pictures.py    # writes examples/{uniform_direction,patching}.png
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, Figure
+from ln_probe.page.figures import BLUE, GRID, ORANGE, Figure
 
 HERE = Path(__file__).parent
 TABLES = HERE / "tables"
@@ -75,29 +75,6 @@ def patching() -> Figure:
     return figure
 
 
-def heads_angles() -> Figure:
-    """Of every head: the share of its queries along the uniform direction, and what removing it does to its entropy."""
-    tables = {p.stem.removeprefix("uniform-heads-"): pd.read_csv(p) for p in sorted(TABLES.glob("uniform-heads-*.csv"))}
-    figure = Figure(figsize=(2.8 * len(tables) + 0.4, 2.8), layout="constrained")
-    panels = figure.subplots(1, len(tables), squeeze=False)[0]
-    for axes, (name, rows) in zip(panels, tables.items(), strict=True):
-        for edit, colour, label in (
-            ("random_removed", ORANGE, "random direction"),
-            ("removed", BLUE, "uniform direction"),
-        ):
-            axes.plot(rows["share"], rows[f"entropy_{edit}"], "o", ms=3.5, color=colour, alpha=0.7, label=label)
-        axes.axvline(rows["even_share"].iloc[0], color=GREEN, lw=1, ls=":", label="share of an even direction")
-        axes.axhline(0, color=GRID, lw=1, zorder=0)
-        axes.set(title=name, xlabel="share of |Wq|² along the\nuniform direction")
-        axes.title.set_fontsize(10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("change of the head's normalized\nentropy, component removed")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
-    )
-    return figure
-
-
 if __name__ == "__main__":
-    for draw in (uniform_direction, patching, heads_angles):
+    for draw in (uniform_direction, patching):
         draw().savefig(HERE.parent / f"{draw.__name__}.png", dpi=DPI)

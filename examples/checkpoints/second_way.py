@@ -59,7 +59,7 @@ class Gpt2:
 
             w = load_file(str(folder / "model.safetensors"))
         else:
-            w = torch.load(folder / "pytorch_model.bin", weights_only=True)
+            w = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         w = {k.removeprefix("transformer."): v.double() for k, v in w.items() if v.is_floating_point()}
         self.embed, self.positions, self.out, self.b_out = w["wte.weight"], w["wpe.weight"], w["wte.weight"].T, None
         if "lm_head.weight" in w:
