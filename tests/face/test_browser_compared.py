@@ -84,7 +84,7 @@ def test_keyboard_reaches_every_head_and_every_weight(report: Report, page: str,
 
 
 def test_a_slider_goes_through_the_steps_of_a_run(page: str, visit: Any) -> None:
-    opened = visit(page)
+    opened = visit(page, color_scheme="dark")
     part = opened.page.locator("section.compared")
     assert part.locator(".model-b option:checked").inner_text() == "run · step10"
     part.locator(".measure").select_option(label="Attention to position 0")
@@ -97,6 +97,8 @@ def test_a_slider_goes_through_the_steps_of_a_run(page: str, visit: Any) -> None
         assert slider.get_attribute("aria-valuetext") == f"step {step}"
     told = part.locator(".curve svg").get_attribute("aria-label")
     assert told.startswith("Attention to position 0 of this head over training: step 0 ")
+    ink = opened.page.evaluate("getComputedStyle(document.body).color")
+    assert part.locator(".curve text").first.evaluate("e => getComputedStyle(e).fill") == ink
     assert part.locator(".curve circle").count() == 3
     assert part.locator(".curve circle.now").count() == 1
     part.locator(".model-b").select_option(label="one")
