@@ -40,7 +40,7 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 
-# Bytes before compression. The page is to stay under 5 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
+# Bytes before compression. The page is to stay under 6 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
 BUDGET = 2_900_000
 # The first prompt is kept whole as long as it takes no more than this: 1200 heads (GPT-2 XL) at 512 tokens. Beyond,

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
+from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, ScoreSums, bin_edges, pooled, to_bytes
 from ln_probe.page.page import report_page
-from ln_probe.recording import FULL_HEADS, plan
+from ln_probe.recording import COMPONENTS, EXPLAINED, FULL_HEADS, PAIRS, plan
 from ln_probe.report import Report
 
-LIMIT = 5_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
+LIMIT = 6_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
 LAYERS, HEADS, TOKENS = 12, 12, 512
 
 
@@ -45,7 +45,19 @@ def made_up(rng: np.random.Generator) -> Exhibits:
             cells_frozen=np.array(cells)[:, ::-1].copy(),
         )  # fmt: skip
         shown.append(one)
-    return Exhibits(tuple(shown))
+    pairs = LAYERS * HEADS * (1 + PAIRS)
+
+    def number(*shape: int) -> np.ndarray:
+        return rng.normal(size=(pairs, *shape)).astype(np.float32)
+
+    def index(*shape: int) -> np.ndarray:
+        return rng.integers(0, LAYERS * HEADS, size=(pairs, *shape)).astype(np.int32)
+
+    sums = ScoreSums(
+        0, EXPLAINED, tuple(f"L{a}H{b}" for a in range(LAYERS) for b in range(HEADS)),
+        index(), index(), index(), index(), number(), number(), number(), index(2, COMPONENTS), number(2, COMPONENTS), number(2, 4),
+    )  # fmt: skip
+    return Exhibits(tuple(shown), scores=(sums,))
 
 
 def holds_what_it_promises(exhibits: Exhibits) -> None:
