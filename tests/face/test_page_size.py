@@ -53,10 +53,11 @@ def made_up(rng: np.random.Generator) -> Exhibits:
     def index(*shape: int) -> np.ndarray:
         return rng.integers(0, LAYERS * HEADS, size=(pairs, *shape)).astype(np.int32)
 
-    sums = ScoreSums(
-        0, EXPLAINED, tuple(f"L{a}H{b}" for a in range(LAYERS) for b in range(HEADS)),
-        index(), index(), index(), index(), number(), number(), number(), index(2, COMPONENTS), number(2, COMPONENTS), number(2, 4),
-    )  # fmt: skip
+    parts = tuple(f"L{a}H{b}" for a in range(LAYERS) for b in range(HEADS))
+    places = [index() for _ in range(4)]
+    sizes = [number() for _ in range(3)]
+    components = index(2, COMPONENTS), number(2, COMPONENTS)
+    sums = ScoreSums(0, EXPLAINED, parts, *places, *sizes, *components, number(2, 4))
     return Exhibits(tuple(shown), scores=(sums,))
 
 
