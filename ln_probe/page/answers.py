@@ -66,7 +66,7 @@ def _change(report: Report) -> Iterator[str]:
     if not len(table):
         return
     before, change = float(table["first_attention"].mean()), float(table["first_change"].mean())
-    most = table.loc[table["first_change"].abs().idxmax()]
+    most = table.iloc[int(table["first_change"].abs().to_numpy().argmax())]
     yield (
         f"Freezing scaling for the keys changes the attention to position 0 from {percent(before)} by "
         f"{_points(change)} (mean over {len(table)} heads), most in L{most['layer']:.0f}H{most['head']:.0f} "
