@@ -40,15 +40,19 @@ class Variant:
         color, marker: in pictures, as matplotlib takes them.
         wording: how a sentence about it begins ("Freezing scaling").
         state: what the norm is then ("scaling frozen").
-        transform: what the norm computes instead; None: the norm without the terms that are removed.
+        transform: what the norm computes instead, before gain and bias: from the site, its input (mean included) and
+            the constant that replaces sigma, None unless "scaling" is removed and the norm scales.
+            `site.normalize(x, divisor=c)` is the norm's own with that constant. None: the norm without the terms that
+            are removed.
         without: what `ln_probe.hooks.without` calls it; empty: nothing.
         primary: whether its contrasts on the primary sites are fixed before the data. All others are exploratory.
-        standard: whether it is one of ln_probe's own. The others never change a number of these: their contrasts form
-            separate families, and they have no say in which heads and keys are measured.
+        standard: whether it is one of the four that ln_probe began with; no other is, in this file or elsewhere. The
+            others never change a number of these: their contrasts form separate families, and they have no say in
+            which heads and keys are measured.
 
     Example:
-        >>> register(Variant("tanh", frozenset({"scaling"}), "tanh instead", "#000000", "x", "Replacing norms by tanh",
-        ...     "norm replaced by tanh", transform=lambda site, x, c: torch.tanh(x)))
+        >>> register(Variant("my_tanh", frozenset({"scaling"}), "tanh", "#000000", "x", "Replacing norms by tanh",
+        ...     "norm replaced by tanh", transform=lambda site, x, c: torch.tanh(site.normalize(x, divisor=c))))
     """
 
     name: str
@@ -147,8 +151,10 @@ def register(variant: Variant) -> Variant:
     Raises:
         ValueError: there is a variant of that name, or one that `without` calls the same.
     """
-    if variant.name in VARIANTS or variant.without in VARIANT_WITHOUT:
-        raise ValueError(f"there is a variant {variant.name!r} already, or one for without({variant.without!r})")
+    if variant.name in VARIANTS:
+        raise ValueError(f"there is a variant {variant.name!r} already: give yours another name")
+    if variant.without in VARIANT_WITHOUT:
+        raise ValueError(f"without(model, {variant.without!r}) is a variant already: call yours something else there")
     VARIANTS[variant.name] = variant
     if variant.without:
         VARIANT_WITHOUT[variant.without] = variant.name

@@ -173,14 +173,20 @@ def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: s
     """Significant changes of the other groups; both terms at once only where one alone is clearly less."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
     wordings = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
-    groups = [r for r in groups if r["variant"] in wordings]
-    if not groups:
-        return []
-    groups.sort(key=lambda r: -abs(r["delta_loss"]))
-    told = "; ".join(
-        f"{wordings[str(r['variant'])]} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in groups
-    )
-    return [Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(groups[0]) / 2)]
+    # A variant that was added has a sentence of its own, after those of the others.
+    added = [v.name for v in edits_of_norms(standard=False)]
+    findings = []
+    for names in ([v.name for v in edits_of_norms(standard=True)], *([name] for name in added)):
+        rows = [r for r in groups if r["variant"] in names and r["variant"] in wordings]
+        rows.sort(key=lambda r: -abs(r["delta_loss"]))
+        if not rows:
+            continue
+        told = "; ".join(
+            f"{wordings[str(r['variant'])]} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in rows
+        )
+        size = 0.0 if names[0] in added else _share(rows[0]) / 2
+        findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=size))
+    return findings
 
 
 def _single(tested: pd.DataFrame, unit: str) -> list[Finding]:
@@ -254,7 +260,14 @@ def _sink(row: Any) -> str:
     """The change with one constant for all positions, where it is much larger."""
     uniform, delta = float(row["delta_loss_uniform"]), float(row["delta_loss"])
     least = max(LEAST_CHANGE, abs(delta))
-    if not any(frozen_scaling([row["variant"]])) or math.isnan(uniform) or uniform - delta < SINK_FACTOR * least:
+    variant = VARIANTS.get(row["variant"])
+    if (
+        variant is None
+        or variant.transform is not None
+        or not variant.freezes_scaling
+        or math.isnan(uniform)
+        or uniform - delta < SINK_FACTOR * least
+    ):
         return ""
     return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"
 

@@ -71,7 +71,7 @@ _PLACE = columns(
     head (int): head; -1: the whole layer, at the norm's output
     space (text): normalized: the norm's output before gain and bias; head: keys as attention sees them (gain, bias,
         W_K, b_K, QK-norm, rotary)
-    variant (text): intact, no_scaling, no_projection or both_removed
+    variant (text): intact, no_scaling, no_projection, both_removed, or a registered one
     """
 )
 
@@ -204,7 +204,7 @@ CAUSAL = declare(
     ("sites", "variant"),
     """
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: intact, no_scaling, no_projection or both_removed
+    variant (text): which terms remain: intact, no_scaling, no_projection, both_removed, or a registered one
     family (text): which rows its p-values are Holm-adjusted with: primary ({attention, all} × {scaling frozen,
         projection removed}), or an exploratory family; empty for intact
     loss (float, nats per token, or the user's loss): mean loss; NaN where it is not applicable
@@ -264,7 +264,7 @@ CAUSAL_PROMPTS = declare(
     prompt (int): number of the prompt, from 0
     group (int): its prompt group
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: no_scaling, no_projection or both_removed
+    variant (text): which terms remain: no_scaling, no_projection, both_removed, or a registered one
     predicted (int): tokens that are predicted: all but the first; 1 under a loss of the user's
     loss (float, nats per token, or the user's loss): mean loss of the intact model on this prompt
     delta_loss (float, as loss): its change
@@ -356,7 +356,7 @@ HEAD_EFFECTS = declare(
     """
     layer (int): block whose attention it is
     head (int): head
-    variant (text): which terms remain for this head: no_scaling, no_projection or both_removed
+    variant (text): which terms remain for this head: no_scaling, no_projection, both_removed, or a registered one
     delta_loss (float, nats per token): change of the mean next-token loss, by running the edited model; NaN where
         only estimated
     delta_loss_low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer
@@ -554,7 +554,7 @@ PAIRED = declare(
     model (text): what the report is called
     against (text): the first report
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: no_scaling, no_projection or both_removed
+    variant (text): which terms remain: no_scaling, no_projection, both_removed, or a registered one
     difference (float, nats per token): delta_loss of this model minus that of the first
     low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN
         as in `causal`

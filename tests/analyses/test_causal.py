@@ -24,6 +24,7 @@ from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.variants import VARIANTS
 
 PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
 NUMBERS = ["loss", "delta_loss", "kl", "top1_agreement", "entropy_change"]
@@ -236,7 +237,7 @@ def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
     model, tokens = make_bridge("gpt2"), torch.stack([torch.arange(1, 17), torch.arange(20, 36)])
     report = ln_probe.analyze(model, tokens, probes=("causal",), progress=False)
     assert [c for c in CAUSAL.names if c in report.causal] == CAUSAL.names
-    assert len(report.causal) == 4 * (4 + 5)
+    assert len(report.causal) == len(VARIANTS) * (4 + 5)
     assert len(report.layernorms) == len(report.heads) == 0
     row = report.causal.set_index(["sites", "variant"]).loc[("mlp", "no_scaling")]
     losses = []

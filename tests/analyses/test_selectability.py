@@ -58,7 +58,7 @@ def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
     assert no_op(rms, "no_projection") == "rmsnorm: it has no projection"
     assert [no_op(rms, v) for v in ("intact", "no_scaling", "both_removed")] == ["", "", ""]
     layernorm = find_sites(make_bridge("gpt2"))[0]
-    assert [no_op(layernorm, v) for v in VARIANTS] == [""] * 4
+    assert [no_op(layernorm, v) for v in VARIANTS] == [""] * len(VARIANTS)
     centred, free = (Site(**vars(layernorm) | more) for more in ({"state": "centred"}, {"kind": "projection_only"}))
     assert no_op(centred, "no_projection") == "layernorm: its input is already centred"
     assert no_op(free, "no_scaling") == "projection_only: it does not scale"

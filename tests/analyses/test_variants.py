@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECT
 from ln_probe.hooks import without
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, VARIANTS, Variant, no_op, register
+from ln_probe.hooks.variants import VARIANT_WITHOUT, VARIANTS, Variant, edits_of_norms, no_op, register
 from ln_probe.page.figures import causal_effects, entropy_by_layer
 
 PROMPTS = torch.randint(0, 50, (33, 6), generator=torch.Generator().manual_seed(1)).tolist()
@@ -29,7 +30,7 @@ def of_tanh(site: Site, x: Tensor, constant: float | Tensor | None) -> Tensor:
 
 
 TANH = Variant(
-    "tanh",
+    "example_tanh",
     frozenset({"scaling", "projection"}),
     "tanh instead",
     "#000000",
@@ -95,8 +96,8 @@ def test_its_tests_are_a_family_of_their_own(after: ln_probe.Report) -> None:
     families = after.causal.groupby("family")["variant"].agg(set)
     assert families["primary"] == {"no_scaling", "no_projection"}
     assert [name for name, variants in families.items() if TANH.name in variants] == [
-        "exploratory: groups, tanh",
-        "exploratory: single norms, tanh",
+        "exploratory: groups, example_tanh",
+        "exploratory: single norms, example_tanh",
     ]
     mine = after.head_effects[after.head_effects["variant"] == TANH.name]
     assert mine["p_adjusted"].notna().all()
@@ -135,5 +136,11 @@ def test_two_variants_that_do_the_same_are_one_computation() -> None:
 
 
 def test_names_are_taken_once() -> None:
-    with pytest.raises(ValueError, match="there is a variant 'both_removed' already"):
+    with pytest.raises(ValueError, match="there is a variant 'both_removed' already: give yours another name"):
         register(VARIANTS["both_removed"])
+    with pytest.raises(ValueError, match=r"without\(model, 'scaling'\) is a variant already"):
+        register(replace(TANH, name="another", without="scaling"))
+
+
+def test_what_is_standard_is_fixed() -> None:
+    assert [v.name for v in edits_of_norms(standard=True)] == ["no_scaling", "no_projection", "both_removed"]

@@ -24,10 +24,10 @@ from ln_probe.hooks.model import evaluating
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, VARIANTS, changed_output, normalized
+from ln_probe.hooks.variants import VARIANTS, changed_output, edits_of_norms, normalized
 
 TOKENS = torch.arange(1, 21).view(2, 10)
-TERMS = tuple(VARIANT_WITHOUT)
+TERMS = tuple(variant.without for variant in edits_of_norms(standard=True))
 GAIN, BIAS = torch.randn(2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 BOTH_PRECISIONS = [(torch.float32, 1e-5), (torch.float64, 1e-12)]
 Norm = Callable[[Tensor, nn.Module], Tensor]
