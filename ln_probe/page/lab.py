@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, D
-from ln_probe.analyses.lab.results import folder, table_at
+from ln_probe.analyses.lab.results import table_at
 from ln_probe.analyses.schema import Table
 from ln_probe.page import own_script, packed, policy, render
 from ln_probe.page.tables import table
@@ -114,13 +114,6 @@ def space_part(coordinates: pd.DataFrame) -> Markup:
 
 
 def space_page(coordinates: pd.DataFrame) -> str:
-    """Return a separate page, which opens offline and can be shown in a frame.
-
-    `python -m ln_probe.page.lab > docs/_static/majority_in_space.html` writes that of the kept results.
-    """
+    """Return a separate page, which opens offline and can be shown in a frame (the site has one of kept results)."""
     script = own_script(*SCRIPTS)
     return render("space.html", space=space_part(coordinates), policy=policy(script), script=Markup(script))
-
-
-if __name__ == "__main__":
-    print(space_page(table_at(folder("majority_in_space"), TABLE)), end="")

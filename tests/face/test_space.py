@@ -14,10 +14,8 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, angle_to_ones
-from ln_probe.analyses.lab.results import Results, folder, summarize, table_at, write_results
+from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.page.lab import TABLE, space_data, space_page, write_lab_page
-
-SITE = Path(__file__).parents[2] / "docs" / "_static" / "majority_in_space.html"
 
 
 @pytest.fixture
@@ -52,11 +50,6 @@ def test_what_the_page_is_given(points: pd.DataFrame) -> None:
         space_data(points[:0])
     with pytest.raises(ValueError, match="two rows of coordinates for one point"):
         space_data(pd.concat([points, points[:1]]))
-
-
-def test_the_sites_picture_is_of_the_kept_coordinates() -> None:
-    made = space_page(table_at(folder("majority_in_space"), TABLE))
-    assert SITE.read_text() == made, "python -m ln_probe.page.lab > docs/_static/majority_in_space.html"
 
 
 def tips(page: Any) -> list[str]:
