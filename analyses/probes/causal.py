@@ -49,7 +49,7 @@ from ln_probe.analyses.probes.edited_runs import (
 )
 from ln_probe.analyses.probes.text import counted, number, percent, signed
 from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
+from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
 
 # The smallest change of the loss that is called an effect, nats per token: 1 % of perplexity.
 LEAST_CHANGE = 0.01
@@ -170,22 +170,16 @@ def _primary(
 
 
 def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: str) -> list[Finding]:
-    """Significant changes of the other groups; both terms at once only where one alone is clearly less."""
+    """Significant changes of the other groups; every variant that was added has its own sentence, after the others."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
-    wordings = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
-    # A variant that was added has a sentence of its own, after those of the others.
-    added = [v.name for v in edits_of_norms(standard=False)]
+    groups.sort(key=lambda r: -abs(r["delta_loss"]))
     findings = []
-    for names in ([v.name for v in edits_of_norms(standard=True)], *([name] for name in added)):
-        rows = [r for r in groups if r["variant"] in names and r["variant"] in wordings]
-        rows.sort(key=lambda r: -abs(r["delta_loss"]))
-        if not rows:
-            continue
-        told = "; ".join(
-            f"{wordings[str(r['variant'])]} {places[str(r['sites'])]} {change(r, unit)}{_sink(r)}" for r in rows
-        )
-        size = 0.0 if names[0] in added else _share(rows[0]) / 2
-        findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=size))
+    for some in (edits_of_norms(standard=True), *([v] for v in edits_of_norms(standard=False))):
+        words = {v.name: v.wording[0].lower() + v.wording[1:] for v in some if not v.is_combined}
+        if rows := [r for r in groups if r["variant"] in words]:
+            told = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
+            size = _share(rows[0]) / 2 if some[0].standard else 0.0
+            findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=size))
     return findings
 
 
@@ -259,15 +253,9 @@ def _optimal(row: Any) -> str:
 def _sink(row: Any) -> str:
     """The change with one constant for all positions, where it is much larger."""
     uniform, delta = float(row["delta_loss_uniform"]), float(row["delta_loss"])
-    least = max(LEAST_CHANGE, abs(delta))
-    variant = VARIANTS.get(row["variant"])
-    if (
-        variant is None
-        or variant.transform is not None
-        or not variant.freezes_scaling
-        or math.isnan(uniform)
-        or uniform - delta < SINK_FACTOR * least
-    ):
+    variant = VARIANTS.get(row["variant"], INTACT)
+    known = variant.standard and variant.freezes_scaling and not math.isnan(uniform)
+    if not known or uniform - delta < SINK_FACTOR * max(LEAST_CHANGE, abs(delta)):
         return ""
     return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"
 
@@ -406,6 +394,7 @@ def table(
         change, optimal = ((mine[m] - intact["nll"]).to_numpy(float) for m in ("nll", "nll_optimal"))
         frozen = any(frozen_scaling([variant]))
         known = frozen and np.isfinite(optimal).all()
+        uniform = total["nll_uniform"] if frozen else math.nan
         of_optimal = over_groups(optimal if known else np.full(len(mine), math.nan), predicted, groups, seed)
         idle = variant == "intact" or bool(mine["no_op"].iloc[0])
         taken = predicted > 0
@@ -418,9 +407,7 @@ def table(
                 "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
                 **over_groups(change + _of(moved, sites, variant, mine.index), predicted, groups, seed),
                 "delta_loss_median": statistics.median(change, predicted),
-                "delta_loss_uniform": _ratio(total["nll_uniform"] - base["nll"], total["predicted"])
-                if frozen
-                else math.nan,
+                "delta_loss_uniform": _ratio(uniform - base["nll"], total["predicted"]),
                 "delta_loss_optimal": float(optimal.sum() / predicted.sum()) if known and predicted.sum() else math.nan,
                 "delta_loss_optimal_low": of_optimal["delta_loss_low"],
                 "delta_loss_optimal_high": of_optimal["delta_loss_high"],

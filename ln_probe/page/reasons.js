@@ -32,7 +32,7 @@ function explain(sums, i) {
   const [key, query] = [side(1), side(0)], most = ofNorm.reduce((a, b) => (Math.abs(b[1]) > Math.abs(a[1]) ? b : a));
   const whose = sums.query[i] === AVERAGE ? `The average query gives ${share(sums.weight[i])} to position ${sums.key[i]} ${token(sums.key[i])}` : `Query ${sums.query[i]} ${token(sums.query[i])} gives ${share(sums.weight[i])} to key ${sums.key[i]} ${token(sums.key[i])}`;
   const largest = (rows) => (rows.length ? `${rows[0][0]} (${nats(rows[0][1])})` : "none");
-  at("because").textContent = `${whose} (uniform attention: ${share(sums.uniform[i])}), because the key's score is ${Number(Math.abs(score).toPrecision(3))} nats ${score < 0 ? "below" : "above"} the mean of the keys that the query sees. `
+  at("because").textContent = `${whose} (uniform attention: ${share(sums.uniform[i])}): the key's score is ${Number(Math.abs(score).toPrecision(3))} nats ${score < 0 ? "below" : "above"} the mean of the keys that the query sees. `
     + `Largest contributions: of the key ${largest(key)}, of the query ${largest(query)}; of the norm, ${most[0]} (${nats(most[1])}).`
     + (sums.length < shown.tokens.length ? ` On the first ${sums.length} tokens of the prompt.` : "");
   at("reasons").replaceChildren(
