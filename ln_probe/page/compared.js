@@ -46,17 +46,18 @@ function compareModels(root, { models, layers, heads, measures }) {
       title.textContent = change ? what : `${what}: ${models[m ? chosen.b : chosen.a].name}`;
       grid.setAttribute("aria-label", `${of.title}, ${title.textContent}; arrow keys move`);
       cells.forEach((cell, i) => {
-        const value = shown[m][i], small = Math.abs(value) < of.least;
+        const value = shown[m][i], tested = !change && of.significant;
+        const small = tested ? !of.significant[(m ? chosen.b : chosen.a) * size + i] : Math.abs(value) < of.least;
         cell.style.backgroundColor = tint(value, top, low);
         cell.classList.toggle("small", small);
-        cell.title = `${headName(i)}: ${amount(value, words)}${small ? ` (below ${of.least})` : ""}`;
+        cell.title = `${headName(i)}: ${amount(value, words)}${!small ? "" : tested ? " (not significant)" : ` (below ${of.least})`}`;
         cell.setAttribute("aria-label", cell.title);
       });
       const ramp = made("span", { className: "ramp" });
       ramp.style.background = `linear-gradient(90deg, ${[0, 0.5, 1].map((t) => tint(low + (top - low) * t, top, low)).join(", ")})`;
       scale.replaceChildren(`${amount(low, words)} `, ramp, ` ${amount(top, words)}`);
     });
-    find("meaning").textContent = `${of.title}: ${of.meaning}. ${of.least ? `Hatched: below ${of.least}, too small to report. ` : ""}Grey: no data. Differences of single heads have no CI.`;
+    find("meaning").textContent = `${of.title}: ${of.meaning}. ${of.significant ? "Hatched in A and B: not significant (exploratory). " : ""}${of.least ? `Hatched in ${of.significant ? "B − A" : "all"}: below ${of.least}, too small to report. ` : ""}Grey: no data. Differences of single heads have no CI.`;
     const changes = maps[2].cells.map((_, i) => [i, differences(of)[i]]).filter(([, v]) => !Number.isNaN(v) && v !== 0);
     changes.sort((x, y) => Math.abs(y[1]) - Math.abs(x[1]));
     find("most").replaceChildren(...changes.slice(0, LISTED).map(([i, v]) => {

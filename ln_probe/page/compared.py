@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import UInt8
 from markupsafe import Markup, escape
 
 from ln_probe.analyses.probes.causal import LEAST_CHANGE
@@ -18,7 +19,7 @@ from ln_probe.exhibits import CELLS, PromptAttention
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.page import packed
 from ln_probe.page.figures import BLUE, GRID, ORANGE, SIZE, Figure, axis_text, dress
-from ln_probe.page.heads import MEASURES, address
+from ln_probe.page.heads import MEASURES, HeadMap, address
 from ln_probe.report import Report
 
 MOST = 64  # models that can be chosen, in the order of the index
@@ -43,13 +44,14 @@ def compared(
         return None
     layers, heads = (sorted({int(v) for v in wide.index.get_level_values(k)}) for k in ("layer", "head"))
     grid = pd.MultiIndex.from_product([layers, heads], names=["layer", "head"])
-    measures = []
+    measures, maps = [], [HeadMap.of(r) for r in shown]
     for name, about in MEASURES.items():
         values = pd.DataFrame(wide.reindex(grid)[name]).reindex(columns=columns).to_numpy(np.float32)
         if np.isfinite(values).any(axis=0).sum() > 1 and np.nanmax(np.abs(values)) > 0:
             least = LEAST_CHANGE if about.label == "nats per token" else 0.0
             words = {"title": about.title, "unit": about.label.replace(" per ", "/"), "meaning": about.meaning}
             numbers = {"signed": about.signed, "least": least, "values": values.T.ravel()}
+            numbers["significant"] = _significant(maps, name, layers, heads)
             measures.append({"name": name, **words, **numbers})
     if not measures:
         return None
@@ -60,6 +62,19 @@ def compared(
     ]
     data = {"models": models, "layers": layers, "heads": heads, "measures": measures}
     return {"data": packed(data), "count": len(shown), "total": len(reports)}
+
+
+def _significant(
+    maps: Sequence[HeadMap], measure: str, layers: Sequence[int], heads: Sequence[int]
+) -> UInt8[np.ndarray, " cell"] | None:
+    """Whether each head of each model is significant; None: the measure is not tested."""
+    if not any(measure in m.significant for m in maps):
+        return None
+    found = np.zeros((len(maps), len(layers), len(heads)), np.uint8)
+    for told, m in zip(found, maps, strict=True):
+        if measure in m.significant:
+            told[np.ix_(np.searchsorted(layers, m.layers), np.searchsorted(heads, m.heads))] = m.significant[measure]
+    return found.ravel()
 
 
 def _patterns(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:

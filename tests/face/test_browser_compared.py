@@ -61,6 +61,21 @@ def test_the_head_that_differs_is_found(report: Report, page: str, visit: Any) -
     opened.quiet()
 
 
+def test_heads_that_are_not_significant_are_hatched(report: Report, visit: Any) -> None:
+    """As in each model's own page; the difference of two models is not tested."""
+    p = np.where(report.head_effects[["layer", "head"]].eq(1).all(axis=1), 0.001, 0.5)
+    one = report.with_tables(head_effects=report.head_effects.assign(p_adjusted=p))
+    opened = visit(index_page([IndexEntry(str(n), f"{n}/report.html", r) for n, r in enumerate((one, report))]))
+    part = opened.page.locator("section.compared")
+    part.locator(".measure").select_option(label="Loss increase, scaling frozen")
+    cells = [part.locator(".map").nth(i).locator("button") for i in range(2)]
+    titles = cells[0].evaluate_all("b => b.map(c => c.title)")
+    assert [t.split(":")[0] for t in titles if "not significant" not in t] == ["L1H1"]
+    assert part.locator(".map").first.locator("button.small").count() == len(titles) - 1
+    assert all("not significant" in t for t in cells[1].evaluate_all("b => b.map(c => c.title)"))
+    opened.quiet()
+
+
 def test_keyboard_reaches_every_head_and_every_weight(report: Report, page: str, visit: Any) -> None:
     opened = visit(page, at="#L0H0P0")
     part = opened.page.locator("section.compared")
