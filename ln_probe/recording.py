@@ -36,7 +36,7 @@ from ln_probe.hooks.attention import UnsupportedAttentionError
 from ln_probe.hooks.capture import AttentionInput, stream
 from ln_probe.hooks.components import SplitError
 from ln_probe.hooks.model import HookedModel, evaluating
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, UnknownNormError
 from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 
@@ -126,7 +126,7 @@ def explained(
         for layer in layers:
             try:
                 made.append((layer, pair_scores(model, facts, tokens[:length], layer, heads, PAIRS)))
-            except (AttributionError, SplitError, UnsupportedAttentionError) as error:
+            except (AttributionError, SplitError, UnknownNormError, UnsupportedAttentionError) as error:
                 notes.append(f"layer {layer}: scores are not explained ({error})")
     if not made:
         return (), notes[:1]

@@ -140,7 +140,7 @@ def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
         f"entropy goes from {percent(one)} to {percent(two)}"
     )
     if len(change) > 1:
-        low, high = (f"{round(100 * c):+d}" for c in (change.min(), change.max()))
+        low, high = (f"{np.round(100 * c) + 0.0:+.0f}" for c in (change.min(), change.max()))
         text += f" (mean over {len(change)} layers; by layer {low} to {high} points)"
     return [Finding(f"{text}.", "entropy", DESCRIBED, size=abs(two - one))]
 
