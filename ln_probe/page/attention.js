@@ -201,10 +201,12 @@ function read(event) {
 // told after every drawing (by then React has put its elements in place).
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
-// A chart keeps the width it was drawn for, be it the none of a frame that had no place on the page yet.
+// A chart keeps the width it was drawn for, be it the none of a frame that had no place on the page yet, or lost it while
+// the chart was being drawn.
 function fit() {
   clearTimeout(fit.later);
-  if (Math.abs(at("panels").offsetWidth - drawnFor) > SCROLLBAR) fit.later = setTimeout(pattern, 50);
+  const blank = at("pattern").querySelector("canvas")?.width === 0;
+  if (blank || Math.abs(at("panels").offsetWidth - drawnFor) > SCROLLBAR) fit.later = setTimeout(pattern, 50);
 }
 
 async function start() {
@@ -239,6 +241,7 @@ async function start() {
   choosePrompt(first, data.layer, data.head);
   explore();
   new ResizeObserver(() => { tell(); fit(); }).observe(document.documentElement);
+  new IntersectionObserver(fit).observe(at("panels"));
 }
 
 start().catch((error) => { at("title").textContent = `Attention cannot be drawn: ${error.message}`; });

@@ -90,7 +90,7 @@ def test_hovering_over_a_cell_shows_what_circuitsvis_shows(long_report: Report, 
     opened.page.locator("iframe.attention").scroll_into_view_if_needed()  # frames out of sight are not painted
     canvas = frame.locator("#pattern canvas")
     before = canvas.screenshot()
-    canvas.hover(position={"x": 150, "y": 300})
+    canvas.hover(position={"x": 150, "y": 200})
     opened.page.wait_for_timeout(600)
     assert canvas.screenshot() != before, "no tooltip appeared"
     opened.quiet()
