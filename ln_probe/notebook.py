@@ -23,6 +23,7 @@ from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import check_model, missing_head
 from ln_probe.page import own_script
 from ln_probe.prompts import make_prompts, namer
+from ln_probe.seal import hooked_model
 
 MOST_TOKENS = 64  # a pattern of more has cells too small to see
 TOP = 6  # likeliest next tokens listed, of the intact and of the edited model
@@ -134,7 +135,7 @@ def next_tokens(intact: Pass, edited: Pass, position: int, name: Any) -> list[tu
     return sorted(found, key=lambda row: -max(row[1:]))
 
 
-def explore(model: object, text: str = "The ships came home.") -> Any:
+def explore(model: object, text: str = "The ships came home.", *, tokenizer: Any = None) -> Any:
     """Show a widget in which a model runs live: type a text and switch terms of its norms off, layer by layer.
 
     It shows attention of any head, the loss and the next-token distribution, of the intact model and with scaling
@@ -142,8 +143,9 @@ def explore(model: object, text: str = "The ships came home.") -> Any:
     (`ln_probe.hooks.without`). The model is unchanged afterwards.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model with a tokenizer.
+        model: HookedTransformer, TransformerBridge or lab model with a tokenizer, or a Hugging Face model in memory.
         text: the text at the beginning; its first MOST_TOKENS tokens are used.
+        tokenizer: of a Hugging Face model.
 
     Returns:
         An anywidget. Its traits `text`, `scaling`, `projection` (names of groups, as in `.groups`), `layer`, `head` and
@@ -159,7 +161,7 @@ def explore(model: object, text: str = "The ships came home.") -> Any:
         >>> widget.scaling = ["layer 0"]
     """
     made = _widget_class()
-    live = LiveModel(model)
+    live = LiveModel(hooked_model(model, tokenizer)[0])
     live.tokens(text)
     return made(live, text)
 

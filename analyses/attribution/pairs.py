@@ -93,7 +93,7 @@ def pair_scores(
     look = looks[0]
     maps, bound = maps_of(facts, look), facts.wiring.bound(where, look.x.dtype)
     pattern = look.pattern.double().cpu()
-    found = [_Asked(Head(maps, h, site, where, split, look, [], [], 0, bound), pattern[h], count) for h in heads]
+    found = [_HeadPairs(Head(maps, h, site, where, split, look, [], [], 0, bound), pattern[h], count) for h in heads]
     sums: Tensor | None = None
     parts: tuple[Part, ...] = ()
     for rows in _chunks(len(tokens), len(facts.wiring.at(where)) * maps.n_heads * site.d):
@@ -111,7 +111,7 @@ def _chunks(length: int, size: int) -> Iterator[list[int]]:
     return (list(range(i, min(length, i + step))) for i in range(0, length, step))
 
 
-class _Asked:
+class _HeadPairs:
     """The pairs of one head: the readings of the stream that their scores are, side by side."""
 
     def __init__(self, one: Head, pattern: Float64[Tensor, "query key"], count: int) -> None:
@@ -193,7 +193,7 @@ class _Asked:
 
 
 def _put_together(
-    parts: tuple[Part, ...], found: Sequence[_Asked], sums: Float64[Tensor, "part reading"]
+    parts: tuple[Part, ...], found: Sequence[_HeadPairs], sums: Float64[Tensor, "part reading"]
 ) -> PairScores:
     layer = found[0].one.seen.layer
     names = [*dict.fromkeys(n for one in found for side in one.sides for n in side[2]), POSITION]

@@ -162,3 +162,14 @@ def test_attention_on_another_text() -> None:
     other = replace(report, provenance={**report.provenance, "model": about})
     with pytest.raises(ValueError, match="'lm-layernorm' holds other weights than this report is of"):
         other.attention(text="the king")
+
+
+def test_a_hugging_face_model_in_memory(make_hugging_face: Callable[..., Any]) -> None:
+    pytest.importorskip("anywidget")
+    tokenizer = ln_probe.load_model("lm-layernorm").tokenizer
+    model = make_hugging_face("gpt2")
+    if model.config.vocab_size < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer))
+    widget = ln_probe.explore(model, "In the beginning", tokenizer=tokenizer)
+    widget.scaling = ["layer 0"]
+    assert widget.edited["loss"] != widget.intact["loss"]
