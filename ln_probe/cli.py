@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -16,7 +18,7 @@ import typer
 import typer.core
 
 from ln_probe.analyses.files import Undo, temporary_folder
-from ln_probe.analyses.probes.text import encodable
+from ln_probe.analyses.probes.text import counted, encodable
 from ln_probe.analyses.processes import check_stopped, stop_on_signals
 from ln_probe.batch import exits
 from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, writable
@@ -117,10 +119,12 @@ def models(
         return
     typer.echo("bundled:\n" + "\n".join(f"  {n}" for n in names))
     typer.echo(
-        "by hub name (needs a network or a filled cache):\n"
-        "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (--revision step1000)   opt-125m   gpt-neo-125M\n"
-        "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
-        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
+        _between_words(
+            "by hub name (needs a network or a filled cache):\n"
+            "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (--revision step1000)   opt-125m   gpt-neo-125M\n"
+            "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
+            "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
+        )
     )
 
 
@@ -427,10 +431,20 @@ def lab_list() -> None:
 
     for name, found in EXPERIMENTS.items():
         text = "  needs --text" if found.needs_text else ""
+        seeds, (whole, quick) = counted(found.seeds, "seed"), found.duration
         typer.echo(
-            f"{name}: {found.summary}\n  {found.source}\n"
-            f"  {found.seeds} seeds: {found.duration[0]}; --quick ({found.quick_seeds}): {found.duration[1]}{text}"
+            _between_words(
+                f"{name}: {found.summary}\n  {found.source}\n"
+                f"  {seeds}: {whole}; --quick ({found.quick_seeds}): {quick}{text}"
+            )
         )
+
+
+def _between_words(text: str) -> str:
+    """Break lines that are longer than the terminal is wide; output that goes elsewhere stays as it is."""
+    width = shutil.get_terminal_size(fallback=(1000, 24)).columns
+    lines = (textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join(part for line in lines for part in line)
 
 
 @lab.command("run")

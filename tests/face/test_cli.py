@@ -419,3 +419,16 @@ def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: 
         assert code == 2
         assert said in heard
     assert [p.name for p in thesis.iterdir()] == ["one.txt"]
+
+
+@pytest.mark.parametrize("command", [["lab", "list"], ["models"]])
+def test_lists_break_between_words(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(columns: str) -> list[str]:
+        monkeypatch.setenv("COLUMNS", columns)
+        found = runner.invoke(app, command)
+        assert found.exit_code == 0
+        assert max(map(len, found.stdout.splitlines())) <= int(columns)
+        assert "1 seeds" not in found.stdout
+        return found.stdout.split()
+
+    assert words("80") == words("400")
