@@ -460,14 +460,17 @@ def lab_run(
     jobs: Annotated[int, count_option(None, least=1, most=10_000, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1, …")] = "cpu",
 ) -> None:
     """Train an experiment's models and write tables and plots; re-run the same command to resume."""
     import ln_probe
     from ln_probe.analyses.lab import experiments
+    from ln_probe.models import device_named
 
     try:
         known = experiments.find(name)
-    except experiments.UnknownExperimentError as error:
+        device_named(device)
+    except (experiments.UnknownExperimentError, ValueError) as error:
         raise exits.refuse(str(error)) from error
     folder = out or Path("lab-runs") / name
     exits.writable(folder)
@@ -480,6 +483,7 @@ def lab_run(
         jobs=jobs,
         collect=collect,
         progress=not quiet and sys.stderr.isatty(),
+        device=device,
     )
     from ln_probe.analyses.progress import ProgressLine
 

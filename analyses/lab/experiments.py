@@ -74,6 +74,7 @@ class Request:
         jobs: processes that train side by side.
         collect: train nothing: make tables of what runs have reached so far.
         progress: show progress bars.
+        device: to train on; measurements are made on the CPU.
     """
 
     out: Path
@@ -84,6 +85,7 @@ class Request:
     jobs: int = 1
     collect: bool = False
     progress: bool = True
+    device: str = "cpu"
 
 
 EXPERIMENTS = {
@@ -162,6 +164,16 @@ EXPERIMENTS = {
         seeds=10,
         duration=("about 40 minutes (40 runs of 1 minute)", "2 minutes"),
         needs_text=True,
+        kept=Kept(("seeds",), ("norm",), with_settings=True),
+    ),
+    "fresh_seeds_long": Experiment(
+        "ln_probe.analyses.lab.language_model.fresh_seeds",
+        "the same over seeds 20 to 29, trained as long as the bundled models",
+        "the shape and schedule of the bundled models, smaller",
+        seeds=10,
+        duration=("about 10 minutes of a GPU with --jobs 12 --device cuda (40 runs)", "2 minutes"),
+        needs_text=True,
+        function="run_long",
         kept=Kept(("seeds",), ("norm",), with_settings=True),
     ),
     "depth": Experiment(

@@ -1,9 +1,9 @@
 """One trainer for every experiment of the laboratory: deterministic, resumable, streamed to disk.
 
 A batch depends on the seed and the step alone, and everything else that moves (weights, Adam's moments, the step) is
-in one checkpoint, so an interrupted run continues bit for bit (with the same number of threads: sums are split among
-them). A run is a folder (`run_folder`). The runs of one experiment are trained side by side, a run that diverges is
-named and the others are kept.
+in one checkpoint, so an interrupted run continues bit for bit (on the same device, with the same number of threads:
+sums are split among them). A run is a folder (`run_folder`). The runs of one experiment are trained side by side, a run
+that diverges is named and the others are kept.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
@@ -204,11 +204,13 @@ def train(
     *,
     until: int | None = None,
     progress: bool = True,
+    device: str = "cpu",
 ) -> nn.Module:
-    """Train one model into the folder `out`, resuming where an earlier call stopped.
+    """Train one model into the folder `out`, resuming where an earlier call stopped; the model comes back on the CPU.
 
     Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
-    after that step, ready to go on.
+    after that step, ready to go on. On another device than the CPU batches are moved there and evaluations are made
+    on the CPU.
 
     Raises:
         FileExistsError: `out` holds something that is not this run, or another process trains it now.
@@ -218,14 +220,21 @@ def train(
     out = Path(out)
     claim(out, _identity(task, spec, training))
     try:
-        with nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0):
-            return _train(task, spec, training, out, until, progress)
+        lock = nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0)
+        with lock, _deterministic(device):
+            return _train(task, spec, training, out, until, progress, torch.device(device)).cpu()
     except Timeout:
         raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
 
 
 def _train(
-    task: Task, spec: ModelSpec, training: TrainConfig, out: Path, until: int | None, progress: bool
+    task: Task,
+    spec: ModelSpec,
+    training: TrainConfig,
+    out: Path,
+    until: int | None,
+    progress: bool,
+    device: torch.device,
 ) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
         raise DivergedError(why_diverged(out))
@@ -237,6 +246,7 @@ def _train(
         return model.eval()
     with calibrate(model):
         task.loss(model, task.batch(0, training.batch, training.seed))
+    model.to(device)
     optimizer = _optimizer(model, training)
     state = out / STATE_FILE
     counters = _restore(model, optimizer, state)
@@ -257,7 +267,7 @@ def _train(
             save_model(model, checkpoint_path(out, step), about=about)
         for group in optimizer.param_groups:
             group["lr"] = training.lr_at(step)
-        loss = task.loss(model, task.batch(step, training.batch, training.seed))
+        loss = task.loss(model, _moved(task.batch(step, training.batch, training.seed), device))
         value = loss.item()
         if not math.isfinite(value):
             raise _diverged(out, training, step, value)
@@ -271,7 +281,8 @@ def _train(
         if training.evaluates_at(done):
             row = {"step": done, "train_loss": counters["loss"] / counters["counted"]}
             with torch.no_grad():
-                row |= task.evaluate(model)
+                row |= task.evaluate(model.cpu())
+            model.to(device)
             for name, found in row.items():
                 if name.endswith("loss") and not math.isfinite(found):
                     raise _diverged(out, training, done, found)
@@ -303,6 +314,7 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
         model.load_state_dict({k.removeprefix("model."): v for k, v in packed.items() if k.startswith("model.")})
         for name, parameter in model.named_parameters():
             held = {k: packed[f"adam.{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
+            held |= {k: held[k].to(parameter.device) for k in ("exp_avg", "exp_avg_sq")}
             if held["exp_avg"].shape != parameter.shape:
                 raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
             optimizer.state[parameter] = held
@@ -312,6 +324,32 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
     except (KeyError, RuntimeError, ValueError) as error:
         where = state.parent / LAB_FILE
         raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
+
+
+@contextmanager
+def _deterministic(device: str) -> Iterator[None]:
+    """On a GPU, sums in the same order every time."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple | list):
+        return type(batch)(_moved(part, device) for part in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: _moved(getattr(batch, f.name), device) for f in fields(batch)})
+    return batch
 
 
 def finite(model: nn.Module) -> bool:
@@ -439,11 +477,13 @@ def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
             if (run.folder / LAB_FILE).exists():
                 check(run.folder, _identity(run.task, run.spec, run.training))
     else:
-        train_all(runs, jobs=request.jobs, progress=request.progress)
+        train_all(runs, jobs=request.jobs, progress=request.progress, device=request.device)
     return tuple(diverged(runs).values())
 
 
-def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True) -> None:
+def train_all(
+    runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True, device: str = "cpu"
+) -> None:
     """Train what is not finished yet, `jobs` at a time in separate processes; runs that diverge are left as such.
 
     With `until`, every run stops after that step, ready to go on. Ctrl-C, or a run that cannot go on, stops all: what
@@ -459,7 +499,7 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, p
         for i, run in enumerate(runs):
             if progress:
                 tqdm.write(f"[{i + 1}/{len(runs)}] {run.name}")
-            _one(run, until, progress)
+            _one(run, until, progress, device)
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
@@ -467,7 +507,7 @@ def train_all(runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, p
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
         with starting_workers():
-            waiting = [pool.submit(_one, run, until, False) for run in runs]
+            waiting = [pool.submit(_one, run, until, False, device) for run in runs]
         tell("training", 0, len(runs), "runs")
         for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
             done.result()
@@ -485,9 +525,9 @@ def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _one(run: Run, until: int | None, progress: bool) -> None:
+def _one(run: Run, until: int | None, progress: bool, device: str) -> None:
     with suppress(DivergedError):  # which has left its mark
-        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress)
+        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress, device=device)
 
 
 def finished(runs: Iterable[Run]) -> list[Run]:

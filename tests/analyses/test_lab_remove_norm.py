@@ -37,6 +37,7 @@ from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, train, train_all
 from ln_probe.analyses.lab.transformer import LabConfig
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 SIZE = Size(steps=14, batch=2, schedule=Schedule(2, 1, 1), valid_windows=2, contexts=2)  # 5 norms: over at step 12
 
 
@@ -139,14 +140,15 @@ def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> 
     assert any(s.startswith("Held-out loss (nats per token):") and "(2 seeds, Holm " in s for s in results.conclusions)
 
 
-def test_an_interrupted_run_ends_as_the_others(prose: Path, start: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_GPU])])
+def test_an_interrupted_run_ends_as_the_others(device: str, prose: Path, start: Path, tmp_path: Path) -> None:
     """Constants are followed and norms replaced on either side of the break."""
     ended = []
     for name, stops in (("whole", [None]), ("broken", [1, 5, None])):
         request = Request(tmp_path / name, seeds=(0,), texts=(prose,), progress=False)
         runs = make_runs(request, replace(SIZE), start)[:1]
         for stop in stops:
-            train_all(runs, until=stop, progress=False)
+            train_all(runs, until=stop, progress=False, device=device)
         ended.append(load_run_state(runs[0].folder))
     assert ended[0].keys() == ended[1].keys()
     for name, value in ended[0].items():

@@ -71,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--norm", default="layernorm", choices=NORM_KINDS)
     parser.add_argument("--out", type=Path, required=True, help="the run's folder")
     parser.add_argument("--bundle", type=Path, help="then copy it here in float16, with its recipe")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=16, help="windows per step")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--no-unembedding-bias", action="store_true", help="as GPT-2 has it: the folder then opens as a GPT2LMHeadModel"
-    )
-    for name, size in (("layers", 4), ("d-model", 128), ("heads", 16), ("vocab", 1024), ("context", 256)):
+    parser.add_argument("--device", default="cpu", help="to train on")
+    for name, size in (("layers", 4), ("d-model", 128), ("heads", 16), ("vocab", D_VOCAB), ("context", N_CTX)):
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args(argv)
     task = TextTask(args.text, args.vocab, args.context)
@@ -88,16 +86,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         d_vocab=args.vocab,
         n_ctx=args.context,
         norm=args.norm,
-        bias_unembed=not args.no_unembedding_bias,
+        bias_unembed=False,
     )
-    steps = tuple(int(args.steps * part) for part in (0, 0.05, 0.25, 0.5))
-    train(task, model, TrainConfig(steps=args.steps, batch=args.batch, seed=args.seed, save_at=steps), args.out)
+    train(task, model, schedule(args.steps, args.batch, args.seed), args.out, device=args.device)
     if args.bundle:
         texts = " ".join(Path(t).name for t in args.text)
         command = (
             f"python -m ln_probe.analyses.lab.language_model --norm {args.norm} --steps {args.steps} "
-            f"--batch {args.batch} --seed {args.seed} {'--no-unembedding-bias ' * args.no_unembedding_bias}"
-            f"--out runs/lm-{args.norm} {texts}"
+            f"--batch {args.batch} --seed {args.seed} --device {args.device} --out runs/lm-{args.norm} {texts}"
         )
         bundle(args.out, args.bundle, task, command)
 
@@ -127,14 +123,18 @@ ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured 
 
 
 def bundled_model(norm: str) -> LabConfig:
-    """The shape that ships."""
-    return LabConfig(n_layers=4, d_model=128, n_heads=16, d_vocab=D_VOCAB, n_ctx=N_CTX, norm=norm)
+    """The shape that ships: without an unembedding bias, as GPT-2, so that its folder opens as a GPT2LMHeadModel."""
+    return LabConfig(n_layers=4, d_model=128, n_heads=16, d_vocab=D_VOCAB, n_ctx=N_CTX, norm=norm, bias_unembed=False)
+
+
+def schedule(steps: int, batch: int, seed: int) -> TrainConfig:
+    """The shipped schedule; models are kept at its beginning, after a twentieth, a quarter and a half."""
+    kept = tuple(int(steps * part) for part in (0, 0.05, 0.25, 0.5))
+    return TrainConfig(steps=steps, batch=batch, seed=seed, save_at=kept)
 
 
 def training(quick: bool, seed: int) -> TrainConfig:
-    """The shipped schedule, but for more resumable states."""
-    steps = 20 if quick else STEPS
-    return TrainConfig(steps=steps, batch=2 if quick else BATCH, seed=seed, save_at=(0, steps // 20), state_every=50)
+    return schedule(20, 2, seed) if quick else schedule(STEPS, BATCH, seed)
 
 
 def shipped(norm: str) -> Traversable:

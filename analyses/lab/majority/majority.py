@@ -330,7 +330,7 @@ def run(request: Request) -> Results:
     """Train all cells (to 5K steps first, then to the end) and compare them."""
     runs = make_runs(request)
     if not request.collect:
-        train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress)
+        train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress, device=request.device)
     lost = carry_out(runs, request)
     return replace(findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS)), diverged=lost)
 
