@@ -201,16 +201,8 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.approximation.approximation_text",
         "layers against heads, and attention with the dot product or without, on text",
         "Wang & E 2024, section 6 (1a and 3b)",
-        duration=("about 2 hours with --jobs 2 (54 runs of 1-6 minutes)", "1 minute"),
+        duration=("15 minutes (54 runs of 5-40 seconds)", "1 minute"),
         needs_text=True,
-    ),
-    "dot_product_text": Experiment(
-        "ln_probe.analyses.lab.approximation.approximation_text",
-        "the second of these alone, with a tenth of the steps: three sizes with the dot product and without",
-        "Wang & E 2024, section 6 (3b)",
-        duration=("5 minutes (18 runs of 8-25 seconds)", "1 minute"),
-        needs_text=True,
-        function="run_small",
         kept=Kept(("losses",), ("layers", "heads", "dot_product", "norm"), with_settings=True),
     ),
     "longer_inputs": Experiment(

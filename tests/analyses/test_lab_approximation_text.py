@@ -58,5 +58,11 @@ def test_a_run_from_end_to_end(prose: Path, tmp_path: Path, monkeypatch: pytest.
     assert len(results.summary) == len(approximation_text.grid(quick=True))
     assert (results.summary["seeds"] == 2).all()
     assert any("with the dot product" in sentence for sentence in results.conclusions)
-    assert any("a second layer gives" in sentence for sentence in results.conclusions)
+    assert any("4 layers of 1 head minus 1 layer of 16 heads" in sentence for sentence in results.conclusions)
+    pooled = results.tables["dot_product"].query("layers == 0")
+    losses = results.tables["losses"].query(
+        "layers == 1 and heads == 4"
+    )  # the only size that the quick grid has both of
+    by = losses.groupby("dot_product")["value"].mean()
+    assert pooled["mean"].tolist() == pytest.approx([by[True] - by[False]])
     assert (out / "losses.png").exists()

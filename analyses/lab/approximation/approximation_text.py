@@ -1,8 +1,10 @@
 """Layers against heads, and attention with the dot product or without, on text.
 
 The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
-scaled down to models that a CPU trains on text the user gives; with LayerNorm, each of its terms, or none. `run_small`
-is 3b alone, with LayerNorm and a tenth of the steps: minutes.
+scaled down to models that a CPU trains in seconds on text the user gives; with LayerNorm, each of its terms, or none.
+
+Hypotheses, written down before the runs of 1a (those of 3b had been seen): four layers of one head have a lower loss
+than one layer of 16 heads, and both have a lower one than one layer of one head (`SIZES`).
 
 Transformers on text with logarithmic relative positions, with the dot product or without.
 
@@ -14,7 +16,7 @@ trained slope p_h per head; without the dot product the first term is gone. One 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, panels, summarize
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
@@ -95,8 +97,15 @@ class RelativeAttention(Attention):
 
 D_VOCAB, N_CTX = 1024, 128
 LAYERS, HEADS = (1, 2, 4), (1, 4, 16)
-STEPS, SMALL_STEPS, QUICK_STEPS = 2000, 200, 150
+STEPS, QUICK_STEPS = 200, 150
 KEYS = ("layers", "heads", "dot_product", "norm")
+POOLED = 0  # in the place of layers and heads: the mean over sizes
+# 1a: minuend and subtrahend, as (layers, heads).
+SIZES = {
+    "4 layers of 1 head minus 1 layer of 16 heads": ((4, 1), (1, 16)),
+    "4 layers minus 1, 1 head each": ((4, 1), (1, 1)),
+    "16 heads minus 1, 1 layer": ((1, 16), (1, 1)),
+}
 # Of three sizes of model, with and without the dot product, in nats on OpenWebText: not comparable but in order.
 PUBLISHED = "3b: 5.796 < 5.830, 5.374 < 5.486, 4.994 < 5.274 with the dot product and without, by size of model"
 
@@ -124,20 +133,15 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     return (*sizes, *without, *normed)
 
 
-def small_grid() -> tuple[Cell, ...]:
-    """3b: three sizes of model, each with the dot product and without."""
-    return tuple(Cell(layers, 4, dot_product) for layers in LAYERS for dot_product in (True, False))
-
-
-def training(quick: bool, seed: int, steps: int = STEPS) -> TrainConfig:
-    """The schedule; `steps` only where it is not the quick one."""
-    steps = min(steps, QUICK_STEPS) if quick else steps
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The schedule: fewer steps if quick."""
+    steps = QUICK_STEPS if quick else STEPS
     return TrainConfig(
         steps=steps,
         batch=16,
         lr=3e-3,
         lr_end=1e-4,
-        warmup=min(100, steps // 4),
+        warmup=steps // 4,
         clip=1.0,
         seed=seed,
         evaluate_every=steps,
@@ -146,26 +150,17 @@ def training(quick: bool, seed: int, steps: int = STEPS) -> TrainConfig:
 
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and compare held-out losses."""
-    return _run(request, grid(request.quick), {})
-
-
-def run_small(request: Request) -> Results:
-    """3b alone: three sizes with the dot product and without, a tenth of the steps."""
-    return _run(request, small_grid()[:4] if request.quick else small_grid(), {"steps": SMALL_STEPS})
-
-
-def _run(request: Request, cells: Sequence[Cell], shorter: Mapping[str, int]) -> Results:
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        cells,
+        grid(request.quick),
         request,
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda *_: task,
-        training=lambda _, seed: training(request.quick, seed, **shorter),
+        training=lambda _, seed: training(request.quick, seed),
     )
     lost = carry_out(runs, request)
     table = curves(runs)
-    about = {"training": vars(training(request.quick, 0, **shorter)), "text": task.identity}
+    about = {"training": vars(training(request.quick, 0)), "text": task.identity}
     return replace(findings(table[table["measure"] == "valid_loss"], about), diverged=lost)
 
 
@@ -178,12 +173,12 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
     """
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"])
-    products = paired(values, ["layers", "heads", "norm"])
+    products, sizes = _products(values), _sizes(values)
     return Results(
         summary,
-        tables={"losses": table, "dot_product": products},
+        tables={"losses": table, "dot_product": products, "sizes": sizes},
         figures={} if table.empty else {"losses": _bars(summary)},
-        conclusions=tuple(_conclusions(summary, products)),
+        conclusions=tuple(_conclusions(products, sizes)),
         settings={
             "training": about.get("training"),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
@@ -193,23 +188,35 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
     )
 
 
-def _conclusions(summary: pd.DataFrame, products: pd.DataFrame) -> Iterator[str]:
-    loss = {tuple(row[key] for key in KEYS): row["mean"] for row in summary.to_dict("records")}
+def _products(values: pd.DataFrame) -> pd.DataFrame:
+    """3b: with the dot product minus without, for every size, and the mean over the sizes with LayerNorm (layers 0)."""
+    normed = values[values["norm"] == "layernorm"]
+    both = normed.groupby(["layers", "heads"])["dot_product"].transform("nunique") == 2
+    pooled = normed[both].groupby(["norm", "measure", "dot_product", "seed"], as_index=False)["value"].mean()
+    return paired(pd.concat([values, pooled.assign(layers=POOLED, heads=POOLED)]), ["layers", "heads", "norm"])
+
+
+def _sizes(values: pd.DataFrame) -> pd.DataFrame:
+    """1a: `contrast` and what `contrasted` gives of differences within a seed."""
+    sized = values[values["dot_product"].astype(bool) & (values["norm"] == "layernorm")]
+    wide = sized.pivot_table(index="seed", columns=["layers", "heads"], values="value", sort=False)
+    return contrasted(differences(wide, SIZES), ["contrast"])
+
+
+def _conclusions(products: pd.DataFrame, sizes: pd.DataFrame) -> Iterator[str]:
     for row in products.to_dict("records"):
-        layers, heads, norm = row["layers"], row["heads"], row["norm"]
-        unclear = doubt(row)
-        told = f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
-        yield (
-            f"{_shape(layers, heads)}, {norm}: held-out loss {loss[layers, heads, True, norm]:.3f} with the dot "
-            f"product, {loss[layers, heads, False, norm]:.3f} without: {interval_text(row, '+.3f')} "
-            f"({counted(row['seeds'], 'seed')}{told}."
-        )
-    sized = {(layers, heads): x for (layers, heads, dot, norm), x in loss.items() if dot and norm == "layernorm"}
-    if {(1, 1), (2, 1), (1, 4)} <= set(sized):
-        yield (
-            f"From one layer of one head ({sized[1, 1]:.3f}): a second layer gives {sized[2, 1]:.3f}, three more heads "
-            f"{sized[1, 4]:.3f}."
-        )
+        of = "all sizes" if row["layers"] == POOLED else _shape(row["layers"], row["heads"])
+        yield f"{of}, {row['norm']}: with the dot product minus without {_told(row)}."
+    for row in sizes.to_dict("records"):
+        yield f"{row['contrast']}: {_told(row)}."
+
+
+def _told(row: Mapping[Any, Any]) -> str:
+    unclear = doubt(row)
+    seeds = counted(row["seeds"], "seed")
+    return f"{interval_text(row, '+.3f')} nats ({seeds}" + (
+        f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
+    )
 
 
 def _shape(layers: int, heads: int) -> str:
