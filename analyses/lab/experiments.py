@@ -185,9 +185,9 @@ EXPERIMENTS = {
     ),
     "depth_deep": Experiment(
         "ln_probe.analyses.lab.crasp.depth_deep",
-        "depths 4 to 6 on L6 to L8, without positions and with rotary and ALiBi",
+        "depths 4 to 10 on L6 to L12, without positions and with rotary and ALiBi",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        duration=("about an hour (21 runs of 2-3 minutes)", "2 minutes"),
+        duration=("about 2.5 hours (45 runs of 2-5 minutes)", "2 minutes"),
         kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     ),
     "approximation": Experiment(

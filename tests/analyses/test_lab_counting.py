@@ -145,17 +145,20 @@ def test_hooks_inside_a_recurrence_see_every_step() -> None:
     assert seen == [(5, 1)] * 7
 
 
-def test_qrnn_by_definition() -> None:
+@pytest.mark.parametrize("cell", ["qrnn", "qrnn f", "qrnn ifo"])
+def test_qrnn_by_definition(cell: str) -> None:
     torch.manual_seed(0)
-    model = RecurrentConfig("qrnn", 2, 2).build().double()
+    model = RecurrentConfig(cell, 2, 2).build().double()
     layer, x = model.layers[0], torch.randn(1, 6, 4, dtype=torch.float64)
     weight, bias = layer.gates.weight, layer.gates.bias
     c, out = torch.zeros(10, dtype=torch.float64), []
     for t in range(6):
         before = x[0, t - 1] if t else torch.zeros(4, dtype=torch.float64)
-        z, f, o = (weight @ torch.cat([x[0, t], before]) + bias).chunk(3)
-        c = f.sigmoid() * c + (1 - f.sigmoid()) * z.tanh()
-        out.append(o.sigmoid() * c)
+        gates = (weight @ torch.cat([x[0, t], before]) + bias).split(10)
+        z, f = gates[0].tanh(), gates[1].sigmoid()
+        i = gates[3].sigmoid() if cell == "qrnn ifo" else 1 - f
+        c = f * c + i * z
+        out.append(c if cell == "qrnn f" else gates[2].sigmoid() * c)
     torch.testing.assert_close(layer(x)[0], torch.stack(out))
 
 

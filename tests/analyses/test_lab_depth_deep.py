@@ -19,8 +19,8 @@ from ln_probe.analyses.lab.train import TrainConfig
 def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:
     cells = grid(quick=False)
     assert len(cells) == len(set(cells))
-    assert {c.depth for c in cells} == {4, 5, 6}
-    assert max(c.k for c in cells) == 8
+    assert {c.depth for c in cells} == set(range(4, 11))
+    assert max(c.k for c in cells) == 12
     assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
     assert {predicted_depth(c.k) - c.depth for c in cells} == {0, 1}
     for cell in cells:

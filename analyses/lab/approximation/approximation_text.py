@@ -126,7 +126,7 @@ class Cell:
 def grid(quick: bool) -> tuple[Cell, ...]:
     """What is trained."""
     if quick:
-        return (Cell(1, 1), Cell(1, 4), Cell(2, 1), Cell(1, 4, dot_product=False))
+        return (Cell(1, 1), Cell(4, 1), Cell(1, 16), Cell(1, 4), Cell(1, 4, dot_product=False))
     sizes = [Cell(layers, heads) for layers in LAYERS for heads in HEADS]
     without = [Cell(layers, 4, dot_product=False) for layers in LAYERS]
     normed = [Cell(2, 4, dot, norm) for norm in NORM_KINDS if norm != "layernorm" for dot in (True, False)]
@@ -189,11 +189,16 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
 
 
 def _products(values: pd.DataFrame) -> pd.DataFrame:
-    """3b: with the dot product minus without, for every size, and the mean over the sizes with LayerNorm (layers 0)."""
+    """3b: with the dot product minus without, for every size and, a test of its own, pooled over those with LayerNorm.
+
+    The pooled test was named after its values had been seen.
+    """
     normed = values[values["norm"] == "layernorm"]
     both = normed.groupby(["layers", "heads"])["dot_product"].transform("nunique") == 2
     pooled = normed[both].groupby(["norm", "measure", "dot_product", "seed"], as_index=False)["value"].mean()
-    return paired(pd.concat([values, pooled.assign(layers=POOLED, heads=POOLED)]), ["layers", "heads", "norm"])
+    keys = ["layers", "heads", "norm"]
+    parts = [paired(values, keys), paired(pooled.assign(layers=POOLED, heads=POOLED), keys)]
+    return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
 
 
 def _sizes(values: pd.DataFrame) -> pd.DataFrame:

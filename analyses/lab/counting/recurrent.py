@@ -301,7 +301,7 @@ def _backward(cell: int, norm: NormSwitch, W: Any, gain: Any, kept: Any, d_out: 
     return d_inputs, d_linear, d_gained
 
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn+")
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
 NORM_SITES = ("gates", "readout", "state")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
@@ -373,23 +373,26 @@ class RecurrentTagger(nn.Module):
 
 
 class QRNNLayer(nn.Module):
-    """A quasi-recurrent layer with fo-pooling (Bradbury et al. 2017): c = f c + (1 - f) z, h = o c.
+    """A quasi-recurrent layer (Bradbury et al. 2017): c = f c + i z, h = o c.
 
-    z, f and o are convolutions over the last `window` inputs, so the state never enters a gate: a weighted average of
-    its inputs, which is why it is rationally recurrent (Merrill et al. 2020).
+    z, f, o and i are convolutions over the last `window` inputs, so the state never enters a gate: a weighted sum of
+    its inputs, which is why it is rationally recurrent (Merrill et al. 2020). Pooling "fo" has i = 1 - f, "f" also
+    o = 1; with "ifo" the input has a gate of its own, so that f = i = 1 can count.
     """
 
     def __init__(self, cfg: RecurrentConfig, width: int, window: int) -> None:
         super().__init__()
         self.window = window
-        self.gates = nn.Linear(width * window, 3 * cfg.hidden)
+        self.pooling = {"qrnn f": "f", "qrnn ifo": "ifo"}.get(cfg.cell, "fo")
+        self.gates = nn.Linear(width * window, (len(self.pooling) + 1) * cfg.hidden)
 
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(self.window)]
-        z, f, o = self.gates(torch.cat(shifted, dim=-1)).chunk(3, dim=-1)
+        z, f, *others = self.gates(torch.cat(shifted, dim=-1)).chunk(len(self.pooling) + 1, dim=-1)
         f = torch.sigmoid(f)
-        added = (1 - f) * torch.tanh(z)
-        return torch.sigmoid(o) * pooled(f, added)
+        put = torch.sigmoid(others[1]) if self.pooling == "ifo" else 1 - f
+        states = pooled(f, put * torch.tanh(z))
+        return torch.sigmoid(others[0]) * states if others else states
 
 
 _FUSED: dict[str, Callable[..., nn.RNNBase]] = {
