@@ -89,8 +89,19 @@ def setup(app: object) -> None:
             self.state.nested_parse(StringList(text.splitlines()), self.content_offset, made)
             return list(made.children)
 
+    class Claims(Directive):
+        """What became of the claims of one source (measured.py)."""
+
+        required_arguments = 1
+
+        def run(self) -> list[nodes.Node]:
+            made = nodes.container()
+            self.state.nested_parse(StringList(measured.claims_table(self.arguments[0]).splitlines()), 0, made)
+            return list(made.children)
+
     app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
     app.add_directive("measured", Measured)  # type: ignore[attr-defined]
+    app.add_directive("claims", Claims)  # type: ignore[attr-defined]
 
 
 def _escape(_app: object, _what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:

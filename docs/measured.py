@@ -8,11 +8,13 @@
 
 makes a table with a column per line (its title and a format string, in which names have no dots) and a row per row of
 the file. Several files, by a pattern, are put one after the other, with the column `case`: the folder of each. In the
-text `{{ make_report_warm }}` is the figure of that name in `bench/results/single.csv`.
+text `{{ make_report_warm }}` is the figure of that name in `bench/results/single.csv`. The directive `claims` shows
+what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept tables.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,47 @@ def table(files: str, columns: Sequence[str], where: str = "") -> str:
 def _cell(template: str, row: dict[Any, Any]) -> str:
     text = template.format(**row)
     return "–" if "nan" in text else text
+
+
+STATUS, AGREES = ("done", "scaled down", "not done"), ("yes", "partly", "no", "-")
+CLAIMS = ROOT / "analyses" / "lab" / "published" / "sources.toml"
+
+
+def claims(source: str) -> list[dict[str, str]]:
+    """What is said of every claim of a source, `here` filled in from its kept table.
+
+    Raises:
+        ValueError: an unknown status, a row without what its status asks for, a query that selects not one row.
+    """
+    rows = []
+    for claim in tomllib.loads(CLAIMS.read_text(encoding="utf-8"))[source]:
+        status = claim["status"]
+        scaled = ["how", "published", "here", "refutable"]
+        needed = {"done": ["published", "here"], "not done": ["how"]}.get(status, scaled)
+        if status not in STATUS or not all(claim.get(k) for k in needed) or claim.get("agrees", "-") not in AGREES:
+            raise ValueError(f"{source}, {claim['claim']!r}: status, agrees or one of {', '.join(needed)} is wrong")
+        if "table" in claim:
+            found = pd.read_csv(CLAIMS.parent / f"{claim['table']}.csv", keep_default_na=False, na_values=[""])
+            found = found.query(claim["where"])
+            if len(found) != 1:
+                raise ValueError(f"{source}, {claim['claim']!r}: {len(found)} rows of {claim['table']}, not one")
+            claim = claim | {"here": claim["here"].format(**found.iloc[0])}
+        rows.append({"agrees": "-", "published": "-", "here": "-", "how": "", "refutable": ""} | claim)
+    return rows
+
+
+def claims_table(source: str) -> str:
+    """`claims` as a Markdown table."""
+    lines = [
+        "| place | claim | status | published | here (95 % CI) | agrees | scale, reason, remark |",
+        "|---" * 7 + "|",
+    ]
+    for row in claims(source):
+        how = row["how"] + (f". Could have refuted: {row['refutable']}" if row["refutable"] else "")
+        shown = [row[k] for k in ("place", "claim", "status", "published", "here", "agrees")]
+        cells = [*("–" if cell == "-" else cell for cell in shown), how]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def single() -> dict[str, str]:

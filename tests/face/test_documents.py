@@ -48,6 +48,39 @@ def test_tables_of_a_page_can_be_made(page: Path) -> None:
     assert set(SUBSTITUTION.findall(text)) <= MEASURED["single"]().keys()
 
 
+def test_every_claim_of_the_sources_has_its_figure_or_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = re.findall(r"^```\{claims\} (\w+)$", (TOP / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
+    assert len(sources) == 5
+    rows = [row for source in sources for row in MEASURED["claims"](source)]
+    assert len(rows) >= 40
+    assert sum(row["status"] == "scaled down" for row in rows) <= 15 / 40 * len(rows)
+    assert all(re.search(r"\d|test_|planted", row["here"]) for row in rows if row["status"] != "not done")
+    shown = MEASURED["claims_table"]("brody").splitlines()
+    assert {line.count("|") for line in shown} == {8}
+    assert "| 0.75 (read off) | 0.64 [0.59, 0.68] | partly |" in "".join(shown)
+    text = MEASURED["CLAIMS"].read_text(encoding="utf-8")
+    for change, said in (
+        (("d == 8 and", "d > 0 and"), "rows of random_keys/summary, not one"),
+        (('status = "done"', 'status = "certain"'), "is wrong"),
+        (('refutable = "', 'other = "'), "is wrong"),
+    ):
+        monkeypatch.setitem(MEASURED["claims"].__globals__, "CLAIMS", _Text(text.replace(*change)))
+        with pytest.raises(ValueError, match=said):
+            MEASURED["claims"]("brody")
+
+
+class _Text:
+    """A file with this text among the published tables."""
+
+    parent = PUBLISHED
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def read_text(self, encoding: str) -> str:
+        return self.text
+
+
 def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
     found = MEASURED["table"](
         "bench/results/optimal.csv", ["model = `{model}`", "change = {delta_mean:+.2f}"], "group == 'attention'"
