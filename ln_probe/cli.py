@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,11 +34,13 @@ from ln_probe.batch.options import (
     run_of,
     settings_of,
     slice_of,
+    space_of,
     takes,
     targets_of,
 )
 
 if TYPE_CHECKING:
+    from ln_probe.batch.downloads import Downloads
     from ln_probe.batch.pool import Display, Engine, Schedule
     from ln_probe.batch.run import Claimed, Run, Slice, Unit
     from ln_probe.batch.suite import Target
@@ -138,15 +140,16 @@ def report(options: ReportOptions, execution: Execution, processes: Workers, int
     out = into.out
     if execution.engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {execution.engine!r}")
+    bound = space_of(execution.disk)
     if execution.dry_run:
-        _plan(options, processes, into, output)
+        _plan(options, processes, into, output, bound)
         return
     part = slice_of(execution.unit)
     if part is not None and execution.fresh:
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
     settings = settings_of(options)
     writable(out)
-    targets = targets_of(options, quiet=output.quiet)
+    targets = targets_of(options, quiet=output.quiet, disk=bound, out=out)
     check_targets(options, settings, targets)
     if all(t.error for t in targets):
         nothing_to_do(targets, output.as_json)
@@ -219,11 +222,11 @@ def _names(units: Sequence[Unit]) -> str:
     return f"{len(units)} unit{'s' * (len(units) > 1)} ({shown}{', …' * (len(units) > 3)})"
 
 
-def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output) -> None:
+def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output, disk: int | None = None) -> None:
     from ln_probe.batch.cost import cost, cost_table, default_workers, prompt_lengths
 
     settings = settings_of(options)
-    targets = targets_of(options, quiet=output.quiet)
+    targets = targets_of(options, quiet=output.quiet, disk=disk, out=into.out)
     check_targets(options, settings, targets)
     with temporary_folder() as scratch:
         try:
@@ -261,6 +264,7 @@ def go(
     output: Output,
 ) -> None:
     """Do what is missing of a run, or of a slice of it, and exit."""
+    from ln_probe.batch.downloads import Downloads, folder_of
     from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
 
     targets = claimed.targets
@@ -273,7 +277,11 @@ def go(
                 display.say(f"{target.label}: failed: {target.error}")
         todo = remains(run, targets, display, fresh=execution.fresh, part=part)
         schedule = Schedule(todo, reports=part is None)
-        work(run, schedule, display, execution, workers)
+        downloads = None
+        if (bound := space_of(execution.disk)) is not None:
+            run = replace(run, downloads=folder_of(run, part))
+            downloads = Downloads(folder_of(run, part), bound, todo, allow_pickle=run.allow_pickle)
+        work(run, schedule, display, execution, workers, downloads)
     if part is None:
         heard = {*schedule.errors, *(t for t in targets if t.error)}
         end(run, targets, schedule.errors, output.as_json, claimed.earlier, heard)
@@ -306,23 +314,36 @@ def _say_deviations(deviations: Mapping[Target, Sequence[str]]) -> None:
             typer.echo(f"{target.label}: not all as asked: {why}", err=True)
 
 
-def work(run: Run, schedule: Schedule, display: Display, execution: Execution, workers: int | None) -> None:
+def work(
+    run: Run,
+    schedule: Schedule,
+    display: Display,
+    execution: Execution,
+    workers: int | None,
+    downloads: Downloads | None = None,
+) -> None:
     """Have all units of the schedule done; exits where no process can continue."""
+    from ln_probe.analyses.progress import now
     from ln_probe.batch.pool import LocalEngine, StoppedError, drive
 
-    if not len(schedule):
-        return
-    engine = _engine(run, schedule, execution, workers)
-    display.workers = engine.workers
-    if isinstance(engine, LocalEngine):
-        display.stages = engine.stages
-    try:
-        drive(engine, schedule, display)
-    except StoppedError as error:
-        typer.echo(f"ln-probe: {error}", err=True)
-        raise typer.Exit(SOME_FAILED) from error
-    finally:
-        engine.close()
+    with ExitStack() as opened:
+        if downloads is not None:
+            opened.callback(downloads.close)
+        if not len(schedule):
+            return
+        engine = _engine(run, schedule, execution, workers)
+        opened.callback(engine.close)
+        display.workers = engine.workers
+        if isinstance(engine, LocalEngine):
+            display.stages = engine.stages
+        if downloads is not None:
+            stages = engine.stages if isinstance(engine, LocalEngine) else lambda: [now()]
+            display.stages = lambda: [*stages(), downloads.stage()]
+        try:
+            drive(engine, schedule, display, downloads)
+        except StoppedError as error:
+            typer.echo(f"ln-probe: {error}", err=True)
+            raise typer.Exit(SOME_FAILED) from error
 
 
 def check_engine(execution: Execution) -> None:

@@ -42,6 +42,7 @@ class Cost:
         seconds: of one core.
         memory_bytes: of the worker that holds it.
         disk_bytes: of results until the report is made.
+        download_bytes: of files that are not in the model hub's cache.
     """
 
     units: int
@@ -49,6 +50,7 @@ class Cost:
     seconds: float
     memory_bytes: float
     disk_bytes: float
+    download_bytes: float = 0.0
 
 
 def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
@@ -77,6 +79,7 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
         sum(c.seconds for c in found) + forward + starting,
         _WORKER_BYTES + _COPIES * weights,
         sum(c.disk_bytes for c in found),
+        hub_info(target).download_bytes,
     )
 
 
@@ -184,6 +187,13 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
         f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
         f"at most {size(disk)} of results under {run.work} until the reports are made"
     )
+    downloads = sorted(c.download_bytes for c in known)[::-1]
+    if any(downloads):
+        least, both = size(downloads[0]), size(math.fsum(downloads[:2]))
+        lines.append(
+            f"{size(math.fsum(downloads))} to download and keep in the hub's cache; with --disk at least {least}, or "
+            f"{both} to fetch the next checkpoint while one is measured"
+        )
     return "\n".join(lines)
 
 

@@ -101,7 +101,11 @@ class ReportOptions:
 
     model: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]…", help="Names or paths; none means the bundled checkpoints."),
+        typer.Argument(metavar="[MODEL]…", help="Names, name@revision, or paths; none means the bundled checkpoints."),
+    ] = None
+    suite: Annotated[
+        Path | None,
+        _of(MODELS, metavar="FILE", help="A list of names and paths, one a line, such as pythia-70m@step1000."),
     ] = None
     revision: Annotated[str | None, _of(MODELS, help="Branch, tag or commit; Pythia: step1000.")] = None
     checkpoints: Annotated[str | None, _of(MODELS, help="Training steps, 0,1000,…, or 'all'.")] = None
@@ -194,6 +198,15 @@ class Execution:
     unit: Annotated[str | None, _of(WORK, metavar="K/N", help="Only slice K of N; join with merge.")] = None
     dry_run: Annotated[bool, _of(WORK, "--dry-run", help="Say what would be done, and stop.")] = False
     fresh: Annotated[bool, _of(WORK, "--fresh", help="Do finished models again.")] = False
+    disk: Annotated[
+        str | None,
+        _of(
+            WORK,
+            metavar="SIZE",
+            help="Download within so much disk space, such as 2GB: the next checkpoint while one is measured; each is "
+            "deleted when its report is made. Default: the hub's cache, and nothing is deleted.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -290,21 +303,39 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def targets_of(options: ReportOptions, *, quiet: bool) -> list[Target]:
-    """The checkpoints asked for; exits where the list makes no sense."""
+def space_of(disk: str | None) -> int | None:
+    """The bytes that downloads may take; exits where the text is no size."""
+    from ln_probe.batch.downloads import SpaceError, bytes_of
+
+    try:
+        return None if disk is None else bytes_of(disk)
+    except SpaceError as error:
+        raise refuse(str(error)) from error
+
+
+def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Path) -> list[Target]:
+    """The checkpoints asked for; exits where the list makes no sense, or `disk` bytes have no room for one of them."""
     import ln_probe
     from ln_probe.analyses.progress import ProgressLine
-    from ln_probe.batch.suite import SuiteError, suite
+    from ln_probe.batch.downloads import SpaceError, within
+    from ln_probe.batch.suite import SuiteError, listed, suite
 
-    names = tuple(options.model or ()) or tuple(ln_probe.bundled_models())
+    names = tuple(options.model or ())
+    if options.suite is not None:
+        try:
+            names += tuple(listed(options.suite))
+        except SuiteError as error:
+            raise refuse(str(error)) from error
+    names = names or tuple(ln_probe.bundled_models())
     if not names:
         raise refuse("no model given, and this installation has no bundled checkpoints")
     if not quiet:
         typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
     try:
         with ProgressLine(quiet=quiet):
-            return suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
-    except SuiteError as error:
+            found = suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
+            return found if disk is None else within(found, disk, out)
+    except (SuiteError, SpaceError) as error:
         raise refuse(str(error)) from error
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -38,6 +38,7 @@ from ln_probe.batch.run import (
 from ln_probe.batch.suite import Target
 
 if TYPE_CHECKING:
+    from ln_probe.batch.downloads import Downloads
     from ln_probe.batch.results import Outcome
     from ln_probe.batch.worker import Worker
 
@@ -98,6 +99,7 @@ class Schedule:
             waiting = deque(u for u in left if u.kind != CALIBRATION)
             self._works.append(_Work(target, waiting, calibrate, reports))
         self._held: dict[int, _Work] = {}
+        self.awaited: Collection[Target] = ()  # not to be begun: their files are not here yet
 
     def __len__(self) -> int:
         """Units left, running ones included."""
@@ -119,6 +121,16 @@ class Schedule:
         return [w.target for w in self._works]
 
     @property
+    def begun(self) -> set[Target]:
+        """The checkpoints that a worker has begun."""
+        return {w.target for w in self._works if w.begun}
+
+    @property
+    def over(self) -> set[Target]:
+        """The checkpoints that are finished or failed; no worker is at one of them."""
+        return {w.target for w in self._works if (w.finished or w.error) and not w.running}
+
+    @property
     def errors(self) -> dict[Target, str]:
         """The checkpoints that failed, and why."""
         return {w.target: w.error for w in self._works if w.error}
@@ -128,7 +140,7 @@ class Schedule:
         mine = self._held.get(worker)
         candidates = [
             *([mine] if mine is not None else []),
-            *(w for w in self._works if not w.begun),
+            *(w for w in self._works if not w.begun and w.target not in self.awaited),
             *sorted((w for w in self._works if w.begun), key=lambda w: -len(w.waiting)),
         ]
         for work in candidates:
@@ -455,8 +467,8 @@ def remains(
     return todo
 
 
-def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
-    """Have the units done.
+def drive(engine: Engine, schedule: Schedule, display: Display, downloads: Downloads | None = None) -> None:
+    """Have the units done; checkpoints of `downloads` when they are here.
 
     Raises:
         StoppedError: nothing can be stored any more, or all machines are gone.
@@ -465,6 +477,8 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
     idle, running = set(range(engine.workers)), dict[int, tuple[Target, Unit]]()
     while True:
         check_stopped()
+        if downloads is not None:
+            schedule.awaited = downloads.awaited
         for worker in sorted(idle & engine.available()):
             job = schedule.next(worker)
             if job is None:
@@ -473,7 +487,12 @@ def drive(engine: Engine, schedule: Schedule, display: Display) -> None:
             running[worker] = job
             display.began(*job)
             engine.submit(worker, *job)
+        if downloads is not None:
+            downloads.advance(schedule)
         if not running:
+            if downloads is not None and downloads.busy:
+                downloads.wait(_TICK)
+                continue
             if len(schedule):
                 raise StoppedError(f"no worker is left for {len(schedule)} units: run the same command again")
             return

@@ -120,6 +120,7 @@ class Run:
     strict: bool = False  # fail where something else than asked would be measured
     command: str = ""
     probes: tuple[ProbeSpec, ...] = ()  # those of the settings; looked up where they are not given
+    downloads: Path | None = None  # a cache of the run's own (`downloads.folder_of`); None: the user's
 
     def __post_init__(self) -> None:
         if not self.probes:

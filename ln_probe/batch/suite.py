@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ln_probe.analyses.files import FileError, read_text
 from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.batch.exits import why_failed
 from ln_probe.loading.hub import Description
@@ -16,6 +17,9 @@ from ln_probe.report import slug
 
 if TYPE_CHECKING:
     from ln_probe.loading.provenance import ModelSource
+
+
+LARGEST = 2**20  # bytes of a list of checkpoints
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def suite(
     """The checkpoints that are asked for, in order; one that cannot be found has the reason in its `error`.
 
     Args:
-        models: names and paths.
+        models: names and paths; name@revision is a branch, tag or commit of the hub, or a step of a lab run.
         checkpoints: "all", or training steps separated by commas; None means the models as they are.
         revision: branch, tag or commit on the hub.
         allow_pickle: whether weights may come as pickles.
@@ -81,7 +85,14 @@ def suite(
     if checkpoints is not None and revision is not None:
         raise SuiteError(f"--checkpoints {checkpoints} and --revision {revision} exclude each other: give one")
     chosen: list[tuple[str, str | None, str]] = []
-    for name in models:
+    for given in models:
+        name, own = _parts(given)
+        if own is not None:
+            if (both := checkpoints or revision) is not None:
+                option = "--revision" if checkpoints is None else "--checkpoints"
+                raise SuiteError(f"{given} names a revision, and so does {option} {both}: give one")
+            chosen.append((name, own, ""))
+            continue
         if checkpoints is None and (steps_there := list(_step_folders(Path(os.path.expanduser(name))))):
             raise SuiteError(
                 f"{name} is no checkpoint, it holds {len(steps_there)} of them (steps {_few(steps_there)}): add "
@@ -108,6 +119,32 @@ def suite(
         else:
             targets.append(Target(name, version, folder, identity, parameters))
     return targets
+
+
+def listed(path: Path) -> list[str]:
+    """The names in a file, one a line; empty lines and lines that begin with # are passed over.
+
+    Raises:
+        SuiteError: the file cannot be read, or names nothing.
+    """
+    try:
+        lines = [line.strip() for line in read_text(path, LARGEST, "utf-8-sig").splitlines()]
+    except (OSError, FileError) as error:
+        said = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise SuiteError(f"--suite {path} cannot be read ({said}): give a text file with a name a line") from error
+    if not (names := [line for line in lines if line and not line.startswith("#")]):
+        raise SuiteError(f"--suite {path} names no checkpoint: give one a line, such as pythia-70m@step1000")
+    return names
+
+
+def _parts(given: str) -> tuple[str, str | None]:
+    """Name and revision of name@revision; a path that is there is a name as it stands."""
+    name, at, revision = given.rpartition("@")
+    if not at or os.path.lexists(os.path.expanduser(given)):
+        return given, None
+    if not name or not revision:
+        raise SuiteError(f"{quoted(given)} names no {'revision' if name else 'model'}: write name@revision")
+    return name, revision
 
 
 def _few(steps: Sequence[int]) -> str:
@@ -243,13 +280,20 @@ def _lab_step(revision: str | None) -> int | None:
     return None if revision is None else lab_step(revision)
 
 
+def is_on_hub(target: Target) -> bool:
+    """Whether its name is one on the hub."""
+    from ln_probe.models import kind_of
+
+    return kind_of(target.name, Path(os.path.expanduser(target.name))) == "hub"
+
+
 @cache
 def hub_info(target: Target) -> Description:
     """Of a name on the hub; empty for anything else, and where the hub does not tell (loading will say why)."""
     from ln_probe.loading import hub
-    from ln_probe.models import bundled_models, kind_of
+    from ln_probe.models import bundled_models
 
-    if target.error or kind_of(target.name, Path(os.path.expanduser(target.name))) != "hub":
+    if target.error or not is_on_hub(target):
         return Description({}, 0)
     try:
         return hub.describe(hub.official_name(target.name, also=tuple(bundled_models())), revision=target.revision)

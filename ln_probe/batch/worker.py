@@ -6,8 +6,8 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from ln_probe.hooks.model import HookedModel, context_length
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves
 from ln_probe.hooks.scales import Constant
+from ln_probe.loading.hub import FULL, downloads_in
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes
@@ -139,13 +140,14 @@ class Worker:
 
         if self._target != target or self._passes is None:
             self._forget()  # before the next one is read: never two in memory
-            model = load_model(
-                target.name,
-                device=self.run.device,
-                dtype=self.run.dtype,
-                revision=target.revision,
-                allow_pickle=self.run.allow_pickle,
-            )
+            with _downloading(self.run.downloads):
+                model = load_model(
+                    target.name,
+                    device=self.run.device,
+                    dtype=self.run.dtype,
+                    revision=target.revision,
+                    allow_pickle=self.run.allow_pickle,
+                )
             check_same(target, source_of(model))
             self._check_strictly(source_of(model).deviations)
             hooked = cast(HookedModel, model)
@@ -257,6 +259,19 @@ class Worker:
         passes = self._load(target)
         probe = next(p for p in passes.probes if p.name == unit.probe)
         return packed({probe.name: passes.weigh(probe)}), 0
+
+
+@contextmanager
+def _downloading(folder: Path | None) -> Iterator[None]:
+    """Load from a cache of the run's own; a full disk becomes a StorageError."""
+    try:
+        with downloads_in(folder):
+            yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        again = "What was finished is kept: make room and run the same command again"
+        raise StorageError(f"{error.strerror}. {again}") from error
 
 
 def _all_of(hashes: Iterable[str]) -> str:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.files import FileError, read_json
+from ln_probe.analyses.files import FileError, read_json, temporary_folder
 from ln_probe.analyses.probes.text import step_named
-from ln_probe.analyses.progress import tell
+from ln_probe.analyses.processes import follow_parent
+from ln_probe.analyses.progress import tell, write_to
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own
@@ -25,6 +28,11 @@ HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is ther
 LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 
 _HTTP_LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3")
+
+# Errors of a file system without room for a file: it is full, or a quota or a limit of file sizes is reached.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_downloads: ContextVar[Path | None] = ContextVar("_downloads", default=None)
 
 _SMALL_FILES = re.compile(r"(.*\.json|.*\.txt|.*\.model|.*\.tiktoken|.*\.jinja)")
 
@@ -87,6 +95,32 @@ def hub_revision(repository: str, revision: str | None) -> str | None:
     return revision
 
 
+@contextmanager
+def downloads_in(folder: Path | None) -> Iterator[None]:
+    """Download to a cache of its own, while this lasts, what the user's cache does not hold; None: to that one."""
+    token = _downloads.set(folder)
+    try:
+        yield
+    finally:
+        _downloads.reset(token)
+
+
+def _cache_for(repository: str, commit: str, files: Iterable[str]) -> Path:
+    """The cache to read these files from, or to download them to."""
+    from huggingface_hub import constants
+
+    own = _downloads.get()
+    return Path(constants.HF_HUB_CACHE) if own is None or _is_here(repository, commit, files) else own
+
+
+def _is_here(repository: str, commit: str, files: Iterable[str]) -> bool:
+    """Whether the user's cache holds all these files of a commit."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cache = constants.HF_HUB_CACHE
+    return all(isinstance(try_to_load_from_cache(repository, f, cache, commit), str) for f in files)
+
+
 def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSnapshot:
     """Download one revision of a repository (or find it in the local cache) and return its folder.
 
@@ -98,6 +132,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
     Raises:
         ValueError: no such repository or revision, no access to it, or weights only as a pickle.
         ConnectionError: the hub cannot be reached and there is no local copy, or the download stopped.
+        OSError: the disk is full (`FULL`).
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
@@ -109,16 +144,37 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
     except _UnreachableError as error:
         return _cached(repository, revision, error.reason)
     sizes = _wanted(repository, info, allow_pickle=allow_pickle)
-    home = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    cache = _cache_for(repository, info.sha, sizes)
+    home = cache / repo_folder_name(repo_id=repository, repo_type="model")
     try:
         with _download_progress(repository, home, sum(sizes.values())):
             folder = snapshot_download(
-                repository, revision=revision, allow_patterns=list(sizes), etag_timeout=HUB_TIMEOUT_S
+                repository,
+                revision=revision,
+                allow_patterns=list(sizes),
+                etag_timeout=HUB_TIMEOUT_S,
+                cache_dir=cache,
             )
     except Exception as error:
         raise _download_error(repository, error, constants.ENDPOINT) from error
     _check_hashes(repository, Path(folder))
     return HubSnapshot(Path(folder), revision, info.sha, ())
+
+
+def fetch_ahead(repository: str, revision: str | None, allow_pickle: bool, folder: Path, sign: Path) -> None:
+    """Fetch into `folder`; what a process of its own does, which writes its progress to `sign`.
+
+    (Here and not beside its caller, so that it starts without torch.) If it fails, whoever loads the model says why.
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.logging import set_verbosity_error
+
+    follow_parent()
+    write_to(sign)
+    disable_progress_bars()
+    set_verbosity_error()
+    with downloads_in(folder), suppress(OSError, ValueError):
+        fetch(repository, revision=revision, allow_pickle=allow_pickle)
 
 
 @dataclass(frozen=True)
@@ -128,10 +184,12 @@ class Description:
     Attributes:
         config: its config.json.
         weight_bytes: of the weights that would be fetched; 0 if the hub does not say.
+        download_bytes: of all files that would be fetched; 0 if the user's cache holds them.
     """
 
     config: dict[str, Any]
     weight_bytes: int
+    download_bytes: int = 0
 
 
 def describe(repository: str, *, revision: str | None, allow_pickle: bool = True) -> Description:
@@ -150,11 +208,21 @@ def describe(repository: str, *, revision: str | None, allow_pickle: bool = True
         weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
         return Description(_config(folder / "config.json"), sum(p.stat().st_size for p in weights))
     sizes = _wanted(repository, info, allow_pickle=allow_pickle)
-    try:
-        path = hf_hub_download(repository, "config.json", revision=revision, etag_timeout=HUB_TIMEOUT_S)
-    except Exception as error:
-        raise _download_error(repository, error, constants.ENDPOINT) from error
-    return Description(_config(Path(path)), sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin"))))
+    here = _is_here(repository, info.sha, sizes)
+    with temporary_folder() as aside:
+        try:
+            path = hf_hub_download(
+                repository,
+                "config.json",
+                revision=revision,
+                etag_timeout=HUB_TIMEOUT_S,
+                cache_dir=constants.HF_HUB_CACHE if here else aside,
+            )
+        except Exception as error:
+            raise _download_error(repository, error, constants.ENDPOINT) from error
+        config = _config(Path(path))
+    weights = sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin")))
+    return Description(config, weights, 0 if here else sum(sizes.values()))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -261,9 +329,12 @@ def _cached(repository: str, revision: str | None, error: Exception) -> HubSnaps
 
     at = "" if revision is None else f" at revision {revision!r}"
     # Not by snapshot_download, for which a copy is whole only with the files that are never fetched here.
-    config = try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=constants.HF_HUB_CACHE)
-    folder = Path(config).parent if isinstance(config, str) else None
-    if folder is None or not any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
+    caches = [c for c in (constants.HF_HUB_CACHE, _downloads.get()) if c is not None]
+    configs = [try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=c) for c in caches]
+    folders = [Path(config).parent for config in configs if isinstance(config, str)]
+    whole = (f for f in folders if any((f / name).is_file() for name in (*SAFETENSORS, *PICKLES)))
+    folder = next(whole, None)
+    if folder is None:
         if "with a web page instead of data" in str(error):
             raise error from None
         reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
@@ -426,6 +497,8 @@ def _download_error(repository: str, error: Exception, endpoint: str) -> Excepti
             f"{repository} lists a file that {endpoint} does not have ({_short(error)}): try again later, or choose "
             "another revision."
         )
+    if full := next((e for e in causes if isinstance(e, OSError) and e.errno in FULL), None):
+        return OSError(full.errno, f"there is no room for the download of {repository} ({full.strerror})")
     again = "Try again: what is already here is not downloaded again."
     if any("Timeout" in type(e).__name__ for e in causes):
         return ConnectionError(f"the download of {repository} stopped: {endpoint} sent nothing any more. {again}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class Hub:
     """What the server holds; repository → revision → files."""
 
     endpoint: str = ""
-    held: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    held: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     fault: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # "HEAD /gpt2/resolve/main/config.json"
     over: threading.Event = field(default_factory=threading.Event)
@@ -44,13 +45,13 @@ class Hub:
     def add(self, repository: str, revisions: dict[str, Path]) -> None:
         """The files of folders, one for each branch."""
         self.held[repository] = {
-            branch: BYSTANDERS | {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
+            branch: BYSTANDERS | {p.name: _content(p) for p in sorted(folder.iterdir()) if p.is_file()}
             for branch, folder in revisions.items()
         }
 
     def commit(self, repository: str, branch: str) -> str:
-        content = b"".join(name.encode() + data for name, data in sorted(self.held[repository][branch].items()))
-        return hashlib.sha1(content).hexdigest()
+        files = sorted(self.held[repository][branch].items())
+        return hashlib.sha1("".join(f"{name} {_etag(name, data)}\n" for name, data in files).encode()).hexdigest()
 
     def branch(self, repository: str, revision: str) -> str | None:
         """The branch that a branch or commit stands for."""
@@ -58,7 +59,22 @@ class Hub:
         return next((b for b in known if revision in (b, self.commit(repository, b))), None)
 
 
-def _etag(name: str, data: bytes) -> str:
+def _content(path: Path) -> bytes | mmap.mmap:
+    """Of a file; large ones stay on the disk."""
+    if path.stat().st_size < 2**20:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+_known: dict[int, tuple[Any, str]] = {}  # hashes of large files, which are kept so that no other has their id
+
+
+def _etag(name: str, data: Any) -> str:
+    if isinstance(data, mmap.mmap):
+        if id(data) not in _known:
+            _known[id(data)] = data, hashlib.sha256(data).hexdigest()
+        return _known[id(data)][1]
     if name.endswith(LFS):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
@@ -177,11 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, data, "application/octet-stream", headers)
 
 
-def _entry(name: str, data: bytes, key: str) -> dict[str, Any]:
-    oid = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+def _entry(name: str, data: Any, key: str) -> dict[str, Any]:
+    digest = _etag(name, data)
+    oid = hashlib.sha1(digest.encode()).hexdigest() if name.endswith(LFS) else digest  # of the pointer
     found: dict[str, Any] = {key: name, "size": len(data), "oid": oid, "blobId": oid, "type": "file"}
     if name.endswith(LFS):
-        digest = hashlib.sha256(data).hexdigest()
         found["lfs"] = {"oid": digest, "sha256": digest, "size": len(data), "pointerSize": 134}
     return found
 

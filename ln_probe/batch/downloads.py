@@ -1,0 +1,182 @@
+"""Checkpoints of the hub within a bound of disk space: the next is fetched while one is measured, then deleted.
+
+They lie in a cache of the run's own, OUT/.ln_probe/hub, so that nothing is deleted but what the run has downloaded. A
+checkpoint that is whole in the user's cache is read there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ln_probe.analyses import progress
+from ln_probe.analyses.files import temporary_folder
+from ln_probe.analyses.probes.text import quoted
+from ln_probe.analyses.processes import starting_workers
+from ln_probe.batch.cost import size
+from ln_probe.batch.suite import Target, hub_info, is_on_hub
+from ln_probe.loading.hub import fetch_ahead
+
+if TYPE_CHECKING:
+    from ln_probe.batch.pool import Schedule
+    from ln_probe.batch.run import Run, Slice, Unit
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class SpaceError(ValueError):
+    """The bound, or the disk, has no room for a checkpoint."""
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of 500MB, 1.5 GB or 2T (multiples of 1024, as `plan` shows them).
+
+    Raises:
+        SpaceError: something else.
+    """
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if found is None:
+        raise SpaceError(f"--disk takes a size such as 500MB or 2GB, got {quoted(text)}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def within(targets: Sequence[Target], bound: int, out: Path) -> list[Target]:
+    """The checkpoints, those whose size the hub does not tell as failed.
+
+    Raises:
+        SpaceError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
+    """
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    largest, most = largest_downloads(targets)
+    if largest is not None and most[0] > min(bound, free := shutil.disk_usage(there).free + bytes_in(out)):
+        room = f"--disk {size(bound)}" if bound < free else f"the disk of {out} ({size(free)} free)"
+        raise SpaceError(
+            f"{room} has no room for {largest.label}, whose files take {size(most[0])}: at least {size(most[0])} are "
+            f"needed, and {size(sum(most))} to fetch the next checkpoint while one is measured"
+        )
+    unknown = "the hub does not tell its size, so it cannot be kept within --disk: try again, or leave out --disk"
+    return [
+        replace(t, error=unknown) if not t.error and is_on_hub(t) and not hub_info(t).config else t for t in targets
+    ]
+
+
+def largest_downloads(targets: Iterable[Target]) -> tuple[Target | None, list[int]]:
+    """The checkpoint with the largest download, and the bytes of the two largest (0: nothing to download)."""
+    sizes = sorted(((hub_info(t).download_bytes, n, t) for n, t in enumerate(targets)), reverse=True)[:2]
+    return sizes[0][2] if sizes and sizes[0][0] else None, [s for s, _, _ in sizes]
+
+
+def folder_of(run: Run, part: Slice | None) -> Path:
+    """Where a run, or a slice of it, keeps what it has downloaded."""
+    return run.work / ("hub" if part is None else f"hub-{part.number}-of-{part.count}")
+
+
+def bytes_in(out: Path) -> int:
+    """What earlier commands have downloaded for the reports in a folder."""
+    found = (path.lstat() for path in out.glob(".ln_probe/hub*/models--*/blobs/*"))
+    return sum(status.st_size for status in found)
+
+
+class Downloads:
+    """Fetches one checkpoint after another ahead of the workers, in a process of its own.
+
+    Args:
+        folder: of the downloads.
+        bound: bytes that they may take.
+        todo: the checkpoints of the run and the units that are left of each.
+        allow_pickle: whether weights may come as pickles.
+    """
+
+    def __init__(
+        self, folder: Path, bound: int, todo: Mapping[Target, Sequence[Unit]], *, allow_pickle: bool = False
+    ) -> None:
+        self.folder, self.bound, self.allow_pickle = folder, bound, allow_pickle
+        self._waiting = {t: hub_info(t).download_bytes for t, units in todo.items() if units}
+        self._waiting = {t: held for t, held in self._waiting.items() if held}
+        self._held: dict[Target, int] = {}  # being fetched, or here
+        self._fetching: tuple[Target, multiprocessing.process.BaseProcess] | None = None
+        self._open = ExitStack()
+        self._sign = self._open.enter_context(temporary_folder()) / "fetching"
+        fit, total = list[Target](), 0
+        for target, each in self._waiting.items():  # in the order in which they will be needed
+            if (total := total + each) > bound:
+                break
+            fit.append(target)
+        self._delete_all_but(fit)
+        self._delete_parts()
+
+    @property
+    def awaited(self) -> Collection[Target]:
+        """The checkpoints that are not here yet."""
+        return {
+            *self._waiting,
+            *(t for t, process in [self._fetching or (None, None)] if process and process.is_alive()),
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being fetched."""
+        return self._fetching is not None
+
+    def stage(self) -> progress.Progress:
+        """What is being fetched, and how much of it is here."""
+        return progress.read(self._sign) if self.busy else progress.Progress()
+
+    def advance(self, schedule: Schedule) -> None:
+        """Delete checkpoints that are done, and fetch the next if all that are here are in use and there is room."""
+        if over := [t for t in self._held if t in schedule.over]:
+            self._held = {t: held for t, held in self._held.items() if t not in over}
+            self._delete_all_but(self._held)
+        if self._fetching is not None and not self._fetching[1].is_alive():
+            self._fetching = None
+        if self._fetching is None and self._waiting and all(t in schedule.begun for t in self._held):
+            target, held = next(iter(self._waiting.items()))
+            if sum(self._held.values()) + held <= self.bound:
+                del self._waiting[target]
+                self._held[target] = held
+                self._fetch(target)
+
+    def wait(self, seconds: float) -> None:
+        """Until the checkpoint is here that is being fetched."""
+        if self._fetching is not None:
+            self._fetching[1].join(seconds)
+
+    def close(self) -> None:
+        """Stop fetching. Checkpoints that are not done stay for the next command."""
+        if self._fetching is not None:
+            self._fetching[1].terminate()
+            self._fetching[1].join()
+        self._open.close()
+        if not self._held and not self._waiting:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _fetch(self, target: Target) -> None:
+        repository = target.identity.rpartition("@")[0]
+        given = (repository, target.revision, self.allow_pickle, self.folder, self._sign)
+        process = multiprocessing.get_context("spawn").Process(target=fetch_ahead, args=given, daemon=True)
+        with starting_workers():
+            process.start()
+        self._fetching = target, process
+
+    def _delete_all_but(self, targets: Iterable[Target]) -> None:
+        from huggingface_hub import scan_cache_dir
+
+        if not self.folder.is_dir():
+            return
+        kept, found = {t.identity.rpartition("@")[2] for t in targets}, scan_cache_dir(self.folder)
+        there = {revision.commit_hash for repository in found.repos for revision in repository.revisions}
+        found.delete_revisions(*(there - kept)).execute()
+
+    def _delete_parts(self) -> None:
+        """Delete files that belong to no revision: of downloads that were interrupted."""
+        linked = {path.resolve() for path in self.folder.glob("models--*/snapshots/*/*")}
+        for path in self.folder.glob("models--*/blobs/*"):
+            if path.resolve() not in linked:
+                path.unlink()
