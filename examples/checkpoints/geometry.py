@@ -4,14 +4,16 @@
     python examples/checkpoints/geometry.py --summary    # tables/geometry-summary.csv (means over heads; CIs)
 
 NAME is a checkpoint and its prompts, of CASES. Eight prompts each, spread evenly over those of `measure.py`, of 64
-tokens at most. CIs are over prompts (Student's t of the mean over heads of each prompt): they concern these texts, not
-other checkpoints. Not applicable is left empty: angles without projection, margins and attention of the norm's
-output, the loss of MiniLM, which has no head.
+tokens at most. CIs are over prompt groups (Student's t; the prompts differ, so each is a group), of every head and of
+the mean over heads: they concern these texts, not other checkpoints. Entropy, angle and sinks of a prompt are measured
+with the constants of the other prompts, as in the whole. Not applicable is left empty: angles without projection,
+margins and attention of the norm's output, the loss of MiniLM, which has no head.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ import ln_probe
 TABLES = HERE / "tables"
 PROMPTS, TOKENS = 8, 64
 HUB_TOKENS = 128  # of checkpoints of the hub: up to 65 keys in heads of 64 dimensions are selectable by theorem
+LIMITS = {"margin": (None, None), "uniform_angle_deg": (0, 90)}  # of the measures that are not shares
 CLOSER = 5.0  # degrees: heads whose queries are that much closer to 1 than random ones are counted
 HEADS = ["unselectable_fraction", "unreachable_fraction", "margin_median", "attainable_median",
          "attainable_reachable_median", "entropy_ratio", "uniform_angle_deg", "score_spread"]  # fmt: skip
@@ -43,6 +46,7 @@ MEASURES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "attainable": lambda t: t["attainable"],
 }
 MEDIANS = ("margin", "attainable")
+OF_QUERIES = ["entropy_ratio", "uniform_angle_deg", "first_rate"]  # of one head on one prompt, as means over queries
 
 
 def _case(name: str) -> Callable[[], tuple[Any, list[list[int]]]]:
@@ -107,20 +111,47 @@ def measured(name: str, model: Any = None) -> tuple[pd.DataFrame, pd.DataFrame]:
     else:
         prompts, limit = SOURCES[MEASURED[name].prompts](model, HUB_TOKENS), HUB_TOKENS
     chosen = [prompts[i][:limit] for i in np.linspace(0, len(prompts) - 1, PROMPTS).astype(int)]
-    probes = ["selectability", "uniformity", "sinks"]
-    report = ln_probe.analyze(model, chosen, probes=probes, keys="all", progress=False)
-    heads = report.heads[[*ABOUT, *HEADS, "by_theorem", "no_op"]].copy()
-    sinks = report.tables["sink_heads"].set_index(["layer", "head"])["first_rate"]
-    of_head = list(zip(heads["layer"], heads["head"], strict=True))
-    heads["first_rate"] = [sinks.get(key, np.nan) for key in of_head]
+    if len({tuple(row) for row in chosen}) < len(chosen):
+        raise SystemExit(f"{name}: equal prompts form one group, and intervals would be too narrow")
+    (TABLES / "tokens" / f"geometry-{name}.json").write_text(json.dumps([list(map(int, row)) for row in chosen]))
+    report = ln_probe.analyze(
+        model, chosen, probes=["selectability", "uniformity", "sinks"], keys="all", progress=False
+    )
+    heads = _with_sinks(report)[[*ABOUT, *HEADS, "by_theorem", "no_op", "first_rate"]]
+    of_head = zip(heads["layer"], heads["head"], strict=True)
     angles = {} if heads["uniform_angle_deg"].isna().all() else random_angles(model)
     heads["random_angle_deg"] = [angles[a][b] if a in angles and b >= 0 else np.nan for a, b in of_head]
     keys = report.tables["keys"]
     keys = keys[[*ABOUT, "prompt"]].assign(**{measure: of(keys) for measure, of in MEASURES.items()})
     grouped = keys.groupby([*ABOUT, "prompt"])
     each = pd.DataFrame({m: grouped[m].median() if m in MEDIANS else grouped[m].mean() for m in MEASURES})
+    each = each.join(_of_queries(model, chosen))
+    each["queries"] = [len(chosen[prompt]) - 1 for prompt in each.index.get_level_values("prompt")]
+    ends = [
+        dict(zip(ABOUT, about, strict=True)) | {f"{m}_half_width": _mean(some, m)[1] for m in (*MEASURES, *OF_QUERIES)}
+        for about, some in each.groupby(ABOUT)
+    ]
+    heads = heads.merge(pd.DataFrame(ends), how="left", on=ABOUT)
     by_prompt = each.groupby(["space", "variant", "prompt"]).mean().reset_index()
     return heads, by_prompt
+
+
+def _of_queries(model: Any, chosen: list[list[int]]) -> pd.DataFrame:
+    """Entropy, angle and sink rate of every head on every prompt, with constants of the other prompts."""
+    found = []
+    for number, row in enumerate(chosen):
+        others = chosen[:number] + chosen[number + 1 :]
+        report = ln_probe.analyze(model, [row], probes=["uniformity", "sinks"], calibration=others, progress=False)
+        found.append(_with_sinks(report)[[*ABOUT, *OF_QUERIES]].assign(prompt=number))
+    return pd.concat(found).set_index([*ABOUT, "prompt"])
+
+
+def _with_sinks(report: Any) -> pd.DataFrame:
+    """The table `heads`, with the share of each head's queries that give position 0 over 0.3 of their attention."""
+    sinks = report.tables["sink_heads"].set_index(["layer", "head"])["first_rate"]
+    return report.heads.assign(
+        first_rate=[sinks.get(key, np.nan) for key in zip(report.heads["layer"], report.heads["head"], strict=True)]
+    )
 
 
 def rows_of(name: str, heads: pd.DataFrame, prompts: pd.DataFrame) -> pd.DataFrame:
@@ -129,14 +160,19 @@ def rows_of(name: str, heads: pd.DataFrame, prompts: pd.DataFrame) -> pd.DataFra
     for (space, variant), some in prompts.groupby(["space", "variant"], sort=False):
         mine = heads[(heads["space"] == space) & (heads["variant"] == variant)]
         row: dict[str, Any] = {"checkpoint": name, "space": space, "variant": variant, "prompts": len(some)}
-        for measure in MEASURES:
-            ends = np.clip(_interval(some[measure]), *((None, None) if measure == "margin" else (0, 1)))
+        for measure in (*MEASURES, *OF_QUERIES):
+            if measure not in some:  # a table from before intervals of queries
+                row[measure] = mine[measure].mean()
+                continue
+            center, half = _mean(some, measure)
+            ends = np.clip((center, center - half, center + half), *LIMITS.get(measure, (0, 1)))
             row |= dict(zip((measure, f"{measure}_low", f"{measure}_high"), ends, strict=True))
-        means = ("entropy_ratio", "uniform_angle_deg", "random_angle_deg", "first_rate", "attainable_reachable_median")
-        row |= {column: mine[column].mean() for column in means}
+        row |= {column: mine[column].mean() for column in ("random_angle_deg", "attainable_reachable_median")}
         angled = mine[mine["random_angle_deg"].notna()]
-        below = angled["random_angle_deg"] - angled["uniform_angle_deg"] > CLOSER
-        row["closer_than_random"] = below.mean() if len(angled) else np.nan
+        below = angled["random_angle_deg"] - angled["uniform_angle_deg"]
+        row["closer_than_random"] = (below > CLOSER).mean() if len(angled) else np.nan
+        if "uniform_angle_deg_half_width" in angled and len(angled):  # heads of which that holds of the whole interval
+            row["closer_surely"] = (below - angled["uniform_angle_deg_half_width"] > CLOSER).mean()
         row |= {"heads": len(mine), "by_theorem": bool(mine["by_theorem"].fillna("").ne("").all())}
         rows.append(row | {"no_op": ", ".join(mine["no_op"].dropna().unique())})
     return pd.DataFrame(rows)
@@ -152,13 +188,16 @@ def summarize() -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def _interval(values: pd.Series) -> tuple[float, float, float]:
-    known = values.dropna().to_numpy(float)
-    center = float(known.mean()) if len(known) else np.nan
-    half = np.nan
-    if len(known) > 1:
-        half = float(stats.t.ppf(0.975, len(known) - 1) * known.std(ddof=1) / len(known) ** 0.5)
-    return center, center - half, center + half
+def _mean(prompts: pd.DataFrame, measure: str) -> tuple[float, float]:
+    """The mean over prompts, those of queries weighted by their number, and half the width of its 95 % interval."""
+    known = prompts[prompts[measure].notna()]
+    values = known[measure].to_numpy(float)
+    weight = known["queries"].to_numpy(float) if measure in OF_QUERIES else np.ones(len(known))
+    if len(known) < 2:
+        return float(values.sum()) if len(known) else np.nan, np.nan
+    center = float(weight @ values / weight.sum())
+    spread = np.square(weight * (values - center)).sum() * len(known) / (len(known) - 1)  # of a ratio (Cochran 1977)
+    return center, float(stats.t.ppf(0.975, len(known) - 1) * spread**0.5 / weight.sum())
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""The published figures of two experiments, computed a second way that shares no code with ln_probe.
+"""Published figures of two experiments and of the geometry, computed a second way that shares no code with ln_probe.
 
     python examples/checkpoints/second_way.py uniform MODEL…     # tables/uniform-*.csv
     python examples/checkpoints/second_way.py patching MODEL…    # tables/patching-*.csv
+    python examples/checkpoints/second_way.py geometry CASE…     # tables/geometry/CASE.csv
 
 PyTorch, NumPy and SciPy alone, and a GPT-2 written down here: weights are read from the checkpoint's own file, tokens
 from tables/tokens, which the measuring scripts leave there. MODEL: mgm, capp-gpt, a bundled model, or a run of
-`lab run fresh_seeds` as fresh/RUN=FOLDER.
+`lab run fresh_seeds` as fresh/RUN=FOLDER. CASE: of `geometry.py`; MiniLM and SmolLM2 are Hugging Face's own models.
 Prints the largest difference from the committed tables and appends it to tables/second-way-experiments.csv.
 """
 
@@ -17,11 +18,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -97,7 +101,7 @@ class Gpt2:
             x = edit("resid", i, x)
             y = self.norm(x, of["ln1"], self.kind, held)
             q, k, v = (torch.einsum("td,hdk->htk", y, of[n][0]) + of[n][1][:, None] for n in "QKV")
-            q = edit("q", i, q)
+            q, k = edit("q", i, q), edit("k", i, k)
             pattern = edit("pattern", i, (q @ k.mT / math.sqrt(q.shape[-1]) + mask).softmax(-1))
             z = edit("z", i, pattern @ v)
             x = x + torch.einsum("htk,hkd->td", z, of["O"][0]) + of["O"][1]
@@ -231,18 +235,153 @@ def compare_patching(name: str, model: Gpt2) -> float:
     return worst
 
 
+# Geometry
+
+HEADS = 16  # whose keys are judged by linear programs, evenly spread over the model
+MUCH = 0.3  # of a query's attention: a sink
+
+# Of one layer and prompt: gain times W_K [head d d_head] or None, q and k [head pos d_head], pattern [head query key].
+Layer = tuple[Tensor | None, Tensor, Tensor, Tensor]
+
+
+def in_hull(keys: np.ndarray) -> np.ndarray:
+    """Which rows are a convex combination of the others, each by a linear program (HiGHS)."""
+    keys = (keys - keys.mean(0)) / np.abs(keys - keys.mean(0)).max()
+    found = []
+    for i in range(len(keys)):
+        others = np.delete(keys, i, 0)
+        system = np.vstack([others.T, np.ones(len(others))])
+        solved = linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1.0], bounds=(0, None), method="highs")
+        found.append(solved.status == 0)
+    return np.array(found)
+
+
+def of_gpt2(model: Gpt2, row: list[int]) -> list[Layer]:
+    kept: dict[tuple[str, int], Tensor] = {}
+
+    def keep(name: str, layer: int, x: Tensor) -> Tensor:
+        kept[name, layer] = x
+        return x
+
+    model(row, keep)
+    return [
+        (of["ln1"][0][:, None] * of["K"][0], *(kept[name, i] for name in ("q", "k", "pattern")))
+        for i, of in enumerate(model.layers)
+    ]
+
+
+def of_bert(model: Any, row: list[int]) -> list[Layer]:
+    """Of a BERT: the norm that attention reads is the embeddings', or the output's of the layer before."""
+    kept: dict[str, Tensor] = {}
+    handles = [
+        getattr(layer.attention.self, name).register_forward_hook(
+            lambda _m, _a, out, key=f"{name} {i}": kept.__setitem__(key, out)
+        )
+        for i, layer in enumerate(model.encoder.layer)
+        for name in ("query", "key")
+    ]
+    patterns = model(torch.tensor([row]), output_attentions=True).attentions
+    for handle in handles:
+        handle.remove()
+    norms = [model.embeddings.LayerNorm, *(layer.output.LayerNorm for layer in model.encoder.layer)]
+    found = []
+    for i, (norm, layer, pattern) in enumerate(zip(norms, model.encoder.layer, patterns, strict=False)):
+        heads = pattern.shape[1]
+        W = layer.attention.self.key.weight.T * norm.weight[:, None]
+        q, k = (kept[f"{name} {i}"][0].view(len(row), heads, -1).transpose(0, 1) for name in ("query", "key"))
+        found.append((W.view(len(W), heads, -1).transpose(0, 1), q, k, pattern[0]))
+    return found
+
+
+def of_llama(model: Any, row: list[int]) -> list[Layer]:
+    """Patterns alone: with an RMSNorm there is no angle, and as many dimensions as keys make all selectable."""
+    nothing = torch.empty(0)
+    return [(None, nothing, nothing, p[0]) for p in model(torch.tensor([row]), output_attentions=True).attentions]
+
+
+@torch.no_grad()
+def geometry(read: Callable[[list[int]], list[Layer]], rows: list[list[int]], *, causal: bool) -> dict[str, np.ndarray]:
+    """By column of the table: a value for every (layer, head); NaN where it is not computed."""
+    first = int(causal)  # (a causal query at position 0 has no choice)
+    sums: dict[str, Any] = {"entropy_ratio": 0.0, "uniform_angle_deg": 0.0, "first_rate": 0.0}
+    chosen, hulls = None, []
+    queries = 0
+    for row in rows:
+        layers = read(row)
+        pattern = torch.stack([layer[3] for layer in layers]).double()[:, :, first:]  # [layer head query key]
+        count = torch.arange(2, len(row) + 1) if causal else torch.tensor([len(row)])
+        entropy = torch.special.entr(pattern).sum(-1) / count.log()
+        sums["entropy_ratio"] += entropy.sum(-1)
+        sums["first_rate"] += (pattern[..., 0] > MUCH).double().sum(-1)
+        queries += pattern.shape[2]
+        angles, keys = [], []
+        for W, q, k, _ in layers:
+            if W is None:
+                continue
+            back = torch.einsum("hdk,htk->htd", W.double(), q[:, first:].double())
+            cosine = back.sum(-1).abs() / back.norm(dim=-1) / back.shape[-1] ** 0.5
+            angles.append(torch.rad2deg(cosine.clamp(max=1).acos()).sum(-1))
+            keys += list(k.double().numpy())
+        if angles:
+            sums["uniform_angle_deg"] += torch.stack(angles)
+            chosen = np.linspace(0, len(keys) - 1, min(HEADS, len(keys))).astype(int)
+            hulls.append([in_hull(keys[i]) for i in chosen])
+    found = {name: np.asarray(total / queries).ravel() for name, total in sums.items() if not isinstance(total, float)}
+    if chosen is not None:
+        share = np.full(len(found["entropy_ratio"]), np.nan)
+        share[chosen] = [np.concatenate(of_head).mean() for of_head in zip(*hulls, strict=True)]
+        found["unselectable_fraction"] = share
+    return found
+
+
+def compare_geometry(case: str) -> float:
+    """The largest difference, angles in degrees among shares; each column's is printed."""
+    name = next(n for n in ("minilm", "smollm2", "mgm", "capp-gpt", case.rpartition("-")[0]) if case.startswith(n))
+    read: Callable[[list[int]], list[Layer]]
+    if name == "minilm":
+        from transformers import BertModel
+
+        bert = BertModel.from_pretrained(os.environ["LN_PROBE_MINILM"], attn_implementation="eager").eval()
+        read = partial(of_bert, bert)
+    elif name == "smollm2":
+        from transformers import AutoModelForCausalLM
+
+        file = Path(os.environ["LN_PROBE_GGUF"])
+        options = {"gguf_file": file.name, "attn_implementation": "eager", "dtype": torch.float32}
+        llama = AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+        read = partial(of_llama, llama)
+    else:
+        read = partial(of_gpt2, Gpt2(FOLDERS.get(name, BUNDLED / name)))
+    found = geometry(read, tokens_of(f"geometry-{case}"), causal=name != "minilm")
+    kept = [r for r in column(f"geometry/{case}.csv", space="head", variant="intact") if r["head"] != "-1"]
+    kept.sort(key=lambda row: (int(row["layer"]), int(row["head"])))
+    worst = 0.0
+    for measure, values in found.items():
+        table = np.array([float(row[measure] or "nan") for row in kept])
+        known = ~np.isnan(values)
+        off = float(np.abs(values - table)[known].max())
+        print(
+            f"{case}: {measure} of {known.sum()} heads, largest difference {off:.2g}; mean {values[known].mean():.5g}"
+        )
+        worst = max(worst, off)
+    return worst
+
+
 FOLDERS = {"capp-gpt": SHARED / "checkpoints" / "capp_gpt", "mgm": Path(os.environ.get("LN_PROBE_MGM", ""))}
 BUNDLED = Path(__file__).parents[2] / "ln_probe" / "data" / "checkpoints"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("uniform", "patching"))
+    parser.add_argument("experiment", choices=("uniform", "patching", "geometry"))
     parser.add_argument("models", nargs="+", metavar="MODEL")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for given in args.models:
         name, _, folder = given.partition("=")
+        if args.experiment == "geometry":
+            record("geometry", name, compare_geometry(name))
+            continue
         model = Gpt2(Path(folder) if folder else FOLDERS.get(name, BUNDLED / name))
         if args.experiment == "uniform":
             lab = bool(folder) or name not in FOLDERS
@@ -250,12 +389,17 @@ def main() -> None:
             off = compare_uniform(table, model, tokens_of("books" if lab else table))
         else:
             off = compare_patching(name, model)
-        print(f"{args.experiment}, {name}: largest difference from the committed table {off:.2g}", flush=True)
-        path = TABLES / "second-way-experiments.csv"
-        rows = [] if not path.exists() else list(csv.reader(path.open()))[1:]
-        rows = [r for r in rows if r[:2] != [args.experiment, name]] + [[args.experiment, name, f"{off:.3g}"]]
-        with path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([["experiment", "model", "largest_difference"], *rows])
+        record(args.experiment, name, off)
+
+
+def record(experiment: str, name: str, off: float) -> None:
+    """Print a difference and put it into the table."""
+    print(f"{experiment}, {name}: largest difference from the committed table {off:.2g}", flush=True)
+    path = TABLES / "second-way-experiments.csv"
+    rows = [] if not path.exists() else list(csv.reader(path.open()))[1:]
+    rows = [r for r in rows if r[:2] != [experiment, name]] + [[experiment, name, f"{off:.3g}"]]
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([["experiment", "model", "largest_difference"], *rows])
 
 
 if __name__ == "__main__":
