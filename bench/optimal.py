@@ -58,12 +58,12 @@ def on_other_halves(model: Any, rows: Sequence[Tensor], halves: Halves) -> float
     return total / len(rows)
 
 
-def measure(name: str) -> list[dict[str, Any]]:
+def measure(name: str, device: str) -> list[dict[str, Any]]:
     """Fit and measure one model; its rows of the table."""
-    model: Any = ln_probe.load_model(name)
+    model: Any = ln_probe.load_model(name, device=device)
     prompts = bundled_prompts(model)
     assert prompts is not None
-    rows = list(prompts.measured)
+    rows = [row.to(device) for row in prompts.measured]
     every, divided, table = {}, {}, []
     for group in GROUPS:
         sites = [s for s in members(ln_probe.hooks.find_sites(model), group) if s.scales]
@@ -108,11 +108,14 @@ def measure(name: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("names", nargs="*", help="bundled models; all of them if left out")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.names or ln_probe.bundled_models():
         before = pd.read_csv(TABLE) if TABLE.is_file() else pd.DataFrame({"model": []})
-        after = pd.concat([before[before["model"] != name], pd.DataFrame(measure(name))], ignore_index=True)
+        after = pd.concat(
+            [before[before["model"] != name], pd.DataFrame(measure(name, arguments.device))], ignore_index=True
+        )
         after.sort_values(["model", "group"]).to_csv(TABLE, index=False, float_format="%.6g", lineterminator="\n")
 
 

@@ -315,8 +315,9 @@ class _Search:
         if known:
             columns = torch.stack([v.flatten() for _, v in known], dim=1)
             size = columns.norm(dim=0).clamp_min(1e-300)
-            # (the pivoted solver: a column of zeros, or one twice, gets the factor 0 instead of an error)
-            factors = torch.linalg.lstsq(columns / size, rest[:, None], driver="gelsd").solution[:, 0] / size
+            # (the pivoted solver, which GPUs lack: a column of zeros, or one twice, gets the factor 0, not an error)
+            scaled, target = (columns / size).cpu(), rest[:, None].cpu()
+            factors = torch.linalg.lstsq(scaled, target, driver="gelsd").solution[:, 0].to(size) / size
             factors = torch.where(size > 1e-290, factors, torch.zeros_like(factors))
             near = factors.round().clamp(-1, 1)
             factors = torch.where((factors - near).abs() < self.snap, near, factors)

@@ -6,7 +6,7 @@ With all four norms of a 2 x 2 design the main effect of scaling is the mean of 
 mean of projection alone and no norm; that of projection likewise. Where a design has no model without a norm, it is
 LayerNorm minus the norm that lacks the term. Each seed gives one value. Each experiment is a family of tests. Outcomes
 and contrasts were named after most seeds had been seen, so Holm's adjustment corrects for their number, not for their
-choice; those of `fresh_seeds` were registered before any of its models was trained.
+choice; those of `fresh_seeds` and `fresh_seeds_long` were registered before their models were trained.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
      _effects("fresh_seeds", "seeds", measure="valid_loss")),
     ("fresh_seeds", "keys that are unselectable in head space (registered before the runs)", "points",
      _effects("fresh_seeds", "seeds", measure="unselectable_fraction")),
+    ("fresh_seeds_long", "held-out loss (registered before the runs)", "nats",
+     _effects("fresh_seeds_long", "seeds", measure="valid_loss")),
+    ("fresh_seeds_long", "keys that are unselectable in head space (registered before the runs)", "points",
+     _effects("fresh_seeds_long", "seeds", measure="unselectable_fraction")),
     ("encoder", "masked loss, narrow", "nats",
      _effects("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
               norm=["layernorm", "scaling_only", "projection_only"])),

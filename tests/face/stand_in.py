@@ -65,6 +65,8 @@ def _carried_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     moves = target is not None or name in ("aten::copy_", "aten::_to_copy")
     if mixed and not moves and not (name in _INDEXING and isinstance(args[0], Away)):
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} was given some of two")
+    if away and name == "aten::linalg_lstsq" and kwargs.get("driver") not in (None, "gels"):
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
     here, named = tree_map_only(Away, lambda t: t.held, (args, kwargs))
     result = func(*here, **(named | ({"device": CPU} if target is not None else {})))
     if not goes or name == "aten::_local_scalar_dense":

@@ -49,6 +49,8 @@ def test_the_stand_in_refuses_what_a_gpu_refuses() -> None:
             torch.ones(3, 4)[torch.zeros(2, dtype=torch.long, device=there)]
         with pytest.raises(RuntimeError, match="numpy"):
             x.numpy()
+        with pytest.raises(RuntimeError, match="`driver` other than `gels`"):
+            torch.linalg.lstsq(x, x, driver="gelsd")
 
 
 @needs_stand_in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from compose import distance as largest
 
 import ln_probe
+from ln_probe.analyses.lab.run_folder import save_model
+from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import apply, find_sites, without
 from ln_probe.hooks.edits import InterventionError
 
-RETRAINED = Path(__file__).parents[2] / "examples" / "retrained" / "lm-layernorm-seed0"
 TOKENS = torch.arange(3, 23).view(2, 10)
 
 
@@ -63,10 +65,20 @@ def test_a_model_without_a_hugging_face_model_is_refused(make_hooked: Callable[.
 def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model: Any = ln_probe.load_model(RETRAINED)
+    model: Any = ln_probe.load_model("lm-layernorm")
     applied = apply(model, "scaling", tokens=TOKENS)
     again = AutoModelForCausalLM.from_pretrained(applied.save(tmp_path / "free")).eval()
     with torch.no_grad(), without(model, "scaling", sites="all", scale="uniform", tokens=TOKENS):
         assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
+
+
+def test_a_lab_model_with_an_unembedding_bias_is_refused(tmp_path: Path) -> None:
+    """As those that shipped with version 0.2."""
+    config = LabConfig(n_layers=1, d_model=16, n_heads=2, d_vocab=32, n_ctx=24)
+    model = config.build()
+    with torch.no_grad():
+        model.unembed.b_U[3] = 1.0
+    save_model(model, tmp_path / "model.safetensors")
+    (tmp_path / "lab.json").write_text(json.dumps({"format": 1, "task": "none", "model": config.to_dict()}))
     with pytest.raises(InterventionError, match="the model has no standard form: a GPT2LMHeadModel has no unembedding"):
-        apply(ln_probe.load_model("lm-layernorm"), "scaling", scale=2.0)
+        apply(ln_probe.load_model(tmp_path), "scaling", scale=2.0)

@@ -82,10 +82,9 @@ def training(quick: bool, seed: int, design: Design = SHORT) -> TrainConfig:
     return TrainConfig(steps=design.steps, batch=design.batch, warmup=design.warmup, seed=seed, state_every=100)
 
 
-def run(request: Request, design: Design = SHORT) -> Results:
-    """Train the four models of each seed and measure the seeds whose four are finished."""
-    task = text(request)
-    runs = planned(
+def make_runs(request: Request, task: TextTask, design: Design) -> list[Run]:
+    """The four models of each seed."""
+    return planned(
         NORM_KINDS,
         replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
         keys=lambda norm: {"norm": norm},
@@ -94,6 +93,12 @@ def run(request: Request, design: Design = SHORT) -> Results:
         spec=fresh_model,
         training=lambda _, seed: training(request.quick, seed, design),
     )
+
+
+def run(request: Request, design: Design = SHORT) -> Results:
+    """Train the four models of each seed and measure the seeds whose four are finished."""
+    task = text(request)
+    runs = make_runs(request, task, design)
     lost = carry_out(runs, request)
     done = [seed for seed in {run.seed: None for run in runs} if all(r.finished for r in runs if r.seed == seed)]
     columns = pd.DataFrame(columns=[*KEYS, "seed", "value"])
