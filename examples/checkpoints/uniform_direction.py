@@ -2,6 +2,7 @@
 
     python examples/checkpoints/uniform_direction.py mgm capp-gpt-own lm-layernorm-books …   # tables/uniform-NAME.csv
     python examples/checkpoints/uniform_direction.py --runs fresh/runs        # models of `lab run fresh_seeds`
+    python examples/checkpoints/uniform_direction.py --runs long/runs --trained fresh-long    # of `fresh_seeds_long`
     python examples/checkpoints/uniform_direction.py --summary                # tables/uniform-{summary,fresh}.csv
 
 Registered before its first run (the commit that added this file). Question: Brody, Alon & Yahav (2023) say that
@@ -33,6 +34,9 @@ weights are kept), CAPP-GPT. SmolLM2 has rotary positions, under which no one di
 Confirmatory: the `layernorm` models of `lab run fresh_seeds`, seeds 10 to 19, not trained when this was written;
 unit the seed, Student's t; control: `scaling_only` and `none` of the same seeds. CIs of one model are over prompts.
 Amended before the bundled models were run, for want of processor time: single heads of SINGLE alone.
+Added after all of these, and before it was run: the same analysis of the `layernorm` models of `lab run
+fresh_seeds_long` (seeds 20 to 29, trained five times as long on twice as much a step), confirmatory, because the models
+above attend nearly uniformly after their 400 steps. Same hypothesis, contrasts, margins and controls.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +82,7 @@ CONTRASTS = {
     "redirected, against random": ("redirected", "random_redirected"),
 }
 PRIMARY = ("removed", "removed, against random")
+TRAINED = ("fresh", "fresh-long")  # sets of seeds: of `lab run fresh_seeds`, of `fresh_seeds_long`
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,11 +328,11 @@ def summarize() -> None:
             share = table["share"].sum() / table["predicted"].sum()
             rows += [{"model": name, "share": share, **each} for each in contrasts(table)]
     rows = [row if row["model"] not in CONTROLS else row | {"family": "control"} for row in rows]
-    for norm in ("layernorm", "projection_only", "scaling_only", "none"):
-        tables = [pd.read_csv(p) for p in sorted(TABLES.glob(f"uniform-fresh/{norm}-seed*.csv"))]
+    for trained, norm in product(TRAINED, ("layernorm", "projection_only", "scaling_only", "none")):
+        tables = [pd.read_csv(p) for p in sorted(TABLES.glob(f"uniform-{trained}/{norm}-seed*.csv"))]
         if len(tables) > 1:
             share = float(np.mean([t["share"].sum() / t["predicted"].sum() for t in tables]))
-            found = [{"model": f"fresh {norm}", "share": share, **each} for each in over_seeds(tables)]
+            found = [{"model": f"{trained} {norm}", "share": share, **each} for each in over_seeds(tables)]
             projects = norm in ("layernorm", "projection_only")
             rows += found if projects else [row | {"family": "control"} for row in found]
     made = pd.DataFrame(rows)
@@ -338,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--runs", type=Path, help="folder of runs of `ln-probe lab run fresh_seeds`")
+    parser.add_argument("--trained", choices=TRAINED, default=TRAINED[0], help="which experiment's runs they are")
     parser.add_argument("--summary", action="store_true", help="only make the summary again")
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
@@ -348,11 +355,11 @@ def main() -> None:
         model = load(case)
         measured(name, model, SOURCES[case.prompts](model, case.tokens), single=name in SINGLE)
     if args.runs:
-        (TABLES / "uniform-fresh").mkdir(exist_ok=True)
+        (TABLES / f"uniform-{args.trained}").mkdir(exist_ok=True)
         for folder in sorted(p.parent for p in args.runs.glob("*/model.safetensors")):
-            if not (TABLES / f"uniform-fresh/{folder.name}.csv").exists():
+            if not (TABLES / f"uniform-{args.trained}/{folder.name}.csv").exists():
                 model = ln_probe.load_model(folder)
-                measured(f"fresh/{folder.name}", model, books(model, 128), single=False)
+                measured(f"{args.trained}/{folder.name}", model, books(model, 128), single=False)
                 print(folder.name, flush=True)
     summarize()
 
